@@ -1,0 +1,1 @@
+"""Numbers: what a block costs in FLOPs, bytes and seconds."""

@@ -1,0 +1,21 @@
+"""The errors fxpipe raises for the person who must act: the values, the rule, what to change."""
+
+
+class FxpipeError(ValueError):
+    """Base of every error a user can cause or mend."""
+
+
+class CaptureError(FxpipeError):
+    """The model cannot be captured as one graph; names the module and the construct."""
+
+
+class CompileError(FxpipeError):
+    """The captured model, or an option, admits no correct program; says why and what to change."""
+
+
+class ScheduleError(CompileError):
+    """A schedule's text does not parse, or the schedule is not a correct order of all work."""
+
+
+class RunError(RuntimeError):
+    """A rank failed while a program ran; names the rank and the action it was in."""

@@ -1,0 +1,1 @@
+"""Decisions: one pass per file, readable on its own."""
