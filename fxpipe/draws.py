@@ -1,0 +1,76 @@
+"""How one random ATen operation of the graph becomes a `Draw`: the same call, on the whole batch, from shapes alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import CaptureError
+from fxpipe.randomness import Draw
+from fxpipe.sizes import concrete
+
+_DROPOUTS = ("dropout", "native_dropout", "feature_dropout", "alpha_dropout")
+# Random operations whose result depends on a tensor argument's shape and type only, not on its values.
+_SHAPE_ONLY = (
+    "randn_like", "rand_like", "randint_like", "normal", "normal_functional", "uniform", "exponential",
+    "bernoulli", "log_normal", "geometric", "cauchy", "random",
+)  # fmt: skip
+_FACTORIES = ("randn", "rand", "randint", "randperm", "normal")
+
+
+def passes_through(node: fx.Node) -> bool:
+    """A node that returns its first argument unchanged: an inactive dropout, or a cast to the type it has."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name in ("dropout", "feature_dropout", "alpha_dropout"):
+        return float(node.args[1]) == 0.0 or not node.args[2]  # type: ignore[arg-type]
+    return False
+
+
+def draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None]:
+    """The draw, and for a dropout the value that its mask multiplies."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target.overloadpacket.__name__
+    if name in _DROPOUTS and name in ("alpha_dropout", "feature_dropout", "native_dropout"):
+        raise _refusal(node, f"{name} is not supported; use nn.Dropout")
+    if name == "dropout":
+        value = node.args[0]
+        assert isinstance(value, fx.Node)
+        return Draw(index, str(target), _on_ones(target, value.meta["val"], node.args[1:], node.kwargs)), value
+    tensors = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)]
+    if not tensors and name in _FACTORIES:
+        return Draw(index, str(target), _factory(target, node.args, node.kwargs)), None
+    if len(tensors) == 1 and tensors[0] is node.args[0] and name in _SHAPE_ONLY and "Tensor" not in str(target):
+        if name == "bernoulli" and len(node.args) < 2:
+            raise _refusal(node, "bernoulli of a tensor of probabilities depends on values; compare torch.rand with it")
+        return Draw(index, str(target), _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)), None
+    raise _refusal(node, "its result depends on a tensor's values; draw with rand/randn/randint and transform")
+
+
+def _refusal(node: fx.Node, why: str) -> CaptureError:
+    path = node.meta.get("path") or "(the model itself)"
+    return CaptureError(f"module {path}: random operation {node.target}: {why}")
+
+
+def _on_ones(target: Any, like: torch.Tensor, args: Any, kwargs: Any) -> Callable[[int, torch.device], torch.Tensor]:
+    shape, dtype = tuple(like.shape), like.dtype
+
+    def make(batch_size: int, device: torch.device) -> torch.Tensor:
+        ones = torch.ones(concrete(shape, batch_size), dtype=dtype, device=device)
+        return target(ones, *args, **_on(kwargs, device))  # type: ignore[no-any-return]
+
+    return make
+
+
+def _factory(target: Any, args: Any, kwargs: Any) -> Callable[[int, torch.device], torch.Tensor]:
+    values = fx.map_arg(args, lambda n: n.meta["val"])
+
+    def make(batch_size: int, device: torch.device) -> torch.Tensor:
+        return target(*concrete(values, batch_size), **_on(kwargs, device))  # type: ignore[no-any-return]
+
+    return make
+
+
+def _on(kwargs: Any, device: torch.device) -> dict[str, Any]:
+    return {k: (device if k == "device" else v) for k, v in kwargs.items()}

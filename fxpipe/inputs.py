@@ -1,0 +1,132 @@
+"""A step's inputs, bound by name: the same call in any mix of positional and keyword arguments gives the same leaves."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import CompileError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the argument tree: a tensor input, or a constant that must keep its value.
+
+    `shape` is the example's; dimension 0 is the batch where `batched`.
+    """
+
+    name: str
+    is_tensor: bool
+    batched: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    constant: Any
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """How a call of the model becomes a flat list of tensors and back."""
+
+    leaves: tuple[Leaf, ...]
+    tree: pytree.TreeSpec
+    signature: inspect.Signature
+    batch_size: int
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+        """Tensors by name and the batch size of this call; CompileError where it differs from what was captured."""
+        named, tree = _flatten(self.signature, args, kwargs)
+        if tree != self.tree:
+            expected, given = [leaf.name for leaf in self.leaves], list(named)
+            raise CompileError(f"inputs {given} do not match the captured {expected}; pass the same arguments as compiled")
+        tensors = {leaf.name: named[leaf.name] for leaf in self.leaves if leaf.is_tensor}
+        for leaf in self.leaves:
+            _check_leaf(leaf, named[leaf.name])
+        sizes = {leaf.name: int(tensors[leaf.name].shape[0]) for leaf in self.leaves if leaf.batched}
+        if len(set(sizes.values())) != 1:
+            raise CompileError(f"inputs disagree on the batch size: {sizes}; dimension 0 of each must be the batch")
+        return tensors, next(iter(sizes.values()))
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The (args, kwargs) of the model's own call from the tensor leaves, in order."""
+        remaining = iter(tensors)
+        values = [next(remaining) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(values, self.tree)
+        return tuple(args), dict(kwargs)
+
+
+def _check_leaf(leaf: Leaf, value: Any) -> None:
+    if not leaf.is_tensor:
+        if not _same(leaf.constant, value):
+            raise CompileError(f"input {leaf.name} was captured as {leaf.constant!r}, called with {value!r}; recompile")
+        return
+    if not isinstance(value, torch.Tensor):
+        raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
+    skip = 1 if leaf.batched else 0
+    same_rank = value.ndim == len(leaf.shape)
+    if not same_rank or tuple(value.shape[skip:]) != leaf.shape[skip:] or value.dtype != leaf.dtype:
+        want = ["batch", *leaf.shape[1:]] if leaf.batched else list(leaf.shape)
+        got = f"{list(value.shape)} {value.dtype}"
+        raise CompileError(f"input {leaf.name} must be {want} {leaf.dtype}, got {got}; recompile for other shapes")
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def describe(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int | None
+) -> tuple[InputSpec, list[torch.Tensor]]:
+    """The input spec of one example call, and its tensor leaves in order."""
+    signature = inspect.signature(model.forward)
+    named, tree = _flatten(signature, args, kwargs)
+    size = batch_size or _guess_batch(named)
+    leaves = []
+    for name, value in named.items():
+        tensor = isinstance(value, torch.Tensor)
+        batched = tensor and value.ndim > 0 and value.shape[0] == size
+        shape = tuple(value.shape) if tensor else ()
+        leaves.append(Leaf(name, tensor, batched, shape, value.dtype if tensor else None, None if tensor else value))
+    if not any(leaf.batched for leaf in leaves):
+        shapes = {leaf.name: leaf.shape for leaf in leaves if leaf.is_tensor}
+        raise CompileError(f"no input has batch size {size} in dimension 0: {shapes}; pass batch_size=")
+    return InputSpec(tuple(leaves), tree, signature, size), [v for v in named.values() if isinstance(v, torch.Tensor)]
+
+
+def _guess_batch(named: Mapping[str, Any]) -> int:
+    for value in named.values():
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
+            return int(value.shape[0])
+    raise CompileError("no example input is a tensor with a batch dimension; pass example_inputs=")
+
+
+def _flatten(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], pytree.TreeSpec]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CompileError(f"inputs do not fit the model's forward{signature}: {error}") from None
+    bound.apply_defaults()
+    call = (tuple(bound.args), dict(sorted(bound.kwargs.items())))
+    paths, tree = pytree.tree_flatten_with_path(call)
+    positional = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {_leaf_name(path, positional): value for path, value in paths}, tree
+
+
+def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:
+    in_kwargs = path[0].idx == 1
+    head = path[1]
+    if in_kwargs:
+        parts = [str(head.key)]
+    else:
+        parts = [positional[head.idx] if head.idx < len(positional) else f"args_{head.idx}"]
+    parts += [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[2:]]
+    return ".".join(parts)
