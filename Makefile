@@ -1,0 +1,20 @@
+# make demo, make test: from a fresh clone, with nothing but python3 (3.11 or newer) and a package registry.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test install
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest -n 2
+
+install: .venv/installed
+
+# torch comes first and by its exact version: a resolver left to choose may take a build with gigabytes of CUDA.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,dev]'
+	touch $@

@@ -1,0 +1,37 @@
+"""Settings every test shares: one thread each, reproducible hypothesis runs, golden files."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("fxpipe", deadline=None, max_examples=25, derandomize="CI" in os.environ)
+settings.load_profile("fxpipe")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts under tests/golden instead of comparing")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares text with tests/golden/<name>, or writes that file under --update-golden."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"no golden file {path}; run pytest --update-golden and read the new file"
+        assert text == path.read_text(), f"differs from {path}; pytest --update-golden accepts the new text"
+
+    return check
