@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the texts under tests/golden instead of comparing")
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden instead of comparing")
 
 
 @pytest.fixture

@@ -1,0 +1,189 @@
+"""Trains a small class-conditional U-Net on scikit-learn's 8x8 digits until its samples are digits.
+
+    python examples/digits.py --single                  # one device, eager
+    torchrun --nproc-per-node 4 examples/digits.py      # four ranks, each running its own compiled graph
+
+Each writes `digits_<where>.json` (loss of every step, share of samples that a classifier recognises) and
+`digits_<where>.png` (a row of samples per digit). Batches and noise depend on the step alone, so both loss curves agree.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import UNet2DModel
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.svm import SVC
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.randomness import SeededDraws
+
+NUM_TIMESTEPS = 200
+BATCH_SIZE = 64
+LEARNING_RATE = 2e-3
+Loss = Callable[[Tensor, Tensor, int], Tensor]
+
+
+class DigitsStep(nn.Module):
+    """One training step: noise the images [B, 1, 8, 8] at random timesteps, predict the noise, mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = UNet2DModel(
+            sample_size=8,
+            in_channels=1,
+            out_channels=1,
+            layers_per_block=1,
+            block_out_channels=(32, 64),
+            down_block_types=("DownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "UpBlock2D"),
+            norm_num_groups=8,
+            attention_head_dim=8,
+            num_class_embeds=10,
+        )
+        self.register_buffer("betas", torch.linspace(1e-4, 0.06, NUM_TIMESTEPS), persistent=False)
+        self.register_buffer("signal", torch.cumprod(1 - self.get_buffer("betas"), 0), persistent=False)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        noise = torch.randn_like(images)
+        timesteps = torch.randint(0, NUM_TIMESTEPS, (images.shape[0],), device=images.device)
+        signal = self.get_buffer("signal")[timesteps].view(-1, 1, 1, 1)
+        noisy = signal.sqrt() * images + (1 - signal).sqrt() * noise
+        predicted = self.unet(noisy, timesteps, class_labels=labels).sample
+        return nn.functional.mse_loss(predicted, noise)
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(batch_size, 1, 8, 8), torch.zeros(batch_size, dtype=torch.long)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Images [1797, 1, 8, 8] in [-1, 1] and labels [1797]."""
+    data: Any = load_digits()
+    return torch.tensor(data.images / 8 - 1, dtype=torch.float32)[:, None], torch.tensor(data.target)
+
+
+def batches(seed: int, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches in every process that asks with the same seed."""
+    images, labels = digits()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        chosen = torch.randint(len(images), (BATCH_SIZE,), generator=generator)
+        yield images[chosen], labels[chosen]
+
+
+def one_device(step: DigitsStep) -> Loss:
+    """Loss and gradients of the uncompiled step, drawing the numbers that a compiled one draws."""
+
+    def loss_of(images: Tensor, labels: Tensor, index: int) -> Tensor:
+        with SeededDraws(0, index, images.device):
+            loss: Tensor = step(images, labels)
+        loss.backward()
+        return loss.detach()
+
+    return loss_of
+
+
+def train(loss_of: Loss, parameters: Any, seed: int, num_steps: int, report: Callable[[str], None]) -> list[float]:
+    """Trains in place; the loss of every step. `loss_of(images, labels, index)` leaves gradients in `parameters`."""
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    warm_then_cool = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=num_steps + 1)
+    losses = []
+    for index, (images, labels) in enumerate(batches(seed, num_steps)):
+        losses.append(float(loss_of(images, labels, index)))
+        optimizer.step()
+        warm_then_cool.step()
+        optimizer.zero_grad()
+        if index % 50 == 0 or index == num_steps - 1:
+            report(f"step {index:4}  loss {losses[-1]:.4f}")
+    return losses
+
+
+@torch.no_grad()
+def sample(step: DigitsStep, labels: Tensor, seed: int) -> Tensor:
+    """Images [len(labels), 1, 8, 8] in [-1, 1], by ancestral sampling (Ho et al. 2020, algorithm 2)."""
+    generator = torch.Generator().manual_seed(seed)
+    betas, signals = step.get_buffer("betas"), step.get_buffer("signal")
+    images = torch.randn(len(labels), 1, 8, 8, generator=generator)
+    for time in reversed(range(NUM_TIMESTEPS)):
+        noise = step.unet(images, torch.full_like(labels, time), class_labels=labels).sample
+        images = (images - betas[time] / (1 - signals[time]).sqrt() * noise) / (1 - betas[time]).sqrt()
+        if time > 0:
+            images += betas[time].sqrt() * torch.randn(images.shape, generator=generator)
+    return images.clamp(-1, 1)
+
+
+def recognised(images: Tensor, labels: Tensor) -> float:
+    """Share of images in which a classifier trained on the real digits sees their label."""
+    real, real_labels = digits()
+    classifier = SVC(gamma=0.016).fit(real.flatten(1).numpy(), real_labels.numpy())
+    return float((classifier.predict(images.flatten(1).numpy()) == labels.numpy()).mean())
+
+
+def save_grid(images: Tensor, path: Path, scale: int = 5) -> None:
+    """A PNG with a row per digit; images ordered by label, equally many of each."""
+    framed = nn.functional.pad(images, (1, 1, 1, 1), value=-1)
+    rows = framed.view(10, -1, 10, 10).transpose(1, 2).flatten(0, 1).flatten(1)
+    pixels = ((rows + 1) * 127.5).round().numpy().astype(np.uint8)
+    grid = Image.fromarray(pixels)
+    grid.resize((grid.width * scale, grid.height * scale), Image.Resampling.BICUBIC).save(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--single", action="store_true", help="one device, without the compiler")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--samples", type=int, default=12, help="samples of each digit; 0 leaves sampling out")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the samples")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    options = parser.parse_args()
+    if not options.single and "WORLD_SIZE" not in os.environ:
+        parser.error("start under torchrun, or pass --single")
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    step = DigitsStep()
+    first = os.environ.get("RANK", "0") == "0"
+    report: Callable[[str], None] = print if first else lambda line: None
+
+    if options.single:
+        where = "single"
+        losses = train(one_device(step), step.parameters(), options.seed, options.steps, report)
+    else:
+        where = os.environ["WORLD_SIZE"]
+        program = fxpipe.compile(step, int(where), example_inputs=step.example_inputs(BATCH_SIZE))
+        report(f"{program.plan}\n{program.schedule}")
+        engine = program.engine()
+
+        def loss_of(images: Tensor, labels: Tensor, index: int) -> Tensor:
+            loss: Tensor = engine.step((images, labels))
+            return loss
+
+        losses = train(loss_of, engine.parameters(), options.seed, options.steps, report)
+        weights = engine.gather_state_dict()
+        if first:
+            step.load_state_dict(weights)
+    if first:
+        finish(step, losses, where, options)
+
+
+def finish(step: DigitsStep, losses: list[float], where: str, options: argparse.Namespace) -> None:
+    """Writes the loss curve and, where asked for, the samples and how many are recognised."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"losses": losses}
+    if options.samples:
+        labels = torch.arange(10).repeat_interleave(options.samples)
+        images = sample(step.eval(), labels, options.seed)
+        result["recognised"] = recognised(images, labels)
+        save_grid(images, options.out / f"digits_{where}.png")
+        print(f"{result['recognised']:.0%} of {len(labels)} samples recognised")
+    (options.out / f"digits_{where}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

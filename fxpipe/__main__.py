@@ -1,0 +1,5 @@
+"""`python -m fxpipe` is the command line."""
+
+from fxpipe.cli import main
+
+main()

@@ -1,0 +1,188 @@
+"""The command line: `fxpipe compile`, `fxpipe show`, `fxpipe run`.
+
+MODEL is `file.py:factory` or `module:factory`: an nn.Module, or a callable without arguments that returns one. A module
+that is not a diffusers backbone says what it trains on by a method `example_inputs(batch_size)`: a tuple or dict of
+forward's arguments. Wrong input ends with one line on stderr and exit code 2.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Never
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.table import Table
+from typer.core import TyperGroup
+
+from fxpipe.errors import CompileError, FxpipeError
+
+
+class OneLineErrors(TyperGroup):
+    """A command group whose errors, its parser's and fxpipe's, are one line on stderr and exit code 2."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Never:
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args, *rest, **extra)
+        except (FxpipeError, typer.TyperException) as error:
+            _fail(error.format_message() if isinstance(error, typer.TyperException) else str(error))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
+WorldSize = Annotated[int, typer.Option(min=1, help="number of ranks")]
+OptionalWorldSize = Annotated[int | None, typer.Option(min=1, help="number of ranks; under torchrun, its own")]
+BatchSize = Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")]
+Microbatches = Annotated[int | None, typer.Option(min=1, help="micro-batches in one step; chosen where left out")]
+Stages = Annotated[int | None, typer.Option(min=1, help="number of stages; chosen where left out")]
+ScheduleName = Annotated[str, typer.Option(help="a schedule's name, or a .txt file with its text")]
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="fxpipe")
+
+
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    """Compiles a diffusion training step for several ranks: one FX graph per rank."""
+    if context.invoked_subcommand is None:
+        raise CompileError("no command given; one of compile, show, run (fxpipe --help tells more)")
+
+
+@app.command("compile")
+def compile_command(
+    model: Model,
+    world_size: WorldSize,
+    batch_size: BatchSize = 8,
+    microbatches: Microbatches = None,
+    stages: Stages = None,
+    schedule: ScheduleName = "auto",
+    dump: Annotated[
+        Path | None, typer.Option(file_okay=False, help="folder for plan, schedule and rank graphs")
+    ] = None,
+) -> None:
+    """Compile MODEL; print its plan and schedule, and leave every rank's graph in the dump folder."""
+    program, _ = _compile(model, world_size, batch_size, microbatches, stages, schedule)
+    if dump is None:
+        _print_text("plan", str(program.plan))
+        _print_text("schedule", str(program.schedule))
+        return
+    program.dump(dump)
+    show(dump)
+
+
+@app.command()
+def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that compile --dump wrote")]) -> None:
+    """Print the plan, the schedule and the traffic of a dumped program."""
+    remedy = f"fxpipe compile MODEL --world-size N --dump {directory} writes it"
+    texts = {name: _read(directory / name, remedy) for name in ("plan.txt", "schedule.txt", "traffic.json")}
+    _print_text("plan", texts["plan.txt"])
+    _print_text("schedule", texts["schedule.txt"])
+    Console().print(traffic_table(json.loads(texts["traffic.json"])))
+
+
+@app.command()
+def run(
+    model: Model,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")],
+    world_size: OptionalWorldSize = None,
+    batch_size: BatchSize = 8,
+    microbatches: Microbatches = None,
+    stages: Stages = None,
+    schedule: ScheduleName = "auto",
+    lr: Annotated[float, typer.Option(min=0.0, help="AdamW's learning rate")] = 1e-4,
+    seed: Annotated[int, typer.Option(help="seeds the weights and the example inputs")] = 0,
+    device: Annotated[str | None, typer.Option(help="device of this rank, such as cuda:0")] = None,
+) -> None:
+    """Train MODEL on its example inputs: under torchrun one rank a process, else all ranks in this process."""
+    import torch
+
+    world_size, distributed = _launch(world_size)
+    torch.manual_seed(seed)
+    program, batch = _compile(model, world_size, batch_size, microbatches, stages, schedule)
+    engine = program.engine(device=device) if distributed else program.local_engine()
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=lr)
+    with _progress(steps, visible=os.environ.get("RANK", "0") == "0") as progress:
+        for index in range(steps):
+            loss = engine.step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.console.print(f"step {index + 1}  loss {float(loss):.6f}", highlight=False)
+            progress.advance(progress.task_ids[0])
+
+
+def _compile(
+    model: str, world_size: int, batch_size: int, microbatches: int | None, stages: int | None, schedule: str
+) -> tuple[Any, Any]:
+    """The program, and the example inputs it was compiled for."""
+    import fxpipe
+    from fxpipe.user_model import example_inputs, load_model
+
+    if schedule.endswith(".txt"):
+        schedule = _read(Path(schedule), "give --schedule a schedule's name or the file of its text")
+    step = load_model(model)
+    batch = example_inputs(step, batch_size)
+    options = {"batch_size": batch_size, "microbatches": microbatches, "stages": stages, "schedule": schedule}
+    return fxpipe.compile(step, world_size, example_inputs=batch, **options), batch
+
+
+def _launch(world_size: int | None) -> tuple[int, bool]:
+    launched = os.environ.get("WORLD_SIZE")  # set by torchrun
+    if launched is None:
+        if world_size is None:
+            raise CompileError("--world-size is missing; give it, or start under torchrun")
+        return world_size, False
+    if world_size is not None and world_size != int(launched):
+        raise CompileError(f"--world-size {world_size} differs from torchrun's {launched} processes; leave it out")
+    return int(launched), True
+
+
+def _progress(steps: int, visible: bool) -> Progress:
+    console = Console(quiet=not visible)
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    progress.add_task("training", total=steps)
+    return progress
+
+
+def traffic_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A table of bytes per directed channel (a row each) and kind (a column each), of one step."""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    sums: dict[tuple[int, int], dict[str, int]] = {}
+    for row in rows:
+        channel = sums.setdefault((row["source"], row["target"]), {})
+        channel[row["kind"]] = channel.get(row["kind"], 0) + row["bytes"]
+    table = Table("channel", *kinds, "total", title="bytes per step", title_justify="left")
+    for (source, target), by_kind in sorted(sums.items()):
+        cells = [f"{by_kind.get(kind, 0):,}" for kind in kinds]
+        table.add_row(f"{source} -> {target}", *cells, f"{sum(by_kind.values()):,}")
+    return table
+
+
+def _read(path: Path, remedy: str) -> str:
+    if not path.is_file():
+        raise CompileError(f"no file {path}; {remedy}")
+    return path.read_text()
+
+
+def _print_text(title: str, text: str) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)  # grids are wider than some terminals
+    console.print(Rule(title, align="left"))
+    console.print(text.rstrip())
+
+
+def _fail(message: str) -> Never:
+    # A message may go on with the artefact at fault, marked: that is output to read, the error stays one line.
+    head, _, artefact = message.strip().partition("\n")
+    if artefact:
+        print(artefact)
+    print(f"fxpipe: {head}", file=sys.stderr)
+    sys.exit(2)
