@@ -1,0 +1,197 @@
+"""Transports: order, matching, failures and standstills, with ranks as threads and as processes."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import RunError
+from fxpipe.transport import Transport, run_ranks
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+SHAPES = ((), (0,), (3, 0, 2), (1,), (2, 3))
+
+
+def every_kind() -> list[torch.Tensor]:
+    """A tensor of every dtype and kind of shape a rank program may send."""
+    return [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for dtype in DTYPES for shape in SHAPES]
+
+
+def exchange(transport: Transport, steps: int = 2) -> list[torch.Tensor]:
+    """Every rank sends every kind of tensor, plus its rank, round the ring; the received, last posted waited first."""
+    dst, src = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+    received = []
+    for step in range(steps):
+        transport.set_action(f"step {step}")
+        kinds = every_kind()
+        for edge, tensor in enumerate(kinds):
+            transport.send(tensor + transport.rank if tensor.dtype != torch.bool else tensor, dst, edge)
+        posted = [transport.recv(src, e, tuple(t.shape), t.dtype, CPU) for e, t in enumerate(kinds)]
+        received = [pending.wait() for pending in reversed(posted)][::-1]
+        transport.flush()
+    return received
+
+
+def expected_of(rank: int, world_size: int) -> list[torch.Tensor]:
+    return [t + (rank - 1) % world_size if t.dtype != torch.bool else t for t in every_kind()]
+
+
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(g.dtype == w.dtype and torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_every_kind_of_tensor_arrives_and_is_counted() -> None:
+    def rank_main(transport: Transport) -> tuple[list[torch.Tensor], dict[tuple[int, int], int]]:
+        return exchange(transport), transport.sent_bytes()
+
+    per_step = sum(t.numel() * t.element_size() for t in every_kind())
+    for rank, (received, sent_bytes) in enumerate(run_ranks(3, rank_main)):
+        assert same(received, expected_of(rank, 3))
+        assert sent_bytes == {(rank, (rank + 1) % 3): 2 * per_step}
+
+
+def test_reset_starts_the_count_anew() -> None:
+    def rank_main(transport: Transport) -> dict[tuple[int, int], int]:
+        exchange(transport)
+        transport.reset_sent_bytes()
+        return transport.sent_bytes()
+
+    assert run_ranks(2, rank_main) == [{}, {}]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda c: c[0] != c[1]), max_size=30))
+def test_any_order_of_messages_that_both_ends_share_runs(messages: list[tuple[int, int]]) -> None:
+    def rank_main(transport: Transport) -> list[float]:
+        got = []
+        for edge, (src, dst) in enumerate(messages):
+            if transport.rank == src:
+                transport.send(torch.tensor(float(edge)), dst, edge)
+            if transport.rank == dst:
+                got.append(transport.recv(src, edge, (), torch.float32, CPU).wait().item())
+        transport.flush()
+        return got
+
+    for rank, got in enumerate(run_ranks(4, rank_main)):
+        assert got == [edge for edge, (_, dst) in enumerate(messages) if dst == rank]
+
+
+def test_control_objects() -> None:
+    def rank_main(transport: Transport) -> tuple[str, list[int] | None]:
+        transport.barrier()
+        plan = transport.broadcast_object("plan" if transport.rank == 1 else "", src=1)
+        return plan, transport.gather_object(transport.rank * 10, dst=2)
+
+    assert run_ranks(3, rank_main) == [("plan", None), ("plan", None), ("plan", [0, 10, 20])]
+
+
+def receives(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rank 0 sends edges 4 and 5, both float32[2, 3]; rank 1 expects something else first."""
+
+    def rank_main(transport: Transport) -> None:
+        transport.set_action("0F0")
+        if transport.rank == 0:
+            transport.send(torch.zeros(2, 3), 1, 4)
+            transport.send(torch.ones(2, 3), 1, 5)
+        else:
+            transport.recv(0, edge, shape, dtype, CPU).wait()
+        transport.flush()
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("edge", "shape", "dtype", "expected"),
+    [
+        (5, (2, 3), torch.float32, r"edge 5 float32\[2, 3\]"),
+        (4, (3, 2), torch.float32, r"edge 4 float32\[3, 2\]"),
+        (4, (2, 3), torch.float64, r"edge 4 float64\[2, 3\]"),
+    ],
+)
+def test_a_message_other_than_the_expected_is_refused(
+    edge: int, shape: tuple[int, ...], dtype: torch.dtype, expected: str
+) -> None:
+    match = rf"rank 1 failed in 0F0: rank 1 expects {expected} of step 0 from rank 0, but .* edge 4 float32\[2, 3\]"
+    with pytest.raises(RunError, match=match):
+        receives(edge, shape, dtype)
+
+
+def test_a_message_nobody_receives_is_named() -> None:
+    with pytest.raises(RunError, match=r"edge 5 from rank 0 to rank 1 is not received|without receiving edges \[5\]"):
+        receives(4, (2, 3), torch.float32)
+
+
+def test_a_left_over_message_is_not_taken_in_the_next_step() -> None:
+    def rank_main(transport: Transport) -> None:
+        if transport.rank == 0:
+            transport.flush()
+            transport.send(torch.zeros(1), 1, 0)
+            transport.flush()
+        else:
+            pending = transport.recv(0, 0, (1,), torch.float32, CPU)
+            pending.wait()
+
+    with pytest.raises(RunError, match=r"of step 0 from rank 0, but .* of step 1"):
+        run_ranks(2, rank_main)
+
+
+def test_a_standstill_is_found_at_once_and_names_every_wait() -> None:
+    def rank_main(transport: Transport) -> None:
+        if transport.rank < 2:
+            transport.recv(1 - transport.rank, 3, (2,), torch.float32, CPU).wait()
+
+    match = r"no rank can go on: rank 0 waits for edge 3 float32\[2\] from rank 1; rank 1 waits for .*; .*ended: \[2\]"
+    with pytest.raises(RunError, match=match):
+        run_ranks(3, rank_main, timeout_seconds=1e6)
+
+
+def test_a_receive_gives_up_after_the_timeout() -> None:
+    release = threading.Event()
+
+    def rank_main(transport: Transport) -> None:
+        transport.set_action(f"{transport.rank}F0")
+        if transport.rank == 0:
+            release.wait(60)
+            transport.set_action("end")  # raises: rank 1 has failed
+        else:
+            try:
+                transport.recv(0, 3, (2,), torch.float32, CPU).wait()
+            finally:
+                release.set()
+
+    with pytest.raises(RunError, match=r"rank 1 failed in 1F0: waited 0.1 s for edge 3 float32\[2\] from rank 0"):
+        run_ranks(2, rank_main, timeout_seconds=0.1)
+
+
+def test_the_first_failure_ends_every_rank_and_keeps_its_cause() -> None:
+    def rank_main(transport: Transport) -> None:
+        transport.set_action(f"{transport.rank}F0")
+        if transport.rank == 2:
+            raise ZeroDivisionError("no samples")
+        if transport.rank == 3:
+            while True:  # computes, and never waits
+                transport.set_action("3F1")
+                time.sleep(0.001)
+        transport.recv(2, 0, (1,), torch.float32, CPU).wait()
+
+    with pytest.raises(RunError, match=r"^rank 2 failed in 2F0: ZeroDivisionError: no samples$") as caught:
+        run_ranks(4, rank_main)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_ranks_compute_with_one_thread_and_the_setting_returns() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert run_ranks(2, lambda transport: torch.get_num_threads()) == [1, 1]
+        assert torch.get_num_threads() == 2
+        inherited = []
+        thread = threading.Thread(target=lambda: inherited.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert inherited == [2]
+    finally:
+        torch.set_num_threads(before)
