@@ -1,0 +1,122 @@
+"""Is a schedule a correct order of all work? First that everything is there once, then a run of the abstract machine.
+
+    rank 0: 0F0 0B0 <-- HERE waits for 1B0 (rank 1)
+    rank 1: 1B0 <-- HERE waits for 1F0 (rank 1, after it)
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import KINDS, VOCABULARY, Action, Schedule, Work
+from fxpipe.simulator import execution_order
+
+_SHOWN = 20
+
+
+def check(schedule: Schedule, work: Work, world_size: int) -> list[str]:
+    """The faults of `schedule` as an order of `work` on `world_size` ranks; empty when it is correct.
+
+    Every stage lives on one rank and does per micro-batch one F and, where it has gradients, one B or an I (with a W where
+    it owns parameters); every component one T on any rank; and the ranks, run together, come to their end.
+    """
+    if len(schedule.ranks) != world_size:
+        return [f"the schedule has {len(schedule.ranks)} ranks, the program {world_size}; give one line per rank"]
+    if schedule.num_microbatches != work.num_microbatches:
+        return [f"the schedule has {schedule.num_microbatches} micro-batches, the program {work.num_microbatches}"]
+    faults = [*_foreign(schedule, work), *_scattered(schedule, work), *_miscounted(schedule, work)]
+    return faults or _stuck(schedule, work)  # a missing action would stop the machine: one fault, told once
+
+
+def require(schedule: Schedule, work: Work, world_size: int) -> None:
+    """Raise ScheduleError with the faults `check` finds."""
+    faults = check(schedule, work, world_size)
+    if faults:
+        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        raise ScheduleError("\n".join([f"schedule {schedule.name} is not correct:", *faults[:_SHOWN], *more]))
+
+
+def _foreign(schedule: Schedule, work: Work) -> Iterator[str]:
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if reason := _why_foreign(action, work):
+                yield f"{action} on rank {rank}: {reason}"
+
+
+def _why_foreign(action: Action, work: Work) -> str:
+    """Why `work` has no such action, or an empty string; easy cases first."""
+    stage, kind = action.stage, action.kind
+    noun, count = ("component", work.num_components) if kind == "T" else ("stage", work.num_stages)
+    if kind not in KINDS:
+        return f"unknown kind {kind!r}; {VOCABULARY}"
+    if not 0 <= stage < count:
+        return f"there is no {noun} {stage}, only {count}"
+    if not 0 <= action.microbatch < work.num_microbatches:
+        return f"there is no micro-batch {action.microbatch}, only {work.num_microbatches}"
+    if kind == "T":
+        return ""
+    if stage in work.empty:
+        return f"stage {stage} is empty and has no work"
+    if kind in "BIW" and stage not in work.backward:
+        return f"stage {stage} has no gradient work; remove the action"
+    if kind in "IW" and stage not in work.input_grad:
+        return f"stage {stage} sends no gradient to another stage, so its backward isn't split; use B"
+    if kind == "W" and stage not in work.weight_grad:
+        return f"stage {stage} owns no trainable parameter; remove the action"
+    return ""
+
+
+def _scattered(schedule: Schedule, work: Work) -> Iterator[str]:
+    owners: dict[int, set[int]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if action.kind != "T":
+                owners.setdefault(action.stage, set()).add(rank)
+    for stage, ranks in sorted(owners.items()):
+        if len(ranks) > 1:
+            yield f"stage {stage} is on ranks {sorted(ranks)}; its parameters live on one, keep its actions together"
+
+
+def _miscounted(schedule: Schedule, work: Work) -> Iterator[str]:
+    counts = Counter(action for actions in schedule.ranks for action in actions)
+    for action, count in sorted(counts.items()):
+        if count > 1:
+            yield f"{action} is there {count} times; do it once"
+    for microbatch in range(work.num_microbatches):
+        for component in range(work.num_components):
+            if not counts[Action(component, "T", microbatch)]:
+                yield f"{component}T{microbatch} is missing"
+        for stage in work.stages:
+            yield from _missing(stage, microbatch, {k for k in KINDS if counts[Action(stage, k, microbatch)]}, work)
+
+
+def _missing(stage: int, microbatch: int, kinds: set[str], work: Work) -> Iterator[str]:
+    """Faults of one stage and micro-batch that does `kinds`, of which those foreign to the stage are told elsewhere."""
+    if "F" not in kinds:
+        yield f"{stage}F{microbatch} is missing"
+    if "B" in kinds and kinds & {"I", "W"}:
+        yield f"stage {stage} does both a full and a split backward of micro-batch {microbatch}; use B, or I and W"
+    elif stage in work.backward and not kinds & {"B", "I"}:
+        yield f"{stage}B{microbatch} is missing"
+    elif "I" in kinds and "W" not in kinds and stage in work.weight_grad:
+        yield f"{stage}W{microbatch} is missing: {stage}I{microbatch} leaves the weight gradient undone"
+
+
+def _stuck(schedule: Schedule, work: Work) -> list[str]:
+    done = {action for _, action in execution_order(schedule, work)}
+    if all(set(actions) <= done for actions in schedule.ranks):
+        return []
+    place = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+    lines = [_stuck_rank(rank, schedule, work, done, place) for rank in range(len(schedule.ranks))]
+    return ["\n".join(["the ranks wait for each other:", *lines])]
+
+
+def _stuck_rank(rank: int, schedule: Schedule, work: Work, done: set[Action], place: dict[Action, int]) -> str:
+    actions = schedule.ranks[rank]
+    position = sum(action in done for action in actions)
+    words = [f"rank {rank}:", *map(str, actions[: position + 1])]
+    if position == len(actions):
+        return " ".join([*words, "(ends)"])
+    needs = (need for need in work.needs(actions[position], place.keys()) if need not in done)
+    reasons = ", ".join(f"{n} ({f'rank {place[n]}' if n in place else 'nowhere'}{', after it' * (place.get(n) == rank)})" for n in needs)
+    return " ".join([*words, "<-- HERE waits for", reasons, *(["| then", *map(str, actions[position + 1 :])] * (position + 1 < len(actions)))])

@@ -1,0 +1,72 @@
+"""A schedule drawn against time: one line per rank, one column per unit of time (a full backward takes two).
+
+    time      0   1   2   3   4   5
+    rank 0  0F0 0F1   . 0B0 --- 0B1 ---
+    rank 1    . 1F0 1B0 --- 1F1 1B1 ---
+"""
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Action, Schedule, Work
+from fxpipe.simulator import simulate
+
+
+def grid(schedule: Schedule, work: Work | None = None, width: int = 120) -> str:
+    """Draw `schedule`, in bands of at most `width` characters.
+
+    Without `work` a plain chain of stages is assumed, where frozen components feed every stage; a schedule in which
+    even that can't run is drawn without waiting.
+    """
+    cells = [_cells(*pair) for pair in zip(schedule.ranks, _starts(schedule, work), strict=True)]
+    cell_width = max((len(str(action)) for actions in schedule.ranks for action in actions), default=1) + 1
+    label_width = len(f"rank {len(schedule.ranks) - 1}") + 1
+    per_band = max(1, (width - label_width) // cell_width)
+    lines = [schedule.text().partition("\n")[0]]
+    for first in range(0, max(map(len, cells), default=0), per_band):
+        span = range(first, min(first + per_band, max(map(len, cells))))
+        lines.append("time".ljust(label_width) + "".join(_tick(time, cell_width) for time in span).rstrip())
+        for rank, row in enumerate(cells):
+            body = "".join((row[time] if time < len(row) else ".").rjust(cell_width) for time in span)
+            lines.append(f"rank {rank}".ljust(label_width) + body)
+    return "\n".join(lines)
+
+
+def _tick(time: int, cell_width: int) -> str:
+    return (str(time) if time % 5 == 0 else "").rjust(cell_width)
+
+
+def _units(action: Action) -> int:
+    return 2 if action.kind == "B" else 1
+
+
+def _starts(schedule: Schedule, work: Work | None) -> list[list[int]]:
+    for guess in (work, *_guesses(schedule)):
+        if guess is not None:
+            try:
+                start = simulate(schedule, guess, _units).start_seconds
+            except ScheduleError:
+                continue
+            return [[round(start[action]) for action in actions] for actions in schedule.ranks]
+    return [[sum(map(_units, actions[:k])) for k in range(len(actions))] for actions in schedule.ranks]
+
+
+def _guesses(schedule: Schedule) -> list[Work]:
+    """Chains of the stages present: with frozen components feeding all of them, without those, and no edges at all."""
+    components = {a.stage for actions in schedule.ranks for a in actions if a.kind == "T"}
+    stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank is not None]
+    trained = {a.stage for actions in schedule.ranks for a in actions if a.kind in "BI"}
+    chain = frozenset(zip(stages, stages[1:], strict=False))
+    grads = frozenset((b, a) for a, b in chain if {a, b} <= trained)
+    frozen = frozenset((component, stage) for component in components for stage in stages)
+    sizes = schedule.num_stages, schedule.num_microbatches
+    return [
+        Work(*sizes, edges=chain, grad_edges=grads, frozen_edges=frozen),
+        Work(*sizes, edges=chain, grad_edges=grads),
+        Work(*sizes),
+    ]
+
+
+def _cells(actions: tuple[Action, ...], starts: list[int]) -> list[str]:
+    cells: list[str] = []
+    for action, start in zip(actions, starts, strict=True):
+        cells += ["."] * (start - len(cells)) + [str(action)] + ["-" * len(str(action))] * (_units(action) - 1)
+    return cells
