@@ -1,0 +1,164 @@
+"""FLOPs and bytes of graph nodes, forward and backward, as expressions of the batch symbol.
+
+    %y = linear(%x, %w)   forward 2*s*64*64; backward the same again for the gradient of x, and again for that of w
+    %z = view(%y)         nothing
+    %a = add(%y, %y)      no FLOPs; y read once, a written
+
+Products of matrices have formulas; composite operators without one are measured; pointwise operators and reductions
+count no FLOPs, as in `torch.utils.flop_counter`, but their bytes. Bytes are the least a kernel can move: each operand
+read once, each result written once. A backward part reads the outputs' gradients and the saved operands, and writes its
+gradients; gradients of views are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from cost_models.formulas import FORMULAS, Formula, bound_arguments
+from cost_models.measured import Measured, is_composite, measure, refuse_uncounted
+from cost_models.operands import Call, Dim, Gradient, Operand, call_of
+from fxpipe.costs import COUNT_NAMES, NodeCost, total_cost
+from fxpipe.errors import CompileError
+
+FREE = NodeCost()
+
+UNWRITTEN = frozenset({"_unsafe_view", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"})
+SHAPE_ONLY = frozenset(
+    "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full".split()
+)
+GATHERS = frozenset({"embedding", "index_select", "index", "_unsafe_index", "gather", "take"})
+
+
+def node_cost(node: fx.Node) -> NodeCost:
+    """The cost of one node; for many, `node_costs` is faster."""
+    return node_costs([node])[node]
+
+
+def graph_cost(nodes: Iterable[fx.Node]) -> NodeCost:
+    """The cost of several nodes of one graph together: FLOPs and bytes add up, seconds do not."""
+    return total_cost(node_costs(nodes).values())
+
+
+def node_costs(nodes: Iterable[fx.Node]) -> dict[fx.Node, NodeCost]:
+    """The cost of every node.
+
+    Input: nodes of a functional graph of ATen operators with `meta["val"]`, `meta["requires_grad"]` and, on
+    placeholders, `meta["kind"]`.
+
+    Raises:
+        CompileError: an operator multiplies matrices in a way that nobody counts; names it.
+    """
+    activations: set[fx.Node] = set()
+    return {node: _node_cost(node, activations) for node in nodes}
+
+
+def _node_cost(node: fx.Node, activations: set[fx.Node]) -> NodeCost:
+    if node.op != "call_function" or not _has_tensor(node.meta.get("val")):
+        return FREE
+    if not isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CompileError(f"{node.target} ({node.name}) has no cost; inline it before costs are taken")
+        return FREE  # getitem and the arithmetic of shapes
+    differentiable = node.meta["requires_grad"]
+    gradients = {n: _gradient(n, activations) if differentiable else "none" for n in node.all_input_nodes}
+    return _call_cost(call_of(node, gradients))
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
+
+
+def _gradient(node: fx.Node, activations: set[fx.Node]) -> Gradient:
+    """What kind of gradient a node's value needs; `activations` remembers nodes that depend on the inputs."""
+    if not node.meta["requires_grad"]:
+        return "none"
+    seen, stack = {node}, [node]
+    while stack:
+        source = stack.pop()
+        if source in activations or _is_activation(source):
+            activations.add(node)
+            return "input"
+        new = [n for n in source.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return "weight"
+
+
+def _is_activation(node: fx.Node) -> bool:
+    """An input, or of a size that depends on the batch; other nodes are what they are computed from."""
+    if node.op == "placeholder":
+        return node.meta["kind"] not in ("parameter", "buffer", "constant")
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def _call_cost(call: Call) -> NodeCost:
+    schema = call.target._schema
+    formula = FORMULAS.get(schema.name)
+    if formula is not None:
+        return _with_bytes(call, _by_formula(call, formula), formula)
+    if is_composite(call.target) or call.target._overloadpacket in flop_registry:
+        counted = measure(call)
+        moved = counted.copies or len({operand.device for operand in (*call.inputs, *call.outputs)}) > 1
+        return _with_bytes(call, counted, None) if moved else FREE
+    refuse_uncounted(call.target)
+    name = schema.name.partition("::")[2]
+    if name in UNWRITTEN or all(r.alias_info and not r.alias_info.is_write for r in schema.returns):
+        return FREE
+    return _with_bytes(call, Measured(0, 0, 0, True), None)
+
+
+def _by_formula(call: Call, formula: Formula) -> Measured:
+    arguments, out = bound_arguments(call), call.outputs[0]
+    forward = formula.forward(arguments, out)
+    gradients = [arguments[position].gradient for position in formula.operands]
+    if formula.backward is None:
+        return Measured(forward, forward * gradients.count("input"), forward * gradients.count("weight"), True)
+    backward = formula.backward(arguments, out)
+    part = "input" if "input" in gradients else "weight" if "weight" in gradients else "none"
+    return Measured(forward, backward if part == "input" else 0, backward if part == "weight" else 0, True)
+
+
+def _with_bytes(call: Call, flops: Measured, formula: Formula | None) -> NodeCost:
+    name = call.target._schema.name.partition("::")[2]
+    inputs, written = call.inputs, _num_bytes(call.outputs)
+    read = _num_bytes(inputs)
+    if name in SHAPE_ONLY:
+        read = 0
+    elif name in GATHERS:
+        read = _num_bytes(inputs[1:]) + written
+    gradients: tuple[Gradient, ...] = ("input", "weight")
+    backward = []
+    for part in gradients:
+        wanted = [operand for operand in inputs if operand.gradient == part]
+        saved = _saved(call, formula, part) if name not in GATHERS else inputs[1:]
+        backward.append(written + _num_bytes(saved) + _num_bytes(wanted) if wanted else 0)
+    counts = (flops.forward, flops.backward_input, flops.backward_weight, read, written, *backward)
+    dtype = call.outputs[0].dtype if flops.forward != 0 else None
+    return NodeCost(**dict(zip(COUNT_NAMES, map(sympy.sympify, counts), strict=True)), dtype=dtype)
+
+
+def _saved(call: Call, formula: Formula | None, part: Gradient) -> Iterable[Operand]:
+    """What a backward part reads besides the outputs' gradients: for a product the *other* factors, else everything."""
+    if formula is None or formula.backward is not None:
+        return call.inputs
+    arguments = bound_arguments(call)
+    factors = [arguments[position] for position in formula.operands]
+    wanted = [position for position, factor in enumerate(factors) if factor.gradient == part]
+    others = [factor for i, factor in enumerate(factors) if any(i != position for position in wanted)]
+    return {factor.index: factor for factor in others}.values()
+
+
+def _num_bytes(tensors: Iterable[Operand]) -> Dim:
+    sizes = [tensor.num_bytes for tensor in tensors]
+    symbolic = [size for size in sizes if not isinstance(size, int)]
+    number = sum(size for size in sizes if isinstance(size, int))
+    return sympy.Add(number, *symbolic) if symbolic else number

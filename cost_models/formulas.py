@@ -1,0 +1,120 @@
+"""FLOPs of the operators that multiply matrices, as `torch.utils.flop_counter` counts them: 2 per multiply-accumulate.
+
+Everything is 2 * (elements) * (length of the sum behind each element); additions of a bias are not counted. Backward:
+each operand's gradient is a product of the forward's size. Differences from torch's counter: the weight gradient of a
+*grouped* convolution is not counted as a dense one, and matrix-vector products count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.operands import Call, Dim, Operand, product
+
+Flops = Callable[[tuple[Any, ...], Operand], Dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """`forward(arguments, first output)` and the positions of the operands that are multiplied.
+
+    `backward` counts all gradients at once where a fused kernel computes them together; None: once `forward` for
+    each operand that needs a gradient.
+    """
+
+    forward: Flops
+    operands: tuple[int, ...] = (0, 1)
+    backward: Flops | None = None
+
+
+def bound_arguments(call: Call) -> tuple[Any, ...]:
+    """The call's arguments by position, with keywords and defaults filled in from the operator's schema."""
+    keywords = dict(call.kwargs)
+    rest = call.target._schema.arguments[len(call.args) :]
+    return (*call.args, *(keywords.get(argument.name, argument.default_value) for argument in rest))
+
+
+def _linear(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    x, weight = arguments[:2]
+    return product((2, *x.sizes, *weight.sizes[:-1]))
+
+
+def _matmul(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *out.sizes, arguments[0].sizes[-1]))
+
+
+def _addmm(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *out.sizes, arguments[1].sizes[-1]))
+
+
+def _addbmm(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *arguments[1].sizes, arguments[2].sizes[-1]))
+
+
+def _convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *out.sizes, *arguments[1].sizes[1:]))
+
+
+def _transposed_convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *arguments[0].sizes, *arguments[1].sizes[1:]))
+
+
+def _any_convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return (_transposed_convolution if arguments[6] else _convolution)(arguments, out)
+
+
+def _attention(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    """scores = q k, out = scores v; a causal mask halves neither, as in torch's counter."""
+    query, key, value = arguments[:3]
+    return product((2, *out.sizes[:-1], key.sizes[-2], query.sizes[-1] + value.sizes[-1]))
+
+
+def _attention_backward(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    """The fused kernels' five products: scores again, grad of scores, of v, of q, of k."""
+    query, key, value = arguments[:3]
+    return product((2, *out.sizes[:-1], key.sizes[-2], 3 * query.sizes[-1] + 2 * value.sizes[-1]))
+
+
+def _multi_head(query: Operand, key: Operand, value: Operand) -> Dim:
+    width = query.sizes[-1]
+    projections = (
+        product((4, *query.sizes, width)) + product((2, *key.sizes, width)) + product((2, *value.sizes, width))
+    )
+    return projections + product((4, *query.sizes, key.sizes[-2]))
+
+
+def _native_multi_head(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    return _multi_head(*arguments[:3])
+
+
+def _encoder_layer(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    source, hidden_weight = arguments[0], arguments[14]
+    return _multi_head(source, source, source) + product((4, *source.sizes, hidden_weight.sizes[0]))
+
+
+MATMUL = Formula(_matmul)
+ADDMM = Formula(_addmm, (1, 2))
+CONVOLUTION = Formula(_convolution)
+TRANSPOSED = Formula(_transposed_convolution)
+ATTENTION = Formula(_attention, (0, 1, 2), _attention_backward)
+
+FORMULAS: dict[str, Formula] = {
+    "aten::linear": Formula(_linear),
+    **dict.fromkeys(
+        ("aten::matmul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot", "aten::cdist"), MATMUL
+    ),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv"), ADDMM),
+    "aten::addbmm": Formula(_addbmm, (1, 2)),
+    **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d"), CONVOLUTION),
+    **dict.fromkeys((f"aten::conv_transpose{n}" for n in ("1d", "2d", "3d")), TRANSPOSED),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution"), Formula(_any_convolution)),
+    "aten::scaled_dot_product_attention": ATTENTION,
+    "aten::_scaled_dot_product_flash_attention": ATTENTION,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
+    "aten::_scaled_dot_product_efficient_attention": ATTENTION,
+    "aten::_scaled_dot_product_cudnn_attention": ATTENTION,
+    "aten::_native_multi_head_attention": Formula(_native_multi_head, ()),
+    "aten::_transformer_encoder_layer_fwd": Formula(_encoder_layer, ()),
+}

@@ -1,0 +1,171 @@
+"""Operators without a formula: run on meta tensors at a few batch sizes under torch's own FLOP counter.
+
+    einsum at 2, 3, 4, 5 samples  ->  1536, 2304, 3072, 3840 FLOPs  ->  768 * s
+
+No values are computed, so this takes about a millisecond per operator and batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from cost_models.operands import Call, Dim, Gradient, Operand, concrete
+from fxpipe.errors import CompileError
+
+BATCHES = (2, 3, 4, 5)
+
+# Words in the names of single kernels that multiply matrices (reviewed over all of torch 2.13's 755 such operators).
+MATRIX_WORDS = frozenset(
+    "mm addmm bmm baddbmm addbmm mv addmv dot vdot matmul linear conv convolution attention mha rnn lstm gru linalg "
+    "cholesky cdist pdist trilinear ormqr geqrf hspmm conv2d conv3d depthwise euclidean triangular".split()
+)
+NO_MATRICES = frozenset({"linalg_vector_norm", "linalg_cross", "linalg__powsum", "_linalg_check_errors"})
+
+
+def is_composite(op: torch._ops.OpOverload[..., Any]) -> bool:
+    """Whether the operator is defined by other operators."""
+    name = f"{op._schema.name}.{op._schema.overload_name}".removesuffix(".")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def refuse_uncounted(op: torch._ops.OpOverload[..., Any]) -> None:
+    """Raise CompileError for a single kernel that may multiply matrices and whose FLOPs torch does not count."""
+    namespace, _, name = op._schema.name.partition("::")
+    if op._overloadpacket in flop_registry or op._overloadpacket in _EXTRA or is_composite(op):
+        return
+    if namespace in ("aten", "prim", "prims") and (not MATRIX_WORDS & set(name.split("_")) or name in NO_MATRICES):
+        return
+    raise CompileError(
+        f"the FLOPs of {op} are not known; use other operators, or register a formula for it with "
+        "torch.utils.flop_counter.register_flop_formula"
+    )
+
+
+class _RefuseUncounted(TorchDispatchMode):
+    """Refuses what the FLOP counter would silently count as nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_uncounted(func)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """FLOPs of a call; `copies` is False where every output lives in an input's memory."""
+
+    forward: Dim
+    backward_input: Dim
+    backward_weight: Dim
+    copies: bool
+
+
+def measure(call: Call) -> Measured:
+    """Count a call by running it.
+
+    Raises:
+        CompileError: it cannot run on meta tensors, or its count is no polynomial of the batch size.
+    """
+    _, copies = _count(call, BATCHES[0], None)
+    forward = _fit(call, lambda batch: _count(call, batch, None)[0])
+    if forward == 0:
+        return Measured(0, 0, 0, copies)
+    parts: dict[Gradient, Dim] = {"input": 0, "weight": 0}
+    for part in parts:
+        if any(operand.gradient == part for operand in call.inputs):
+            parts[part] = _fit(call, lambda batch, part=part: _count(call, batch, part)[0])  # type: ignore[misc]
+    return Measured(forward, parts["input"], parts["weight"], copies)
+
+
+def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
+    """FLOPs of the forward (`part` None) or of the gradients of one kind; whether the forward copied."""
+    tensors = {operand.index: _tensor(operand, batch, part) for operand in call.inputs}
+    args = [_concrete(value, tensors, batch) for value in call.args]
+    kwargs = {name: _concrete(value, tensors, batch) for name, value in call.kwargs}
+    try:
+        with torch.enable_grad(), _RefuseUncounted(), _counter() as counter:
+            outputs = _tensors(call.target(*args, **kwargs))
+        if part is not None:
+            differentiable = [output for output in outputs if output.requires_grad]
+            sources = [tensor for tensor in tensors.values() if tensor.requires_grad]
+            gradients = [torch.empty_like(output) for output in differentiable]
+            with _RefuseUncounted(), _counter() as counter:
+                torch.autograd.grad(differentiable, sources, gradients, allow_unused=True)
+    except CompileError:
+        raise
+    except Exception as error:
+        raise CompileError(
+            f"the FLOPs of {call.target} cannot be counted by running it on meta tensors: {error}; "
+            "write it in terms of other operators, or add its formula to cost_models/formulas.py"
+        ) from error
+    memory = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    return counter.get_total_flops(), any(output.untyped_storage()._cdata not in memory for output in outputs)
+
+
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=_EXTRA)
+
+
+def _fit(call: Call, count: Callable[[int], int]) -> Dim:
+    """The quadratic through the first three counts; the last batch size must lie on it."""
+    symbols: set[sympy.Symbol] = set()
+    for operand in (*call.inputs, *call.outputs):
+        symbols |= sympy.Tuple(*operand.sizes).free_symbols
+    values = [count(BATCHES[0])]
+    if values == [0] or not symbols:
+        return values[0]
+    values += [count(batch) for batch in BATCHES[1:]]
+    samples = min(symbols, key=str)
+    polynomial = sympy.interpolate(list(zip(BATCHES[:3], values[:3], strict=True)), samples)
+    if polynomial.subs(samples, BATCHES[3]) != values[3]:
+        raise CompileError(
+            f"the FLOPs of {call.target}, {values} at {BATCHES} samples, are no polynomial of the batch size; "
+            "add its formula to cost_models/formulas.py"
+        )
+    return int(polynomial) if polynomial.is_Integer else polynomial
+
+
+def _tensor(operand: Operand, batch: int, part: Gradient | None) -> torch.Tensor:
+    sizes = [concrete(size, batch) for size in operand.sizes]
+    strides = [concrete(stride, batch) for stride in operand.strides]
+    tensor = torch.empty_strided(sizes, strides, dtype=operand.dtype, device="meta")
+    return tensor.requires_grad_(part is not None and operand.gradient == part)
+
+
+def _concrete(value: Any, tensors: dict[int, torch.Tensor], batch: int) -> Any:
+    if isinstance(value, Operand):
+        return tensors[value.index]
+    if isinstance(value, sympy.Expr):
+        return concrete(value, batch)
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return [_concrete(item, tensors, batch) for item in value] if isinstance(value, tuple) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _vector_product(left: torch.Size, right: torch.Size, **_: Any) -> int:
+    return 2 * left.numel()
+
+
+def _added_vector_product(added: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
+    return 2 * left.numel()
+
+
+_EXTRA = {  # torch's counter leaves these out
+    torch.ops.aten.mv: _vector_product,
+    torch.ops.aten.dot: _vector_product,
+    torch.ops.aten.vdot: _vector_product,
+    torch.ops.aten.addmv: _added_vector_product,
+}

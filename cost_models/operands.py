@@ -1,0 +1,111 @@
+"""A graph node's call as hashable data: what costs depend on, and nothing else.
+
+    %y = aten.linear.default(%x, %w)   ->   Call(aten.linear.default, (Operand(0, (s, 64), ...), Operand(1, ...)), ...)
+
+Nodes of equal calls have equal costs, so repeated layers are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from fxpipe.costs import evaluate
+
+Dim: TypeAlias = int | sympy.Expr
+Gradient = Literal["none", "input", "weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a call reads or returns; `index` tells a call's distinct tensors apart.
+
+    `gradient` says what its gradient is: none is needed, that of an activation, or that of something computed from
+    parameters alone.
+    """
+
+    index: int
+    sizes: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    dtype: torch.dtype
+    device: torch.device
+    gradient: Gradient
+
+    @property
+    def num_bytes(self) -> Dim:
+        """Bytes of the distinct elements: an expanded dimension (stride 0) is stored once."""
+        stored = (size for size, stride in zip(self.sizes, self.strides, strict=True) if stride != 0)
+        return product(stored) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator with its arguments, where tensors are `Operand`s and symbolic integers are expressions."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[Operand, ...]
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The distinct tensors that are read."""
+        found = operands((self.args, tuple(value for _, value in self.kwargs)))
+        return tuple({operand.index: operand for operand in found}.values())
+
+
+def product(factors: Iterable[Dim]) -> Dim:
+    """Product of integers and expressions, the integers first: sympy multiplies slowly."""
+    all_factors = list(factors)
+    symbolic = [factor for factor in all_factors if not isinstance(factor, int)]
+    number = prod(factor for factor in all_factors if isinstance(factor, int))
+    return sympy.Mul(number, *symbolic) if symbolic else number
+
+
+def operands(value: Any) -> list[Operand]:
+    """All operands inside nested tuples."""
+    if isinstance(value, Operand):
+        return [value]
+    return [found for item in value for found in operands(item)] if isinstance(value, tuple) else []
+
+
+def concrete(dim: Dim, num_samples: int) -> int:
+    """A dimension's value at one batch size."""
+    return dim if isinstance(dim, int) else evaluate(dim, num_samples)
+
+
+def call_of(node: fx.Node, gradients: dict[fx.Node, Gradient]) -> Call:
+    """Describe a `call_function` node; `gradients` classifies its inputs."""
+    numbers = {argument: index for index, argument in enumerate(node.all_input_nodes)}
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return _value(value.meta.get("val"), numbers[value], gradients[value])
+        if isinstance(value, (list, tuple)):
+            return tuple(convert(item) for item in value)
+        return _dim(value)
+
+    outputs = tuple(operands(_value(node.meta.get("val"), len(numbers), "none")))
+    return Call(node.target, convert(node.args), tuple((k, convert(v)) for k, v in node.kwargs.items()), outputs)
+
+
+def _value(value: Any, index: int, gradient: Gradient) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes, strides = tuple(map(_dim, value.shape)), tuple(map(_dim, value.stride()))
+        return Operand(index, sizes, strides, value.dtype, value.device, gradient)
+    if isinstance(value, (list, tuple)):
+        return tuple(_value(item, index, gradient) for item in value)
+    return _dim(value)
+
+
+def _dim(value: Any) -> Any:
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    expression = value.node.expr
+    return int(expression) if expression.is_Integer else expression
