@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/digits.py      # four ranks, each running its own compiled graph
 
 Each writes `digits_<where>.json` (loss of every step, share of samples that a classifier recognises) and
-`digits_<where>.png` (a row of samples per digit). Batches and noise depend on the step alone, so both loss curves agree.
+`digits_<where>.png` (a row of samples per digit). Batches and noise depend on the step alone: both loss curves agree.
 """
 
 import argparse

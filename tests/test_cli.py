@@ -1,0 +1,144 @@
+"""The command line: what it prints, and one line with exit code 2 for wrong input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fxpipe.cli import app
+
+TOY = str(Path(__file__).parent / "toy_model.py")
+
+
+def invoke(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, args, prog_name="fxpipe")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def dumped(tmp_path: Path) -> Path:
+    rows = [
+        {"source": 0, "target": 1, "kind": "main", "bytes": 1_000},
+        {"source": 0, "target": 1, "kind": "main", "bytes": 500},
+        {"source": 0, "target": 1, "kind": "skip", "bytes": 20},
+        {"source": 1, "target": 0, "kind": "gradient", "bytes": 1_234_567},
+    ]
+    (tmp_path / "plan.txt").write_text("stage 0 on rank 0: conv_in [x]\n")
+    (tmp_path / "schedule.txt").write_text("rank 0 | 0F0 0F1 0B0 0B1\n")
+    (tmp_path / "traffic.json").write_text(json.dumps(rows))
+    return tmp_path
+
+
+WRONG = [
+    ([], "no command given"),
+    (["draw"], "No such command 'draw'"),
+    (["compile"], "MODEL"),
+    (["compile", f"{TOY}:toy"], "--world-size"),
+    (["compile", f"{TOY}:toy", "--world-size", "0"], "--world-size"),
+    (["compile", f"{TOY}:toy", "--world-size", "two"], "--world-size"),
+    (["compile", f"{TOY}:toy", "--world-size", "2", "--microbatches", "0"], "--microbatches"),
+    (["compile", f"{TOY}:toy", "--world-size", "2", "--batch-size", "-1"], "--batch-size"),
+    (["compile", f"{TOY}:toy", "--world-size", "2", "--fast"], "--fast"),
+    (["compile", f"{TOY}:toy", "--world-size", "2", "--schedule", "/nowhere/my.txt"], "/nowhere/my.txt"),
+    (["compile", TOY, "--world-size", "2"], "file.py:factory or module:factory"),
+    (["compile", "nowhere.py:toy", "--world-size", "2"], "no file nowhere.py"),
+    (["compile", "no_such_module:toy", "--world-size", "2"], "No module named 'no_such_module'"),
+    (["compile", f"{TOY}:nothing", "--world-size", "2"], "has no 'nothing'"),
+    (["compile", f"{TOY}:not_a_module", "--world-size", "2"], "must be an nn.Module or return one, got str"),
+    (["compile", f"{TOY}:broken", "--world-size", "2"], "RuntimeError: no weights"),
+    (["compile", f"{TOY}:silent", "--world-size", "2"], "example_inputs(batch_size)"),
+    (["show"], "DIR"),
+    (["show", "/nowhere"], "/nowhere/plan.txt"),
+    (["run", f"{TOY}:toy", "--world-size", "2"], "--steps"),
+    (["run", f"{TOY}:toy", "--steps", "2"], "start under torchrun"),
+    (["run", f"{TOY}:toy", "--steps", "0", "--world-size", "2"], "--steps"),
+]
+
+
+@pytest.mark.parametrize(("args", "says"), WRONG, ids=lambda value: " ".join(value)[-40:] if value else "nothing")
+def test_wrong_input_is_one_line_and_exit_code_2(args: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code, _, stderr = invoke(*args)
+    assert code == 2
+    assert stderr.startswith("fxpipe: ")
+    assert stderr.count("\n") == 1
+    assert says in stderr
+
+
+def test_unknown_schedule_is_one_line_and_exit_code_2() -> None:
+    code, _, stderr = invoke("compile", f"{TOY}:toy", "--world-size", "2", "--schedule", "sideways")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "sideways" in stderr
+
+
+def test_world_size_must_be_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, _, stderr = invoke("run", f"{TOY}:toy", "--steps", "1", "--world-size", "2")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "torchrun's 4 processes" in stderr
+
+
+def test_help_names_the_commands() -> None:
+    code, stdout, _ = invoke("--help")
+    assert code == 0
+    assert all(command in stdout for command in ("compile", "show", "run"))
+
+
+def test_show_prints_texts_as_they_are_and_sums_traffic(dumped: Path) -> None:
+    code, stdout, stderr = invoke("show", str(dumped))
+    assert (code, stderr) == (0, "")
+    assert "stage 0 on rank 0: conv_in [x]" in stdout
+    assert "rank 0 | 0F0 0F1 0B0 0B1" in stdout
+    row = next(line for line in stdout.splitlines() if "0 -> 1" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["0 -> 1", "1,500", "20", "0", "1,520"]
+    assert "1,234,567" in stdout
+
+
+def test_show_does_not_fold_wide_grids(dumped: Path) -> None:
+    wide = "rank 0 | " + " ".join(f"0F{i}" for i in range(200))
+    (dumped / "schedule.txt").write_text(wide)
+    assert wide in invoke("show", str(dumped))[1]
+
+
+@pytest.mark.parametrize("name", ["toy", "ToyStep", "INSTANCE"])
+def test_compile_dumps_and_prints(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, stdout, _ = invoke("compile", f"{TOY}:{name}", "--world-size", "2", "--dump", str(out))
+    assert code == 0
+    assert {"plan.json", "rank_0.py", "rank_1.py"} <= {path.name for path in out.iterdir()}
+    assert (out / "schedule.txt").read_text().strip() in stdout
+    assert invoke("show", str(out))[1] == stdout
+
+
+def test_run_in_one_process_prints_a_loss_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code, stdout, _ = invoke("run", f"{TOY}:toy", "--steps", "3", "--world-size", "2", "--lr", "0.01")
+    losses = [float(line.split()[-1]) for line in stdout.splitlines() if line.startswith("step ")]
+    assert code == 0
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_run_under_torchrun_prints_the_same_losses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = ["run", f"{TOY}:toy", "--steps", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched = subprocess.run(
+        [*launcher, "-m", "fxpipe", *args], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    assert launched.returncode == 0, launched.stderr
+    steps = [line for line in launched.stdout.splitlines() if line.startswith("step ")]
+    assert steps == [line for line in invoke(*args, "--world-size", "2")[1].splitlines() if line.startswith("step ")]
+
+
+def test_python_dash_m_fails_without_a_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-m", "fxpipe", "show", "/nowhere"], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("fxpipe: no file /nowhere/plan.txt")
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,40 @@
+"""A model file as a user would name it on the command line: factories, right and wrong."""
+
+import torch
+from torch import Tensor, nn
+
+
+class ToyStep(nn.Module):
+    """Eight linear layers with one long skip; the loss is the mean squared error against `target`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        skip = x = self.layers[0](x)
+        for layer in self.layers[1:-1]:
+            x = nn.functional.silu(layer(x))
+        return nn.functional.mse_loss(self.layers[-1](x + skip), target)
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(batch_size, 6), torch.randn(batch_size, 6)
+
+
+def toy() -> ToyStep:
+    return ToyStep()
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no weights\nanywhere")
+
+
+def not_a_module() -> str:
+    return "a string"
+
+
+def silent() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+INSTANCE = ToyStep()
