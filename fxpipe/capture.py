@@ -120,6 +120,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     _clean_random_leftovers(graph)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
+    tensors = {placeholder: tied.get(name, name) for placeholder, name in tensors.items()}
     _mark_requires_grad(graph, {name for name, p in parameters.items() if p.requires_grad}, tensors)
     batch = _batch_symbols(graph, inputs)
     if not batch:

@@ -1,9 +1,11 @@
 """Every use of a private or unstable name of torch, in one place. Checked on torch 2.11, 2.12 and 2.13."""
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.errors import CaptureError
 
@@ -20,12 +22,22 @@ def is_assertion(target: Any) -> bool:
     return target in _ASSERTIONS
 
 
+def fake_mode() -> FakeTensorMode:
+    """Tensors without memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def may_alias(target: Any) -> bool:
+    """Whether an operation's result may share memory with an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is None or any(r.alias_info is not None for r in schema.returns) or target is operator.getitem
+
+
 def rename(node: fx.Node, name: str) -> None:
     """Give a node a readable, unique name."""
-    if node.name != name:
-        node.name = node.graph._graph_namespace.create_name(name, node)
-        if node.op == "placeholder":
-            node.target = node.name
+    node._rename(name)
+    if node.op == "placeholder":
+        node.target = node.name
 
 
 def inline_regions(module: fx.GraphModule) -> fx.Graph:
@@ -48,7 +60,7 @@ def _copy_into(flat: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], 
             continue
         elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             env[node] = _inline_region(flat, node, env, marks)
-        elif node.target is __import__("operator").getitem and isinstance(env.get(node.args[0]), tuple | list):
+        elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple | list):
             env[node] = env[node.args[0]][node.args[1]]
         else:
             copy = flat.node_copy(node, lambda n: env[n])

@@ -1,0 +1,139 @@
+"""Messages: every value and gradient that crosses ranks, in the one order that both ends of a channel use.
+
+    rank 0: 0F0 0F1 0B0 0B1          channel 0 -> 1:  h[0] main, h[1] main
+    rank 1: 1F0 1B0 1F1 1B1    ->    channel 1 -> 0:  h[0] gradient, h[1] gradient
+
+A value goes once to each rank that reads it, from the action that makes it; the gradients that a rank's stages give
+to a value are summed there and go back once, from the last of those stages' backwards.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.rank_program import Message
+from fxpipe.schedule import Action, Schedule
+from passes.stage_graphs import StageGraphs, Value
+
+Graphs = Mapping[tuple[str, int], Mapping[int, StageGraphs]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is lowered: the traced graphs of every unit ("F", stage) or ("T", component) by micro-batch size, who runs what.
+
+    `kinds` gives the kind of a value as read by a unit, by (value, unit).
+    """
+
+    graphs: Graphs
+    schedule: Schedule
+    sizes: tuple[int, ...]
+    kinds: Mapping[tuple[str, tuple[str, int]], str]
+    loss: str
+
+    def graph(self, unit: tuple[str, int], microbatch: int) -> StageGraphs:
+        return self.graphs[unit][self.sizes[microbatch]]
+
+    @cached_property
+    def producer(self) -> dict[str, tuple[str, int]]:
+        return {v: unit for unit, sizes in self.graphs.items() for v in next(iter(sizes.values())).unit.returns}
+
+    @cached_property
+    def readers(self) -> dict[str, list[tuple[str, int]]]:
+        readers: dict[str, list[tuple[str, int]]] = {}
+        for unit, sizes in self.graphs.items():
+            for value in next(iter(sizes.values())).unit.reads:
+                readers.setdefault(value, []).append(unit)
+        return readers
+
+    @cached_property
+    def rank_of(self) -> dict[tuple[tuple[str, int], int], int]:
+        """The rank that runs a unit for a micro-batch."""
+        owner = {}
+        for rank, actions in enumerate(self.schedule.ranks):
+            for action in actions:
+                if action.kind in "FT":
+                    owner[(action.kind, action.stage), action.microbatch] = rank
+        return owner
+
+    def gradient_givers(self, value: str, microbatch: int) -> list[int]:
+        """Stages whose backward gives a gradient to `value`, in order."""
+        units = self.readers.get(value, [])
+        return sorted(s for kind, s in units if kind == "F" and value in self.graph((kind, s), microbatch).input_grads)
+
+    @property
+    def loss_rank(self) -> int:
+        return self.rank_of[self.producer[self.loss], 0]
+
+
+def plan_messages(layout: Layout, tied: Sequence["TiedGradient"]) -> tuple[Message, ...]:
+    """Messages of one step, rank by rank in the order in which they are sent."""
+    messages: list[Message] = []
+    for rank, actions in enumerate(layout.schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind in "FT":
+                sends = _values(layout, rank, action)
+            elif action.kind in "BI":
+                sends = _gradients(layout, rank, action, actions[position + 1 :])
+            else:
+                continue
+            for dst, value, kind in sends:
+                messages.append(_message(len(messages), rank, dst, action, value, action.microbatch, kind))
+        for src, dst, value, kind in _closing(layout, tied):
+            if src == rank:
+                messages.append(_message(len(messages), src, dst, None, value, -1, kind))
+    return tuple(messages)
+
+
+@dataclass(frozen=True)
+class TiedGradient:
+    """A parameter held by several ranks: `givers` have a gradient for it, the first sums and sends it to all `holders`."""
+
+    value: Value
+    givers: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+def _message(
+    edge: int, src: int, dst: int, action: Action | None, value: Value, microbatch: int, kind: str
+) -> Message:
+    return Message(edge, src, dst, action, value.name, microbatch, kind, value.shape, value.dtype)
+
+
+def _values(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Value, str]]:
+    for value in layout.graph((action.kind, action.stage), action.microbatch).returns:
+        kinds: dict[int, str] = {}
+        for unit in layout.readers.get(value.name, []):
+            kinds.setdefault(layout.rank_of[unit, action.microbatch], layout.kinds[value.name, unit])
+        kinds.pop(rank, None)
+        for reader, kind in sorted(kinds.items()):
+            yield reader, value, kind
+
+
+def _gradients(
+    layout: Layout, rank: int, action: Action, later: Sequence[Action]
+) -> Iterator[tuple[int, Value, str]]:
+    graphs = layout.graph(("F", action.stage), action.microbatch)
+    pending = {a.stage for a in later if a.kind in "BI" and a.microbatch == action.microbatch}
+    for value in graphs.reads:
+        if value.name not in graphs.input_grads or pending & set(layout.gradient_givers(value.name, action.microbatch)):
+            continue
+        producer = layout.rank_of[layout.producer[value.name], action.microbatch]
+        if producer != rank:
+            yield producer, value, "gradient"
+
+
+def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, Value, str]]:
+    """(source, destination, value, kind) of what follows the last action: tied gradients to and from their owner, the loss."""
+    for gradient in tied:
+        owner, *others = gradient.givers
+        for giver in others:
+            yield giver, owner, gradient.value, "gradient"
+    for gradient in tied:
+        for holder in gradient.holders:
+            if holder != gradient.givers[0]:
+                yield gradient.givers[0], holder, gradient.value, "gradient"
+    graphs = layout.graph(layout.producer[layout.loss], 0)
+    for rank in range(len(layout.schedule.ranks)):
+        if rank != layout.loss_rank:
+            yield layout.loss_rank, rank, graphs.returns[-1], "loss"

@@ -1,0 +1,316 @@
+"""Stage graphs: one unit's forward and its explicit backward, cut by dataflow.
+
+    traced together                         cut
+    y = conv(x, w)                          forward(x)          -> y, saved=(x, y)
+    z = silu(y)                    ->       backward(saved, gz) -> gx, (gw,)
+    gy = silu_backward(gz, y)               backward_input(saved, gz) -> gx, kept=(gy, x)
+    gx, gw = convolution_backward(gy, ...)  backward_weight(kept)     -> (gw,)
+
+Terms: a *tangent* is the gradient of the loss with respect to a returned value; *saved* values go from forward to
+backward, *kept* values from backward_input to backward_weight. Values that cross the border of a unit are contiguous.
+"""
+
+import operator
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fxpipe import ops, private
+from fxpipe.capture import Capture
+from passes.units import Unit, at_batch
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Value:
+    """Shape, type and whether a gradient flows through one value on a unit's border."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class StageGraphs:
+    """The graphs of one unit at one micro-batch size. State is read by `get_attr` under its original name.
+
+    Input order: forward takes `reads`; backward takes saved, then a tangent per return that requires grad.
+    Output order: forward gives (returns, saved); backward gives (input gradients, weight gradients);
+    backward_input gives (input gradients, kept); backward_weight takes kept and gives (weight gradients,).
+    `input_grads` names the reads, `weight_grads` the parameters, that a gradient is computed for; `state` holds all
+    parameters, buffers and constants by name.
+    """
+
+    unit: Unit
+    batch_size: int
+    reads: tuple[Value, ...]
+    returns: tuple[Value, ...]
+    input_grads: tuple[str, ...]
+    weight_grads: tuple[str, ...]
+    state: Mapping[str, Value]
+    forward: fx.Graph
+    backward: fx.Graph | None
+    backward_input: fx.Graph | None
+    backward_weight: fx.Graph | None
+
+    @property
+    def tangents(self) -> tuple[str, ...]:
+        return tuple(v.name for v in self.returns if v.requires_grad)
+
+
+class _MarkedInterpreter(fx.Interpreter):
+    """Runs nodes marked no_grad or autocast as the model ran them."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with ExitStack() as stack:
+            if n.meta.get("no_grad"):
+                stack.enter_context(torch.no_grad())
+            if "autocast" in n.meta:
+                device, dtype, enabled = n.meta["autocast"]
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            return super().run_node(n)
+
+
+def trace_stage(
+    capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value], device: torch.device
+) -> StageGraphs:
+    """Trace `unit` at `batch_size` samples, forward and backward together, and cut the trace.
+
+    Args:
+        reads: the values the unit reads, in the order of `unit.reads`, with `requires_grad` as their producer traced it.
+    """
+    joint = _trace(capture, unit, batch_size, reads, device)
+    input_grads = tuple(v.name for v in reads if v.requires_grad) if joint.has_backward else ()
+    forward, saved = joint.forward()
+    split = bool(input_grads) and bool(joint.weight_grads)
+    backward_input, kept = joint.backward_input(saved) if split else (None, [])
+    return StageGraphs(
+        unit,
+        batch_size,
+        tuple(reads),
+        joint.returns,
+        input_grads,
+        joint.weight_grads,
+        {state_name(capture, name): _state_value(capture, name) for name in unit.state},
+        forward,
+        joint.backward(saved) if joint.has_backward else None,
+        backward_input,
+        joint.backward_weight(kept) if split else None,
+    )
+
+
+def _trace(
+    capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value], device: torch.device
+) -> "_Joint":
+    interpreter = _MarkedInterpreter(at_batch(capture, unit, batch_size, device))
+    returned: list[torch.Tensor] = []
+    weight_grads: list[str] = []
+    names = [state_name(capture, name) for name in unit.state]
+
+    def run(state: list[torch.Tensor], values: list[torch.Tensor]) -> tuple[Any, ...]:
+        outputs = [out.contiguous() for out in interpreter.run(*state, *values)]
+        returned.extend(outputs)
+        tangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs if o.requires_grad]
+        inputs = [v for v in values if v.requires_grad]
+        weights = [(n, t) for n, t in zip(names, state, strict=True) if t.requires_grad]
+        targets = [*inputs, *(t for _, t in weights)]
+        if not tangents or not targets:
+            return outputs, [], [], []
+        sources = [o for o in outputs if o.requires_grad]
+        grads = torch.autograd.grad(sources, targets, tangents, allow_unused=True)
+        # A read without influence still owes its producer a gradient: zeros.
+        pairs = zip(grads[: len(inputs)], inputs, strict=True)
+        of_inputs = [(torch.zeros_like(v) if g is None else g).contiguous() for g, v in pairs]
+        of_weights = [(n, g) for (n, _), g in zip(weights, grads[len(inputs) :], strict=True) if g is not None]
+        weight_grads.extend(n for n, _ in of_weights)
+        return outputs, tangents, of_inputs, [g.contiguous() for _, g in of_weights]
+
+    parts: list[int] = []
+
+    def flat(state: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = run(state, values)
+        parts.extend(len(part) for part in results)
+        return [tensor for part in results for tensor in part]
+
+    placeholders = {node.name: node for node in capture.graph.find_nodes(op="placeholder")}
+    with private.fake_mode() as mode:
+        state = [_fake_state(placeholders[name], device) for name in unit.state]
+        values = [
+            torch.empty(v.shape, dtype=v.dtype, device=device).requires_grad_(v.requires_grad) for v in reads
+        ]
+    with mode:
+        graph = make_fx(flat)(state, values).graph
+    borders = tuple(Value(n, tuple(o.shape), o.dtype, o.requires_grad) for n, o in zip(unit.returns, returned, strict=True))
+    return _Joint(_prepare(graph, names, reads, parts), borders, tuple(weight_grads))
+
+
+def state_name(capture: Capture, placeholder: str) -> str:
+    """The attribute a stage graph reads for a state placeholder: its original name, or `_constants.<name>`."""
+    return capture.tensors.get(placeholder, f"_constants.{placeholder}")
+
+
+def _state_value(capture: Capture, placeholder: str) -> Value:
+    node = next(n for n in capture.graph.find_nodes(op="placeholder") if n.name == placeholder)
+    value = node.meta["val"]
+    return Value(state_name(capture, placeholder), tuple(value.shape), value.dtype, node.meta["requires_grad"])
+
+
+def _fake_state(node: fx.Node, device: torch.device) -> torch.Tensor:
+    value = node.meta["val"]
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return fake.requires_grad_(node.meta["requires_grad"])
+
+
+class _Joint:
+    """A stage's forward and backward in one trace, and how it is cut.
+
+    `outputs`, `input_grads`, `weight_grad_nodes` are the nodes it returns; `made_forward` holds every node that the
+    forward computes, `tangents` the nodes that stand for incoming gradients.
+    """
+
+    def __init__(self, graph: fx.Graph, returns: tuple[Value, ...], weight_grads: tuple[str, ...]) -> None:
+        self.graph, self.returns, self.weight_grads = graph, returns, weight_grads
+        (output,) = graph.find_nodes(op="output")
+        self.outputs, self.tangents, self.input_grads, self.weight_nodes = (list(part) for part in output.args[0])
+        self.has_backward = bool(self.input_grads or self.weight_nodes)
+        self.reads = [n for n in graph.nodes if n.op == "placeholder"]
+        self.made_forward = _ancestors(self.outputs) | set(self.reads)
+        for node in graph.nodes:
+            if node.target is operator.getitem and node.args[0] in self.made_forward:
+                self.made_forward.add(node)
+
+    def forward(self) -> tuple[fx.Graph, list[fx.Node]]:
+        """forward(reads) -> (returns, saved); the saved nodes in order."""
+        wanted = _ancestors([*self.input_grads, *self.weight_nodes])
+        used = {a for n in wanted - self.made_forward for a in n.all_input_nodes}
+        saved = [n for n in self.graph.nodes if n in used and n in self.made_forward and n.op != "get_attr"]
+        saved = [n for n in saved if n not in self.tangents]
+        return _extract(self.graph, self.reads, (self.outputs, saved)), saved
+
+    def backward(self, saved: list[fx.Node]) -> fx.Graph:
+        """backward(saved, tangents) -> (input gradients, weight gradients)."""
+        return _extract(self.graph, self.tangents, (self.input_grads, self.weight_nodes), saved)
+
+    def backward_input(self, saved: list[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+        """backward_input(saved, tangents) -> (input gradients, kept); the kept nodes in order."""
+        _split_convolution_backward(self.graph)
+        given = set(saved) | set(self.tangents)
+        made_input = _ancestors(self.input_grads, stop=given) | given
+        late = _ancestors(self.weight_nodes, stop=made_input) - made_input
+        used = {a for n in late for a in n.all_input_nodes} | (set(self.weight_nodes) & made_input)
+        kept = [n for n in self.graph.nodes if n in used and n in made_input and n.op != "get_attr"]
+        return _extract(self.graph, self.tangents, (self.input_grads, kept), saved), kept
+
+    def backward_weight(self, kept: list[fx.Node]) -> fx.Graph:
+        """backward_weight(kept) -> (weight gradients,)."""
+        return _extract(self.graph, [], (self.weight_nodes,), kept)
+
+
+def _prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value], parts: Sequence[int]) -> fx.Graph:
+    """State becomes attributes, reads get their names, the flat output its four parts."""
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, name in zip(placeholders, state, strict=False):
+        with graph.inserting_before(node), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the graph has no owner yet that could hold the attribute
+            attribute = graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    for node, value in zip(placeholders[len(state) :], reads, strict=True):
+        private.rename(node, value.name)
+    (output,) = graph.find_nodes(op="output")
+    nodes = iter(pytree.tree_leaves(output.args[0]))
+    output.args = (tuple([next(nodes) for _ in range(size)] for size in parts),)
+    _tidy(graph)
+    return graph
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Drop the aliases autograd leaves behind, and give every returned weight gradient memory of its own."""
+    for node in list(graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    (output,) = graph.find_nodes(op="output")
+    outputs, tangents, input_grads, weight_grads = output.args[0]
+    seen: set[fx.Node] = {*outputs, *input_grads}
+    owned = []
+    for node in weight_grads:
+        # Weight gradients are accumulated in place: one that shares memory with another value is copied first.
+        if node in seen or node.op != "call_function" or private.may_alias(node.target):
+            with graph.inserting_before(output):
+                copy = graph.call_function(aten.clone.default, (node,))
+            copy.meta, node = dict(node.meta), copy
+        seen.add(node)
+        owned.append(node)
+    output.args = ((outputs, tangents, input_grads, owned),)
+
+
+def _split_convolution_backward(graph: fx.Graph) -> None:
+    """One node that gives the input's and the weight's gradient becomes two, so that they can run apart."""
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        mask = node.args[-1]
+        if not mask[0] or not (mask[1] or mask[2]):
+            continue
+        with graph.inserting_before(node):
+            parts = []
+            for part in ([True, False, False], [False, *mask[1:]]):
+                parts.append(graph.call_function(node.target, (*node.args[:-1], part)))
+                parts[-1].meta = dict(node.meta)
+        for user in list(node.users):
+            user.replace_input_with(node, parts[0] if user.args[1] == 0 else parts[1])
+        graph.erase_node(node)
+
+
+def _ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [n for n in nodes if n not in stop]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [a for a in node.all_input_nodes if a not in stop]
+    return found
+
+
+def _extract(
+    graph: fx.Graph,
+    inputs: Sequence[fx.Node],
+    outputs: tuple[Sequence[fx.Node], ...],
+    packed: Sequence[fx.Node] | None = None,
+) -> fx.Graph:
+    """The part of `graph` between inputs and outputs as a graph of its own, attributes read where needed.
+
+    Values in `packed` come first, in one list that is emptied, so that each is freed after its last use.
+    """
+    cut = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    saved = None if packed is None else cut.placeholder("saved")
+    for node in inputs:
+        env[node] = cut.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    if packed is not None:
+        for i, node in enumerate(packed):
+            env[node] = cut.create_node("call_function", operator.getitem, (saved, i), name=node.name)
+            env[node].meta = dict(node.meta)
+        cut.call_function(ops.release, (saved,))
+    wanted = _ancestors([n for part in outputs for n in part], stop=env)
+    for node in graph.nodes:
+        if node in wanted:
+            assert node.op in ("call_function", "get_attr"), f"{node.name} is not available in this part"
+            env[node] = cut.node_copy(node, lambda n: env[n])
+    cut.output(tuple([env[n] for n in part] for part in outputs))
+    return cut

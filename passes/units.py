@@ -1,0 +1,124 @@
+"""Units: the pieces of the captured graph that ranks run, a stage of the backbone or a frozen component.
+
+    unit stage_1:   reads   sample_mix (edge), timesteps (input), draw_1 (draw)
+                    state   unet.mid.conv.weight, ...
+                    returns h_12 (read by stage 2), h_9 (read by stage 3)
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.capture import Capture
+from fxpipe.sizes import concrete
+
+STATE_KINDS = ("parameter", "buffer", "constant")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of the capture.
+
+    `reads` are the names of the values that come in with each micro-batch (model inputs, draws, whole-batch values and
+    values of other units), `state` the placeholders of parameters, buffers and constants, `returns` the values that
+    other units read, the loss last where it is made here.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    reads: tuple[str, ...]
+    state: tuple[str, ...]
+    returns: tuple[str, ...]
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes with sizes only: recomputed from the micro-batch size, never sent."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+def make_units(
+    capture: Capture, groups: Iterable[tuple[str, Collection[str]]], local: Collection[str], whole: Collection[str]
+) -> tuple[Unit, ...]:
+    """The unit of every named group of nodes.
+
+    Args:
+        groups: (unit name, its node names); together they hold every node that is neither local nor a size.
+        local: cheap nodes that any unit recomputes for itself.
+        whole: values computed once on the whole batch and read as slices.
+    """
+    groups = [(name, set(nodes)) for name, nodes in groups]
+    nodes_by_name = {node.name: node for node in capture.graph.nodes}
+    stop = set(whole)
+    drafts = [_draft(capture, name, own, set(local) - own, stop) for name, own in groups]
+    read_by = {name: reads for name, _, reads, _ in drafts}
+    units = []
+    for (name, ordered, reads, state), (_, own) in zip(drafts, groups, strict=True):
+        others = {value for other, values in read_by.items() if other != name for value in values}
+        returns = [n for n in ordered if n in own and n in others and n not in stop]
+        if capture.loss.name in own:
+            returns.append(capture.loss.name)
+        assert all(isinstance(nodes_by_name[n].meta["val"], torch.Tensor) for n in returns), (name, returns)
+        units.append(Unit(name, tuple(ordered), tuple(reads), tuple(state), tuple(returns)))
+    return tuple(units)
+
+
+def _draft(
+    capture: Capture, name: str, own: set[str], local: set[str], whole: set[str]
+) -> tuple[str, list[str], list[str], list[str]]:
+    """A unit's nodes in graph order with the local ones it recomputes, and what it reads from outside."""
+    wanted: set[str] = set()
+    reads: dict[str, None] = {}
+    state: dict[str, None] = {}
+    pending = [n for n in capture.graph.nodes if n.name in own]
+    while pending:
+        node = pending.pop()
+        if node.name in wanted or is_size(node):
+            continue
+        wanted.add(node.name)
+        for argument in node.all_input_nodes:
+            if is_size(argument) or argument.name in wanted:
+                continue
+            if argument.op == "placeholder" and argument.meta["kind"] in STATE_KINDS:
+                state.setdefault(argument.name)
+            elif argument.name in own or (argument.name in local and argument.name not in whole):
+                pending.append(argument)
+            else:
+                reads.setdefault(argument.name)
+    order = [n.name for n in capture.graph.nodes]
+    sort = lambda names: [n for n in order if n in names]  # noqa: E731
+    return name, sort(wanted), sort(reads), sort(state)
+
+
+def at_batch(capture: Capture, unit: Unit, batch_size: int, device: torch.device) -> fx.GraphModule:
+    """The unit's forward as a graph for `batch_size` samples on `device`: sizes are numbers, devices are `device`.
+
+    Input: `state` placeholders, then `reads`. Output: `returns`, as a tuple. Nodes keep their marks (no_grad, autocast).
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    by_name = {node.name: node for node in capture.graph.nodes}
+    for name in (*unit.state, *unit.reads):
+        env[by_name[name]] = graph.placeholder(name)
+    place = _placer(env, batch_size, device)
+    for name in unit.nodes:
+        node = by_name[name]
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        copy = graph.create_node("call_function", target, place(node.args), place(node.kwargs), node.name)
+        copy.meta = {key: node.meta[key] for key in ("no_grad", "autocast", "path") if key in node.meta}
+        env[node] = copy
+    graph.output(tuple(env[by_name[name]] for name in unit.returns))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _placer(env: dict[fx.Node, fx.Node], batch_size: int, device: torch.device) -> Callable[[Any], Any]:
+    def leaf(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return concrete(value.meta["val"], batch_size) if is_size(value) else env[value]
+        if isinstance(value, torch.device):
+            return device
+        return concrete(value, batch_size) if isinstance(value, torch.SymInt | torch.SymFloat) else value
+
+    return lambda arguments: fx.node.map_aggregate(arguments, leaf)
