@@ -53,6 +53,11 @@ def _addbmm(arguments: tuple[Any, ...], out: Operand) -> Dim:
     return product((2, *arguments[1].sizes, arguments[2].sizes[-1]))
 
 
+def _bilinear(arguments: tuple[Any, ...], out: Operand) -> Dim:
+    left, _, weight = arguments[:3]
+    return product((2, *left.sizes[:-1], *weight.sizes))
+
+
 def _convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
     return product((2, *out.sizes, *arguments[1].sizes[1:]))
 
@@ -107,6 +112,7 @@ FORMULAS: dict[str, Formula] = {
     ),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv"), ADDMM),
     "aten::addbmm": Formula(_addbmm, (1, 2)),
+    "aten::bilinear": Formula(_bilinear, (0, 1, 2)),
     **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d"), CONVOLUTION),
     **dict.fromkeys((f"aten::conv_transpose{n}" for n in ("1d", "2d", "3d")), TRANSPOSED),
     **dict.fromkeys(("aten::convolution", "aten::_convolution"), Formula(_any_convolution)),

@@ -7,7 +7,8 @@ No values are computed, so this takes about a millisecond per operator and batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,13 +90,15 @@ def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
     args = [_concrete(value, tensors, batch) for value in call.args]
     kwargs = {name: _concrete(value, tensors, batch) for name, value in call.kwargs}
     try:
-        with torch.enable_grad(), _RefuseUncounted(), _counter() as counter:
+        with torch.enable_grad(), _counting() as counter:
             outputs = _tensors(call.target(*args, **kwargs))
         if part is not None:
             differentiable = [output for output in outputs if output.requires_grad]
+            if not differentiable:
+                return 0, True
             sources = [tensor for tensor in tensors.values() if tensor.requires_grad]
             gradients = [torch.empty_like(output) for output in differentiable]
-            with _RefuseUncounted(), _counter() as counter:
+            with _counting() as counter:
                 torch.autograd.grad(differentiable, sources, gradients, allow_unused=True)
     except CompileError:
         raise
@@ -108,8 +111,10 @@ def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
     return counter.get_total_flops(), any(output.untyped_storage()._cdata not in memory for output in outputs)
 
 
-def _counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=_EXTRA)
+@contextmanager
+def _counting() -> Iterator[FlopCounterMode]:
+    with _RefuseUncounted(), FlopCounterMode(display=False, custom_mapping=_EXTRA) as counter:  # type: ignore[no-untyped-call]
+        yield counter
 
 
 def _fit(call: Call, count: Callable[[int], int]) -> Dim:
