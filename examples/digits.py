@@ -26,6 +26,7 @@ import fxpipe
 from fxpipe.randomness import SeededDraws
 
 NUM_TIMESTEPS = 200
+BETAS = torch.linspace(1e-4, 0.06, NUM_TIMESTEPS)  # variance of the noise that each timestep adds
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 Loss = Callable[[Tensor, Tensor, int], Tensor]
@@ -48,8 +49,7 @@ class DigitsStep(nn.Module):
             attention_head_dim=8,
             num_class_embeds=10,
         )
-        self.register_buffer("betas", torch.linspace(1e-4, 0.06, NUM_TIMESTEPS), persistent=False)
-        self.register_buffer("signal", torch.cumprod(1 - self.get_buffer("betas"), 0), persistent=False)
+        self.register_buffer("signal", torch.cumprod(1 - BETAS, 0))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         noise = torch.randn_like(images)
@@ -78,11 +78,11 @@ def batches(seed: int, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield images[chosen], labels[chosen]
 
 
-def one_device(step: DigitsStep) -> Loss:
+def one_device(step: DigitsStep, seed: int) -> Loss:
     """Loss and gradients of the uncompiled step, drawing the numbers that a compiled one draws."""
 
     def loss_of(images: Tensor, labels: Tensor, index: int) -> Tensor:
-        with SeededDraws(0, index, images.device):
+        with SeededDraws(seed, index, images.device):
             loss: Tensor = step(images, labels)
         loss.backward()
         return loss.detach()
@@ -109,13 +109,13 @@ def train(loss_of: Loss, parameters: Any, seed: int, num_steps: int, report: Cal
 def sample(step: DigitsStep, labels: Tensor, seed: int) -> Tensor:
     """Images [len(labels), 1, 8, 8] in [-1, 1], by ancestral sampling (Ho et al. 2020, algorithm 2)."""
     generator = torch.Generator().manual_seed(seed)
-    betas, signals = step.get_buffer("betas"), step.get_buffer("signal")
+    signals = step.get_buffer("signal")
     images = torch.randn(len(labels), 1, 8, 8, generator=generator)
     for time in reversed(range(NUM_TIMESTEPS)):
         noise = step.unet(images, torch.full_like(labels, time), class_labels=labels).sample
-        images = (images - betas[time] / (1 - signals[time]).sqrt() * noise) / (1 - betas[time]).sqrt()
+        images = (images - BETAS[time] / (1 - signals[time]).sqrt() * noise) / (1 - BETAS[time]).sqrt()
         if time > 0:
-            images += betas[time].sqrt() * torch.randn(images.shape, generator=generator)
+            images += BETAS[time].sqrt() * torch.randn(images.shape, generator=generator)
     return images.clamp(-1, 1)
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--single", action="store_true", help="one device, without the compiler")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--samples", type=int, default=12, help="samples of each digit; 0 leaves sampling out")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the samples")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches, noise and samples")
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
     if not options.single and "WORLD_SIZE" not in os.environ:
@@ -153,12 +153,12 @@ def main() -> None:
 
     if options.single:
         where = "single"
-        losses = train(one_device(step), step.parameters(), options.seed, options.steps, report)
+        losses = train(one_device(step, options.seed), step.parameters(), options.seed, options.steps, report)
     else:
         where = os.environ["WORLD_SIZE"]
         program = fxpipe.compile(step, int(where), example_inputs=step.example_inputs(BATCH_SIZE))
         report(f"{program.plan}\n{program.schedule}")
-        engine = program.engine()
+        engine = program.engine(seed=options.seed)
 
         def loss_of(images: Tensor, labels: Tensor, index: int) -> Tensor:
             loss: Tensor = engine.step((images, labels))
@@ -166,6 +166,7 @@ def main() -> None:
 
         losses = train(loss_of, engine.parameters(), options.seed, options.steps, report)
         weights = engine.gather_state_dict()
+        engine.close()
         if first:
             step.load_state_dict(weights)
     if first:

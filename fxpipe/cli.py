@@ -83,9 +83,9 @@ def compile_command(
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that compile --dump wrote")]) -> None:
     """Print the plan, the schedule and the traffic of a dumped program."""
     remedy = f"fxpipe compile MODEL --world-size N --dump {directory} writes it"
-    texts = {name: _read(directory / name, remedy) for name in ("plan.txt", "schedule.txt", "traffic.json")}
+    texts = {name: _read(directory / name, remedy) for name in ("plan.txt", "grid.txt", "traffic.json")}
     _print_text("plan", texts["plan.txt"])
-    _print_text("schedule", texts["schedule.txt"])
+    _print_text("schedule", texts["grid.txt"])
     Console().print(traffic_table(json.loads(texts["traffic.json"])))
 
 
@@ -99,7 +99,7 @@ def run(
     stages: Stages = None,
     schedule: ScheduleName = "auto",
     lr: Annotated[float, typer.Option(min=0.0, help="AdamW's learning rate")] = 1e-4,
-    seed: Annotated[int, typer.Option(help="seeds the weights and the example inputs")] = 0,
+    seed: Annotated[int, typer.Option(help="of the weights, the example inputs and the random draws")] = 0,
     device: Annotated[str | None, typer.Option(help="device of this rank, such as cuda:0")] = None,
 ) -> None:
     """Train MODEL on its example inputs: under torchrun one rank a process, else all ranks in this process."""
@@ -108,7 +108,7 @@ def run(
     world_size, distributed = _launch(world_size)
     torch.manual_seed(seed)
     program, batch = _compile(model, world_size, batch_size, microbatches, stages, schedule)
-    engine = program.engine(device=device) if distributed else program.local_engine()
+    engine = program.engine(device, seed) if distributed else program.local_engine(seed)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=lr)
     with _progress(steps, visible=os.environ.get("RANK", "0") == "0") as progress:
         for index in range(steps):
@@ -117,6 +117,8 @@ def run(
             optimizer.zero_grad()
             progress.console.print(f"step {index + 1}  loss {float(loss):.6f}", highlight=False)
             progress.advance(progress.task_ids[0])
+    if distributed:
+        engine.close()
 
 
 def _compile(
@@ -160,7 +162,9 @@ def traffic_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         channel = sums.setdefault((row["source"], row["target"]), {})
         channel[row["kind"]] = channel.get(row["kind"], 0) + row["bytes"]
-    table = Table("channel", *kinds, "total", title="bytes per step", title_justify="left")
+    table = Table("channel", title="bytes per step", title_justify="left")
+    for column in (*kinds, "total"):
+        table.add_column(column, justify="right")
     for (source, target), by_kind in sorted(sums.items()):
         cells = [f"{by_kind.get(kind, 0):,}" for kind in kinds]
         table.add_row(f"{source} -> {target}", *cells, f"{sum(by_kind.values()):,}")

@@ -30,7 +30,7 @@ def dumped(tmp_path: Path) -> Path:
         {"source": 1, "target": 0, "kind": "gradient", "bytes": 1_234_567},
     ]
     (tmp_path / "plan.txt").write_text("stage 0 on rank 0: conv_in [x]\n")
-    (tmp_path / "schedule.txt").write_text("rank 0 | 0F0 0F1 0B0 0B1\n")
+    (tmp_path / "grid.txt").write_text("rank 0 | 0F0 0F1 0B0 0B1\n")
     (tmp_path / "traffic.json").write_text(json.dumps(rows))
     return tmp_path
 
@@ -102,7 +102,7 @@ def test_show_prints_texts_as_they_are_and_sums_traffic(dumped: Path) -> None:
 
 def test_show_does_not_fold_wide_grids(dumped: Path) -> None:
     wide = "rank 0 | " + " ".join(f"0F{i}" for i in range(200))
-    (dumped / "schedule.txt").write_text(wide)
+    (dumped / "grid.txt").write_text(wide)
     assert wide in invoke("show", str(dumped))[1]
 
 
@@ -112,7 +112,7 @@ def test_compile_dumps_and_prints(name: str, tmp_path: Path) -> None:
     code, stdout, _ = invoke("compile", f"{TOY}:{name}", "--world-size", "2", "--dump", str(out))
     assert code == 0
     assert {"plan.json", "rank_0.py", "rank_1.py"} <= {path.name for path in out.iterdir()}
-    assert (out / "schedule.txt").read_text().strip() in stdout
+    assert (out / "grid.txt").read_text().strip() in stdout
     assert invoke("show", str(out))[1] == stdout
 
 
