@@ -9,6 +9,7 @@ cannot be invented: the error names it, and the user passes `example_inputs`. Th
 from the config where it states them; where it does not they are small stand-ins, so plan for your own sizes with your own inputs.
 """
 
+import copy
 import inspect
 import math
 import re
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fxpipe.errors import CompileError
 
@@ -112,13 +113,24 @@ def _prediction(output: Any) -> Tensor:
 
 
 def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
-    """Shape of the prediction, found on fake tensors: no memory, no arithmetic, and the models' caches are left alone."""
-    mode = detect_fake_mode([*model.parameters(), *model.buffers()]) or FakeTensorMode(allow_non_fake_inputs=True)
+    """Shape of the prediction, found on fake tensors: no memory and no arithmetic.
+
+    A copy of the modules (not of the weights) runs: some models keep what they once computed, such as rotary factors, and would keep
+    fake tensors.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    mode = detect_fake_mode(weights) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        shell = copy.deepcopy(model, {id(t): t for t in weights})
         with mode, torch.no_grad():
-            return _prediction(model(**inputs)).shape
+            return _prediction(shell(**inputs)).shape
     except CompileError:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CompileError(
+            f"{type(model).__name__} takes decisions by tensor values ({error.func}), so no graph fits all inputs; "
+            "use a version of it whose shapes and branches depend on the inputs' shapes only"
+        ) from error
     except Exception as error:
         made = ", ".join(f"{name} {_describe(value)}" for name, value in inputs.items())
         raise CompileError(
@@ -182,9 +194,9 @@ class _Sizes:
         width = max(width) if isinstance(width, Sequence) else width
         return None if width is None else self.noise(self.axes["B"], *([] if tokens is None else [tokens]), width)
 
-    def mask(self, name: str, tokens: int) -> Tensor | None:
-        """All of a text is read. A mask that a model can do without is left out."""
-        return torch.ones(self.axes["B"], tokens, dtype=torch.bool) if self.needs(name) else None
+    def mask(self, tokens: int) -> Tensor:
+        """All tokens of a text are read."""
+        return torch.ones(self.axes["B"], tokens, dtype=torch.bool)
 
     @property
     def text_tokens(self) -> int:
@@ -203,7 +215,8 @@ def _patch(config: Mapping[str, Any]) -> tuple[int, int, int]:
 def _extents(config: Mapping[str, Any], patch: tuple[int, int, int], layout: str) -> dict[str, int]:
     """Extents of the sample's axes but the batch, by letter: as the config states them, else multiples that any model can halve and patch."""
     size = config.get("sample_size")
-    levels = len(config.get("block_out_channels") or ())
+    widths = config.get("block_out_channels")
+    levels = len(widths) if isinstance(widths, Sequence) else 0
     side = _SIDE_TOKENS if levels == 0 else 8 * 2 ** (levels - 1)
     height, width = (size, size) if isinstance(size, int) else tuple(size or (side * patch[1], side * patch[2]))[-2:]
     if config.get("sample_height"):
@@ -213,7 +226,6 @@ def _extents(config: Mapping[str, Any], patch: tuple[int, int, int], layout: str
         frames = (frames - 1) // config["temporal_compression_ratio"] + 1
     frames = math.ceil(frames / patch[0]) * patch[0]
     channels = next((config[k] for k in ("in_channels", "in_visual_dim", "embedding_dim") if config.get(k)), 1)
-    channels += config.get("extra_in_channels") or 0
     frames = frames if "F" in layout or "num_frames" in config else 1
     return {"C": channels, "F": frames, "H": height, "W": width, "L": height, "N": frames * height * width}
 
@@ -222,7 +234,10 @@ def _time(s: _Sizes) -> Tensor | None:
     if "num_embeds_ada_norm" in s.config and s.get("num_embeds_ada_norm") is None and not s.needs("timestep"):
         return None  # a Transformer2DModel that is conditioned on no time ignores it
     batch = s.axes["B"]
-    return s.uniform(batch) if re.search(_UNIT_TIME, s.names) else s.integers(1000, batch)
+    if re.search(_UNIT_TIME, s.names):
+        return s.uniform(batch)
+    steps = s.integers(1000, batch)
+    return steps.to(s.dtype) if "HunyuanDiT" in s.names else steps  # HunyuanDiT embeds time in the dtype of `timestep`
 
 
 def _labels(s: _Sizes) -> Tensor | None:
@@ -245,6 +260,11 @@ def _text(s: _Sizes) -> Tensor | None:
     return s.vectors(*_TEXT_WIDTHS, tokens=s.text_tokens)
 
 
+def _text_mask(s: _Sizes) -> Tensor | None:
+    """Left out where a model can do without; Kandinsky 3 has a default that it cannot do with."""
+    return s.mask(s.text_tokens) if s.needs("encoder_attention_mask") or "Kandinsky3" in s.names else None
+
+
 def _added_conditions(s: _Sizes) -> dict[str, Tensor | None] | None:
     """SDXL's text and size embeddings, image embeddings of unCLIP-like U-Nets, PixArt's resolution and aspect ratio."""
     batch, kind, hidden = s.axes["B"], s.get("addition_embed_type"), s.get("encoder_hid_dim_type")
@@ -252,8 +272,9 @@ def _added_conditions(s: _Sizes) -> dict[str, Tensor | None] | None:
         width = s.config["projection_class_embeddings_input_dim"] - 6 * s.config["addition_time_embed_dim"]
         return {"text_embeds": s.noise(batch, width), "time_ids": s.integers(1000, batch, 6)}
     if kind in ("image", "text_image") or hidden in ("image_proj", "text_image_proj"):
-        width = "cross_attention_dim" if hidden == "text_image_proj" or kind == "text_image" else "encoder_hid_dim"
-        return {"image_embeds": s.vectors(width)}
+        if kind != "text_image" and hidden != "text_image_proj":
+            return {"image_embeds": s.vectors("encoder_hid_dim")}
+        return {"text_embeds": s.vectors("cross_attention_dim"), "image_embeds": s.vectors("cross_attention_dim")}
     extra = s.get("use_additional_conditions")
     if extra or (extra is None and s.get("sample_size") == 128 and s.get("norm_type") == "ada_norm_single"):
         return {"resolution": s.uniform(batch, 2) * 1024, "aspect_ratio": s.uniform(batch, 1)}
@@ -290,14 +311,15 @@ _ARGUMENTS: dict[str, Callable[[_Sizes], Any]] = {
     "timestep": _time,
     "timestep_ratio": _time,
     "timestep_cond": lambda s: s.vectors("time_cond_proj_dim"),
-    "encoder_hidden_states": _text,
+    "encoder_hidden_states": lambda s: None if "UNetMotion" in s.names else _text(s),  # per frame there: batch * frames
     "encoder_hidden_states_t5": lambda s: s.vectors("cross_attention_dim_t5", tokens=s.get("text_len_t5")),
     "encoder_hidden_states_image": lambda s: s.vectors("image_dim", tokens=257),
-    "encoder_attention_mask": lambda s: s.mask("encoder_attention_mask", s.text_tokens),
-    "encoder_mask": lambda s: s.mask("encoder_mask", s.text_tokens),
-    "encoder_hidden_states_mask": lambda s: torch.ones(s.axes["B"], s.text_tokens, dtype=torch.bool),
-    "text_embedding_mask": lambda s: torch.ones(s.axes["B"], s.config["text_len"], dtype=torch.bool),
-    "text_embedding_mask_t5": lambda s: torch.ones(s.axes["B"], s.config["text_len_t5"], dtype=torch.bool),
+    "encoder_attention_mask": _text_mask,
+    "encoder_mask": lambda s: s.mask(s.text_tokens),
+    "encoder_hidden_states_mask": lambda s: s.mask(s.text_tokens),
+    "text_embedding_mask": lambda s: s.mask(s.config["text_len"]),
+    "text_embedding_mask_t5": lambda s: s.mask(s.config["text_len_t5"]),
+    "cross_attention_kwargs": lambda s: {} if "LuminaNextDiT" in s.names else None,  # unpacks it, though it defaults to None
     "class_labels": _labels,
     "added_cond_kwargs": _added_conditions,
     "added_time_ids": lambda s: s.uniform(

@@ -1,199 +1,279 @@
-"""Tiny models that the tests compile: bare backbones by class name, whole training steps, and the cases at which peers fail.
+"""Tiny training steps that the tests compile, as users write them.
 
-Every training step returns its loss and has `example_inputs(batch_size)`. All are random under a fixed seed, on the CPU, in the dtype asked for.
+Every module returns its loss and has `example_inputs(batch_size)`: keyword arguments of its forward, or a tuple of positional ones.
+All are random under a fixed seed, on the CPU, in the dtype asked for: `ZOO["sd"](torch.float64)`.
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import diffusers
 import torch
-from torch import nn
+from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-# Configs of bare backbones, smallest that keep every kind of block; key: class name, and a variant after "/".
-_CROSS = {"cross_attention_dim": 8, "norm_num_groups": 4}
-_UNET = {"block_out_channels": (8, 16), "layers_per_block": 1}
-_SD = {
-    **_UNET, **_CROSS, "sample_size": 8, "attention_head_dim": 4,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-}  # fmt: skip
-_HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
-_DIT = {**_HEADS, "num_layers": 4, "sample_size": 8, "in_channels": 4, "patch_size": 2}
-_UNET2D = {
-    **_UNET, "norm_num_groups": 4, "sample_size": 8, "attention_head_dim": 4,
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-}  # fmt: skip
-_PACKED = {"in_channels": 8, **_HEADS, "num_layers": 2, "num_single_layers": 4, "joint_attention_dim": 8, "axes_dims_rope": (2, 2, 4)}
+from fxpipe.backbones import PredictionStep
+from tests.peer_cases import PEER_CASES
+from tests.tiny_backbones import CONFIGS, backbone
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "UNet2DModel": _UNET2D,
-    "UNet2DModel/classes": {**_UNET2D, "num_class_embeds": 10},
-    "UNet2DModel/identity": {**_UNET2D, "class_embed_type": "identity"},
-    "UNet2DConditionModel": _SD,
-    "UNet2DConditionModel/sd2": {**_SD, "use_linear_projection": True, "attention_head_dim": (2, 4)},
-    "UNet2DConditionModel/sdxl": {
-        **_SD, "addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32,
-        "transformer_layers_per_block": (1, 2), "use_linear_projection": True,
-    },
-    "UNet2DConditionModel/classes": {**_SD, "num_class_embeds": 10},
-    "UNet2DConditionModel/timestep": {**_SD, "class_embed_type": "timestep"},
-    "UNet2DConditionModel/projection": {**_SD, "class_embed_type": "projection", "projection_class_embeddings_input_dim": 6},
-    "UNet2DConditionModel/simple_projection": {
-        **_SD, "class_embed_type": "simple_projection", "projection_class_embeddings_input_dim": 6,
-    },
-    "UNet2DConditionModel/lcm": {**_SD, "time_cond_proj_dim": 8},
-    "UNet2DConditionModel/image": {**_SD, "addition_embed_type": "image", "encoder_hid_dim": 8, "encoder_hid_dim_type": "image_proj"},
-    "UNet2DConditionModel/text_image": {
-        **_SD, "addition_embed_type": "text_image", "encoder_hid_dim": 8, "encoder_hid_dim_type": "text_image_proj",
-    },
-    "UNet1DModel": {
-        "block_out_channels": (8, 8, 16), "extra_in_channels": 8, "sample_size": 64, "in_channels": 2, "norm_num_groups": 4,
-    },
-    "UNet3DConditionModel": {
-        **_UNET, **_CROSS, "sample_size": 8, "attention_head_dim": 4,
-        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
-    },
-    "UNetMotionModel": {
-        **_UNET, **_CROSS, "sample_size": 8, "num_attention_heads": 2, "motion_num_attention_heads": 2,
-        "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"), "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
-    },
-    "UNetSpatioTemporalConditionModel": {
-        "block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 8, "sample_size": 8, "num_attention_heads": 2,
-        "num_frames": 3, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 24,
-        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-    },
-    "I2VGenXLUNet": {
-        **_UNET, **_CROSS, "sample_size": 8, "attention_head_dim": 4,
-        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
-    },
-    "Kandinsky3UNet": {
-        "time_embedding_dim": 16, "groups": 4, "attention_head_dim": 4, "layers_per_block": 1, "block_out_channels": (8, 16),
-        "cross_attention_dim": 8, "encoder_hid_dim": 6,
-    },
-    "StableCascadeUNet": {
-        "in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 8, "conditioning_dim": 16, "block_out_channels": (8, 16),
-        "num_attention_heads": (2, 2), "down_num_layers_per_block": (1, 1), "up_num_layers_per_block": (1, 1),
-        "down_blocks_repeat_mappers": (1, 1), "up_blocks_repeat_mappers": (1, 1), "clip_text_pooled_in_channels": 8,
-        "clip_text_in_channels": 8, "clip_image_in_channels": 8, "effnet_in_channels": 3,
-    },
-    "UVit2DModel": {
-        "hidden_size": 16, "cond_embed_dim": 8, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 20, "encoder_hidden_size": 8,
-        "vocab_size": 12, "codebook_size": 10, "in_channels": 16, "block_out_channels": 16, "num_res_blocks": 1, "block_num_heads": 2,
-        "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16, "sample_size": 4,
-    },
-    "DiTTransformer2DModel": {**_DIT, "num_embeds_ada_norm": 10, "norm_num_groups": 4, "out_channels": 8},
-    "PixArtTransformer2DModel": {**_DIT, "num_layers": 6, "cross_attention_dim": 16, "caption_channels": 8, "norm_num_groups": 4},
-    "PixArtTransformer2DModel/conditions": {
-        **_DIT, "num_attention_heads": 3, "cross_attention_dim": 24, "caption_channels": 8, "norm_num_groups": 4,
-        "use_additional_conditions": True,
-    },
-    "Transformer2DModel": {**_HEADS, "in_channels": 8, "norm_num_groups": 4, "cross_attention_dim": 8, "sample_size": 8, "num_layers": 2},
-    "Transformer2DModel/ada_norm_zero": {
-        **_DIT, "norm_type": "ada_norm_zero", "num_embeds_ada_norm": 10, "norm_elementwise_affine": False,
-    },
-    "SD3Transformer2DModel": {
-        **_DIT, "num_layers": 6, "joint_attention_dim": 8, "caption_projection_dim": 16, "pooled_projection_dim": 8, "out_channels": 4,
-        "pos_embed_max_size": 8, "dual_attention_layers": (0,), "qk_norm": "rms_norm",
-    },
-    "FluxTransformer2DModel": {**_PACKED, "pooled_projection_dim": 8},
-    "FluxTransformer2DModel/guidance": {**_PACKED, "pooled_projection_dim": 8, "guidance_embeds": True},
-    "Flux2Transformer2DModel": {**_PACKED, "axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 8},
-    "ChromaTransformer2DModel": {**_PACKED, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
-    "BriaTransformer2DModel": {**_PACKED, "axes_dims_rope": [2, 2, 4], "pooled_projection_dim": 8},
-    "OvisImageTransformer2DModel": {**_PACKED, "out_channels": 8},
-    "LongCatImageTransformer2DModel": {**_PACKED, "axes_dims_rope": [2, 2, 4], "pooled_projection_dim": 8},
-    "QwenImageTransformer2DModel": {
-        **_HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 2, "joint_attention_dim": 8, "axes_dims_rope": (2, 2, 4),
-    },
-    "HunyuanDiT2DModel": {
-        **_DIT, "num_layers": 8, "hidden_size": 16, "mlp_ratio": 2.0, "cross_attention_dim": 8, "cross_attention_dim_t5": 8,
-        "pooled_projection_dim": 8, "text_len": 5, "text_len_t5": 4,
-    },
-    "AuraFlowTransformer2DModel": {
-        **_HEADS, "sample_size": 8, "in_channels": 4, "num_mmdit_layers": 2, "num_single_dit_layers": 3, "joint_attention_dim": 8,
-        "caption_projection_dim": 16, "pos_embed_max_size": 64,
-    },
-    "LuminaNextDiT2DModel": {
-        "sample_size": 8, "in_channels": 4, "hidden_size": 16, "num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1,
-        "multiple_of": 8, "cross_attention_dim": 8,
-    },
-    "Lumina2Transformer2DModel": {
-        "sample_size": 8, "in_channels": 4, "hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 3,
-        "num_kv_heads": 1, "multiple_of": 2, "axes_dim_rope": (4, 2, 2), "axes_lens": (128, 128, 128), "cap_feat_dim": 8,
-    },
-    "SanaTransformer2DModel": {
-        **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 3, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16, "caption_channels": 8, "sample_size": 8,
-    },
-    "SanaVideoTransformer3DModel": {
-        "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "num_layers": 2,
-        "num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24, "caption_channels": 8, "sample_size": 8,
-    },
-    "PRXTransformer2DModel": {
-        "in_channels": 4, "context_in_dim": 8, "hidden_size": 16, "num_heads": 2, "depth": 3, "axes_dim": [4, 4], "mlp_ratio": 2.0,
-    },
-    "CogView3PlusTransformer2DModel": {
-        **_DIT, "out_channels": 4, "text_embed_dim": 8, "time_embed_dim": 8, "condition_dim": 4, "pos_embed_max_size": 8,
-    },
-    "CogView4Transformer2DModel": {
-        **_DIT, "out_channels": 4, "text_embed_dim": 8, "time_embed_dim": 8, "condition_dim": 4, "pos_embed_max_size": 8,
-        "rope_axes_dim": (8, 8),
-    },
-    "CogVideoXTransformer3DModel": {
-        **_HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 8, "num_layers": 2, "sample_width": 8,
-        "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 8,
-    },
-    "CogVideoXTransformer3DModel/rotary": {
-        **_HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 8, "num_layers": 2, "sample_width": 8,
-        "sample_height": 8, "sample_frames": 13, "max_text_seq_length": 8, "use_rotary_positional_embeddings": True, "patch_size_t": 2,
-        "patch_bias": False, "ofs_embed_dim": 8,
-    },
-    "WanTransformer3DModel": {
-        "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8,
-        "ffn_dim": 16, "num_layers": 2, "rope_max_seq_len": 32,
-    },
-    "WanTransformer3DModel/image": {
-        "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8,
-        "ffn_dim": 16, "num_layers": 2, "rope_max_seq_len": 32, "image_dim": 8, "added_kv_proj_dim": 24,
-    },
-    "SkyReelsV2Transformer3DModel": {
-        "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8,
-        "ffn_dim": 16, "num_layers": 2, "rope_max_seq_len": 32,
-    },
-    "LTXVideoTransformer3DModel": {
-        **_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 16, "num_layers": 2, "caption_channels": 8,
-    },
-    "MochiTransformer3DModel": {
-        **_HEADS, "num_layers": 2, "pooled_projection_dim": 8, "in_channels": 4, "text_embed_dim": 8, "time_embed_dim": 4,
-        "max_sequence_length": 8,
-    },
-    "HunyuanVideoTransformer3DModel": {
-        "in_channels": 4, "out_channels": 4, **_HEADS, "num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 1,
-        "text_embed_dim": 8, "pooled_projection_dim": 8, "rope_axes_dim": (2, 2, 4),
-    },
-    "AllegroTransformer3DModel": {
-        **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "cross_attention_dim": 16, "sample_width": 8, "sample_height": 8,
-        "sample_frames": 4, "caption_channels": 8,
-    },
-    "LatteTransformer3DModel": {
-        **_DIT, "num_layers": 2, "cross_attention_dim": 16, "caption_channels": 8, "norm_type": "ada_norm_single", "video_length": 3,
-        "num_embeds_ada_norm": 10, "norm_elementwise_affine": False, "out_channels": 8,
-    },
-    "StableAudioDiTModel": {
-        "sample_size": 16, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2,
-        "num_key_value_attention_heads": 2, "out_channels": 4, "cross_attention_dim": 8, "time_proj_dim": 8,
-        "global_states_input_dim": 8, "cross_attention_input_dim": 8,
-    },
-    "PriorTransformer": {**_HEADS, "num_layers": 3, "embedding_dim": 16, "num_embeddings": 5, "additional_embeddings": 4},
-    "Kandinsky5Transformer3DModel": {
-        "in_text_dim": 8, "in_text_dim2": 8, "time_dim": 8, "model_dim": 16, "ff_dim": 16, "num_text_blocks": 1, "num_visual_blocks": 2,
-        "axes_dims": (4, 2, 2),
-    },
+__all__ = ["CONFIGS", "PEER_CASES", "ZOO", "backbone"]
+
+NUM_STEPS = 1000
+UNET = {
+    "sample_size": 8, "block_out_channels": (8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 4,
+    "cross_attention_dim": 8, "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+}  # fmt: skip
+SDXL = {
+    **UNET, "addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32,
+    "cross_attention_dim": 16, "use_linear_projection": True, "transformer_layers_per_block": (1, 2, 2),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
 }  # fmt: skip
 
 
-def backbone(key: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The bare diffusers model of a key of CONFIGS."""
-    torch.manual_seed(0)
-    return getattr(diffusers, key.split("/")[0])(**CONFIGS[key]).to(dtype)
+def text_encoder(kind: type[nn.Module] = CLIPTextModel) -> nn.Module:
+    """A frozen CLIP text encoder over 7 tokens, width 8."""
+    config = CLIPTextConfig(
+        vocab_size=50, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=7, projection_dim=8, bos_token_id=48, eos_token_id=49,
+    )  # fmt: skip
+    return kind(config).requires_grad_(False).eval()
+
+
+class DiffusionStep(nn.Module):
+    """What all steps share: the noise schedule, and draws of time and noise inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("alphas_cumprod", torch.cumprod(1 - torch.linspace(1e-4, 0.02, NUM_STEPS), 0))
+
+    def noised(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(noisy latents, noise, timesteps [batch], alphas_cumprod [batch, 1, 1, 1])."""
+        noise = torch.randn_like(latents)
+        timesteps = torch.randint(0, NUM_STEPS, (latents.shape[0],), device=latents.device)
+        alpha = self.alphas_cumprod[timesteps][:, None, None, None]
+        return alpha.sqrt() * latents + (1 - alpha).sqrt() * noise, noise, timesteps, alpha
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.alphas_cumprod.dtype)
+
+
+class StableDiffusionStep(DiffusionStep):
+    """VAE and CLIP under no_grad, conditional U-Net; epsilon, or v-prediction with min-SNR weights per sample."""
+
+    def __init__(self, min_snr_gamma: float | None = None) -> None:
+        super().__init__()
+        self.min_snr_gamma = min_snr_gamma
+        self.vae = AutoencoderKL(
+            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=4, layers_per_block=1, sample_size=16,
+        ).requires_grad_(False).eval()  # fmt: skip
+        self.text_encoder = text_encoder()
+        self.unet = UNet2DConditionModel(**UNET)
+
+    def forward(self, pixels: Tensor, token_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            latents = self.vae.encode(pixels).latent_dist.sample() * self.vae.config.scaling_factor
+            text = self.text_encoder(token_ids)[0]
+        noisy, noise, timesteps, alpha = self.noised(latents)
+        prediction = self.unet(noisy, timesteps, text).sample
+        if self.min_snr_gamma is None:
+            return F.mse_loss(prediction, noise)
+        velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * latents
+        snr = (alpha / (1 - alpha)).flatten()
+        weights = snr.clamp(max=self.min_snr_gamma) / (snr + 1)
+        losses = F.mse_loss(prediction, velocity, reduction="none").mean(dim=(1, 2, 3))
+        return (losses * weights).mean()
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {"pixels": self.noise(batch_size, 3, 16, 16), "token_ids": torch.randint(48, (batch_size, 7))}
+
+
+class SDXLStep(DiffusionStep):
+    """Two text encoders, their states side by side, pooled text and sizes as added conditions; latents made beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_encoder = text_encoder()
+        self.text_encoder_2 = text_encoder(CLIPTextModelWithProjection)
+        self.unet = UNet2DConditionModel(**SDXL)
+
+    def forward(self, latents: Tensor, token_ids: Tensor, token_ids_2: Tensor, time_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = self.text_encoder(token_ids, output_hidden_states=True)
+            second = self.text_encoder_2(token_ids_2, output_hidden_states=True)
+            text = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        noisy, noise, timesteps, _ = self.noised(latents)
+        added = {"text_embeds": second.text_embeds, "time_ids": time_ids}
+        prediction = self.unet(noisy, timesteps, text, added_cond_kwargs=added, return_dict=False)[0]
+        return F.mse_loss(prediction, noise)
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        ids = torch.randint(48, (2, batch_size, 7))
+        time_ids = torch.randint(1000, (batch_size, 6)).to(self.alphas_cumprod.dtype)
+        return {"latents": self.noise(batch_size, 4, 8, 8), "token_ids": ids[0], "token_ids_2": ids[1], "time_ids": time_ids}
+
+
+class UnconditionalStep(DiffusionStep):
+    """An unconditional U-Net with dropout, on images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = UNet2DModel(
+            sample_size=8, block_out_channels=(8, 16, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4, dropout=0.1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        noisy, noise, timesteps, _ = self.noised(images)
+        return F.mse_loss(self.unet(noisy, timesteps).sample, noise)
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        return (self.noise(batch_size, 3, 8, 8),)
+
+
+class ControlNetStep(DiffusionStep):
+    """A locked U-Net, and a trainable ControlNet that feeds its residuals into the U-Net's decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = UNet2DConditionModel(**UNET).requires_grad_(False)
+        self.controlnet = ControlNetModel.from_unet(self.unet, conditioning_embedding_out_channels=(4, 8)).requires_grad_(True)
+        with torch.no_grad():  # zero convolutions would hide every gradient but their own
+            for parameter in self.controlnet.parameters():
+                if not parameter.any():
+                    parameter.normal_(std=0.1)
+
+    def forward(self, latents: Tensor, text: Tensor, condition: Tensor) -> Tensor:
+        noisy, noise, timesteps, _ = self.noised(latents)
+        down, middle = self.controlnet(noisy, timesteps, text, condition, return_dict=False)
+        prediction = self.unet(
+            noisy, timesteps, text, down_block_additional_residuals=down, mid_block_additional_residual=middle
+        ).sample
+        return F.mse_loss(prediction, noise)
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {
+            "latents": self.noise(batch_size, 4, 8, 8),
+            "text": self.noise(batch_size, 7, 8),
+            "condition": self.noise(batch_size, 3, 16, 16),
+        }
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer plus a trainable product of two narrow ones."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class LoRAStep(DiffusionStep):
+    """A frozen U-Net with adapters on queries and values of its middle and decoder: the encoder is a frozen prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = UNet2DConditionModel(**UNET).requires_grad_(False)
+        attentions = [m for part in (self.unet.mid_block, self.unet.up_blocks) for m in part.modules() if hasattr(m, "to_q")]
+        for attention in attentions:
+            attention.to_q, attention.to_v = LowRank(attention.to_q), LowRank(attention.to_v)
+
+    def forward(self, latents: Tensor, text: Tensor) -> Tensor:
+        noisy, noise, timesteps, _ = self.noised(latents)
+        return F.mse_loss(self.unet(noisy, timesteps, text).sample, noise)
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {"latents": self.noise(batch_size, 4, 8, 8), "text": self.noise(batch_size, 7, 8)}
+
+
+class UViTBlock(nn.Module):
+    """Attention and MLP; with a skip, first a linear layer over both halves (U-ViT, Bao et al. 2023, section 3.1)."""
+
+    def __init__(self, width: int, skip: bool) -> None:
+        super().__init__()
+        self.skip = nn.Linear(2 * width, width) if skip else None
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        if self.skip is not None and skip is not None:
+            x = self.skip(torch.cat([x, skip], dim=-1))
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class UViTStep(DiffusionStep):
+    """A transformer with long skips, written by hand: no class of diffusers to recognise."""
+
+    def __init__(self, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.patchify = nn.Conv2d(3, width, 2, stride=2)
+        self.time = nn.Embedding(NUM_STEPS, width)
+        self.position = nn.Parameter(0.02 * torch.randn(1, 17, width))
+        self.encoder = nn.ModuleList(UViTBlock(width, skip=False) for _ in range(depth))
+        self.middle = UViTBlock(width, skip=False)
+        self.decoder = nn.ModuleList(UViTBlock(width, skip=True) for _ in range(depth))
+        self.head = nn.Linear(width, 12)
+
+    def forward(self, images: Tensor) -> Tensor:
+        noisy, noise, timesteps, _ = self.noised(images)
+        x = torch.cat([self.time(timesteps)[:, None], self.patchify(noisy).flatten(2).transpose(1, 2)], dim=1) + self.position
+        skips = []
+        for block in self.encoder:
+            x = block(x)
+            skips.append(x)
+        x = self.middle(x)
+        for block in self.decoder:
+            x = block(x, skips.pop())
+        patches = self.head(x[:, 1:]).transpose(1, 2).unflatten(2, (4, 4))
+        return F.mse_loss(F.pixel_shuffle(patches, 2), noise)
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        return (self.noise(batch_size, 3, 8, 8),)
+
+
+class PackedStep(PredictionStep):
+    """A backbone over packed tokens, with 16 of an image and 7 of a text."""
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        full = super().example_inputs(batch_size)
+        cuts = {"txt_ids": (slice(7),), "img_ids": (slice(16),), "encoder_hidden_states": (slice(None), slice(7))}
+        cuts |= {name: (slice(None), slice(16)) for name in ("target", "hidden_states")}
+        return {name: value[cuts[name]] if name in cuts else value for name, value in full.items()}
+
+
+def _bare(key: str) -> Callable[..., nn.Module]:
+    return lambda dtype=torch.float32: PredictionStep(backbone(key, dtype))
+
+
+def _seeded(make: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
+    def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+        torch.manual_seed(0)
+        return make().to(dtype)
+
+    return build
+
+
+ZOO: dict[str, Callable[..., nn.Module]] = {
+    "sd": _seeded(StableDiffusionStep),
+    "sd_v_min_snr": _seeded(lambda: StableDiffusionStep(min_snr_gamma=5.0)),
+    "sdxl": _seeded(SDXLStep),
+    "unet2d": _seeded(UnconditionalStep),
+    "controlnet": _seeded(ControlNetStep),
+    "lora": _seeded(LoRAStep),
+    "uvit": _seeded(UViTStep),
+    "dit": _bare("DiTTransformer2DModel"),
+    "pixart": _bare("PixArtTransformer2DModel"),
+    "sd3": _bare("SD3Transformer2DModel"),
+    "flux": lambda dtype=torch.float32: PackedStep(backbone("FluxTransformer2DModel", dtype)),
+    "hunyuan_dit": _bare("HunyuanDiT2DModel"),
+}

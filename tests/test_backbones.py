@@ -1,0 +1,161 @@
+"""Bare backbones: inputs made from configs, one training step of each, and what is refused."""
+
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fxpipe.backbones import PredictionStep, example_inputs, is_backbone
+from fxpipe.capture import capture
+from fxpipe.errors import CompileError
+from fxpipe.inputs import describe
+from tests.models import CONFIGS, PEER_CASES, ZOO, backbone
+from tests.tiny_backbones import VALUE_DEPENDENT
+
+# Parameters that the models themselves leave without a gradient in the step made here.
+NO_GRADIENT = {
+    "QwenImageTransformer2DModel": "transformer_blocks.1",  # the text half of the last block
+    "StableAudioDiTModel": "time_proj.weight",
+    "UNet1DModel": "time_proj.weight",
+    "PriorTransformer": "clip_",
+}
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_one_step_of_each_backbone(key):
+    model = backbone(key)
+    assert is_backbone(model)
+    loss = PredictionStep(model)(**example_inputs(model, batch_size=2))
+    assert loss.ndim == 0 and loss.isfinite()
+    loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert [name for name in missing if not name.startswith(NO_GRADIENT.get(key, "(none)"))] == []
+
+
+@pytest.mark.parametrize(
+    "key", ["UNet2DModel/classes", "UNet2DConditionModel/sdxl", "FluxTransformer2DModel", "CogVideoXTransformer3DModel/rotary"]
+)
+def test_a_model_without_weights_gets_the_same_shapes(key):
+    real = pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), example_inputs(backbone(key), 3))
+    with torch.device("meta"):
+        meta = example_inputs(getattr(diffusers, key.split("/")[0])(**CONFIGS[key]), 3)
+    with FakeTensorMode():
+        fake_model = getattr(diffusers, key.split("/")[0])(**CONFIGS[key])
+    fake = example_inputs(fake_model, 3)
+    assert all(t.is_meta for t in pytree.tree_leaves(meta))
+    assert pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), meta) == real
+    assert pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), fake) == real
+
+
+def test_values_are_the_same_on_every_call_and_follow_the_models_dtype():
+    model = backbone("UNet2DConditionModel", torch.float64)
+    first, second = example_inputs(model, 2), example_inputs(model, 2)
+    assert first["sample"].dtype == first["target"].dtype == torch.float64
+    assert first["timestep"].dtype == torch.int64
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_shapes_of_the_full_size_unet():
+    with torch.device("meta"):
+        model = diffusers.UNet2DConditionModel(cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20), sample_size=64)
+    shapes = {name: list(t.shape) for name, t in example_inputs(model, 4).items()}
+    assert shapes == {
+        "target": [4, 4, 64, 64], "sample": [4, 4, 64, 64], "timestep": [4], "encoder_hidden_states": [4, 77, 1024],
+    }  # fmt: skip
+
+
+def test_inputs_leave_the_models_caches_alone():
+    model = backbone("QwenImageTransformer2DModel")  # keeps rotary factors in an lru_cache
+    inputs = example_inputs(model, 2)
+    assert type(model(**{k: v for k, v in inputs.items() if k != "target"}).sample) is torch.Tensor
+
+
+class Toy(nn.Module):
+    """A denoiser of no library, whose output is wrapped by `wrap`."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.config = {"in_channels": 3, "sample_size": 4}
+        self.conv, self.wrap = nn.Conv2d(3, 3, 1), wrap
+
+    def forward(self, sample, timestep):
+        return self.wrap(self.conv(sample) + timestep[:, None, None, None])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: y, lambda y: (y, None), lambda y: SimpleNamespace(sample=y), lambda y: {"sample": y}],
+    ids=["tensor", "tuple", "object", "mapping"],
+)
+def test_kinds_of_output(wrap):
+    model = Toy(wrap)
+    inputs = example_inputs(model, 2)
+    expected = nn.functional.mse_loss(model.conv(inputs["sample"]) + inputs["timestep"][:, None, None, None], inputs["target"])
+    assert torch.equal(PredictionStep(model)(**inputs), expected)
+
+
+def test_return_dict_false_gives_the_same_loss():
+    step = PredictionStep(backbone("UNet2DModel"))
+    inputs = step.example_inputs(2)
+    assert torch.equal(step(**inputs, return_dict=False), step(**inputs))
+
+
+def test_an_output_without_a_tensor_is_refused():
+    with pytest.raises(CompileError, match="returns list, no tensor to compare"):
+        example_inputs(Toy(lambda y: [y]), 2)
+
+
+class Odd(Toy):
+    def forward(self, sample, timestep, phase_of_moon):
+        return sample
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(CompileError, match=r"Odd needs 'phase_of_moon', .* pass example_inputs"):
+        example_inputs(Odd(None), 2)
+
+
+def test_inputs_that_do_not_fit_are_described():
+    model = Toy(None)
+    model.config["in_channels"] = 5
+    with pytest.raises(CompileError, match=r"does not run on the inputs made .*sample \[2, 5, 4, 4\].*pass example_inputs"):
+        example_inputs(model, 2)
+
+
+@pytest.mark.parametrize("name", VALUE_DEPENDENT)
+def test_models_that_branch_on_values_are_refused(name):
+    model = getattr(diffusers, name)(**VALUE_DEPENDENT[name])
+    with pytest.raises(CompileError, match=f"{name} takes decisions by tensor values"):
+        example_inputs(model, 2)
+
+
+def test_what_is_no_backbone():
+    step = ZOO["controlnet"]()
+    vae = ZOO["sd"]().vae
+    assert not any(map(is_backbone, (step, step.controlnet, vae, PredictionStep(step.unet), nn.Linear(2, 2), "UNet2DModel")))
+
+
+@pytest.mark.parametrize("key", ["UNet2DModel", "UNet2DConditionModel/sdxl", "DiTTransformer2DModel"])
+def test_captured_with_a_dynamic_batch_by_name(key):
+    step = PredictionStep(backbone(key))
+    inputs = step.example_inputs(2)
+    spec, tensors = describe(step, (), inputs, 2)
+    captured = capture(step, spec, tensors)
+    assert len(captured.batch) == 1
+    assert spec.tensor_names[0] == "target"
+    assert {name.split(".")[0] for name in spec.tensor_names} == set(inputs)
+
+
+@pytest.mark.parametrize("name", [*ZOO, *PEER_CASES])
+def test_every_training_step_runs_in_float64(name):
+    step = {**ZOO, **PEER_CASES}[name](torch.float64)
+    inputs = step.example_inputs(3)
+    loss = step(*inputs) if isinstance(inputs, tuple) else step(**inputs)
+    loss = getattr(loss, "loss", loss)
+    assert loss.dtype == torch.float64 and loss.ndim == 0 and loss.isfinite()
+    loss.backward()
+    assert any(p.grad is not None and p.grad.any() for p in step.parameters())
