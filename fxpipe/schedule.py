@@ -3,6 +3,8 @@
     schedule 1f1b: 2 stages, 2 micro-batches
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
+
+An action is <stage><letter><micro-batch>; `KINDS` lists the letters.
 """
 
 import re
@@ -118,8 +120,9 @@ def _parse_action(token: str, rank: int) -> Action:
 class Work:
     """What a schedule must contain: the same for every micro-batch.
 
-    Terms: an edge (a, b) of `edges` is a forward value from stage a to stage b; (b, a) of `grad_edges` a gradient from
-    stage b to stage a; (c, s) of `frozen_edges` a value of component c used by stage s; `component_edges` join components.
+    Terms: an edge (a, b) of `edges` is a forward value from stage a to stage b; (b, a) of `grad_edges` a gradient
+    from stage b to stage a; (c, s) of `frozen_edges` a value of component c used by stage s; `component_edges` join
+    components.
     """
 
     num_stages: int

@@ -1,7 +1,9 @@
 """Is a schedule a correct order of all work? First that everything is there once, then a run of the abstract machine.
 
     rank 0: 0F0 0B0 <-- HERE waits for 1B0 (rank 1)
-    rank 1: 1B0 <-- HERE waits for 1F0 (rank 1, after it)
+    rank 1: 1B0 <-- HERE waits for 1F0 (rank 1, after it) | then 1F0
+
+The first missing action would stop the machine, so it runs only where the first check finds nothing.
 """
 
 from collections import Counter
@@ -17,15 +19,15 @@ _SHOWN = 20
 def check(schedule: Schedule, work: Work, world_size: int) -> list[str]:
     """The faults of `schedule` as an order of `work` on `world_size` ranks; empty when it is correct.
 
-    Every stage lives on one rank and does per micro-batch one F and, where it has gradients, one B or an I (with a W where
-    it owns parameters); every component one T on any rank; and the ranks, run together, come to their end.
+    Every stage lives on one rank and does per micro-batch one F and, where it has gradients, one B or an I (with a W
+    where it owns parameters); every component one T on any rank; and the ranks, run together, come to their end.
     """
     if len(schedule.ranks) != world_size:
         return [f"the schedule has {len(schedule.ranks)} ranks, the program {world_size}; give one line per rank"]
     if schedule.num_microbatches != work.num_microbatches:
         return [f"the schedule has {schedule.num_microbatches} micro-batches, the program {work.num_microbatches}"]
     faults = [*_foreign(schedule, work), *_scattered(schedule, work), *_miscounted(schedule, work)]
-    return faults or _stuck(schedule, work)  # a missing action would stop the machine: one fault, told once
+    return faults or _stuck(schedule, work)
 
 
 def require(schedule: Schedule, work: Work, world_size: int) -> None:
@@ -117,6 +119,13 @@ def _stuck_rank(rank: int, schedule: Schedule, work: Work, done: set[Action], pl
     words = [f"rank {rank}:", *map(str, actions[: position + 1])]
     if position == len(actions):
         return " ".join([*words, "(ends)"])
-    needs = (need for need in work.needs(actions[position], place.keys()) if need not in done)
-    reasons = ", ".join(f"{n} ({f'rank {place[n]}' if n in place else 'nowhere'}{', after it' * (place.get(n) == rank)})" for n in needs)
-    return " ".join([*words, "<-- HERE waits for", reasons, *(["| then", *map(str, actions[position + 1 :])] * (position + 1 < len(actions)))])
+    waits = [need for need in work.needs(actions[position], place.keys()) if need not in done]
+    words += ["<-- HERE waits for", ", ".join(f"{need} ({_whereabouts(need, rank, place)})" for need in waits)]
+    rest = actions[position + 1 :]
+    return " ".join([*words, "| then", *map(str, rest)] if rest else words)
+
+
+def _whereabouts(action: Action, rank: int, place: dict[Action, int]) -> str:
+    if action not in place:
+        return "on no rank"
+    return f"rank {place[action]}, after it" if place[action] == rank else f"rank {place[action]}"

@@ -3,7 +3,11 @@
     time      0   1   2   3   4   5
     rank 0  0F0 0F1   . 0B0 --- 0B1 ---
     rank 1    . 1F0 1B0 --- 1F1 1B1 ---
+
+A dot is idle time.
 """
+
+from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Schedule, Work
@@ -54,7 +58,7 @@ def _guesses(schedule: Schedule) -> list[Work]:
     components = {a.stage for actions in schedule.ranks for a in actions if a.kind == "T"}
     stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank is not None]
     trained = {a.stage for actions in schedule.ranks for a in actions if a.kind in "BI"}
-    chain = frozenset(zip(stages, stages[1:], strict=False))
+    chain = frozenset(pairwise(stages))
     grads = frozenset((b, a) for a, b in chain if {a, b} <= trained)
     frozen = frozenset((component, stage) for component in components for stage in stages)
     sizes = schedule.num_stages, schedule.num_microbatches

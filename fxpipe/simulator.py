@@ -1,4 +1,4 @@
-"""When every action of a schedule starts and ends, given seconds per action: each rank's order is kept, left-shifted."""
+"""When every action of a schedule starts and ends: each rank keeps its order and starts as early as it can."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,13 +59,12 @@ def no_lag(source: int, target: int, kind: str) -> float:
     return 0.0
 
 
-def simulate(
-    schedule: Schedule, work: Work, durations: Callable[[Action], float], lag: Lag = no_lag
-) -> Timeline:
+def simulate(schedule: Schedule, work: Work, durations: Callable[[Action], float], lag: Lag = no_lag) -> Timeline:
     """Run `schedule` with `durations(action)` seconds per action.
 
-    `lag(source, target, kind)` is the seconds a value travels: kind "F" and "B" between stages (a gradient goes from the
-    later stage to the earlier), "T" from component `source` to stage `target`. Return zero for a value that stays on its rank.
+    `lag(source, target, kind)` is the seconds a value travels: kind "F" and "B" between stages (a gradient goes from
+    the later stage to the earlier), "T" from component `source` to stage `target`. It is zero for a value that stays
+    on its rank.
     Raises ScheduleError when the schedule deadlocks or repeats an action.
     """
     present = {action for actions in schedule.ranks for action in actions}

@@ -4,10 +4,13 @@
     linear    [ s0 ][ s1 ][ s2 ][ s3 ]    stage s on rank s: every skip crosses ranks
     wave      [s0][ s1 ][  s2 ][ s3 ]     stages s and 2N-1-s on rank s: s0 and s3 on rank 0, s1 and s2 on rank 1,
                                           every skip starts and ends on one rank
+
+Empty stages are allowed; weights are seconds, skips pairs of blocks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +75,9 @@ def wave(
 ) -> WavePartition:
     """The wave whose largest rank load is smallest; of those with fewest crossing skips, empty stages, cut costs.
 
-    `skips` are (producer block, consumer block), in any arrangement. `hard` puts both ends of each on one rank, which is
-    always possible (one rank may take everything). Otherwise a crossing skip adds `skip_cost` seconds to both its ranks.
+    `skips` are (producer block, consumer block), in any arrangement. `hard` puts both ends of each on one rank, which
+    is always possible (one rank may take everything). Otherwise a crossing skip adds `skip_cost` seconds to both its
+    ranks. Exact up to rounding; well under a second for 200 blocks on 64 ranks unless one block outweighs many ranks.
 
     Method: a state (i, j) leaves blocks [i, j) to the inner ranks; each rank makes one move to a smaller open interval.
     All skips are collocated if and only if no state has a skip with exactly one end inside, so `hard` keeps the closed
@@ -110,12 +114,12 @@ class _Line:
         sums = [array for table in (count, paid) for array in (np.cumsum(table.sum(0) + table.sum(1)), _corner(table))]
         return _Line(_prefix(weights), *sums)
 
-    def load(self, i: Ints, i2: Ints, j2: Ints, j: Ints) -> Floats:
+    def load(self, i: Ints, i2: Ints | int, j2: Ints, j: Ints) -> Floats:
         """Seconds of a rank that takes [i, i2) and [j2, j)."""
         blocks = self.prefix[i2] - self.prefix[i] + self.prefix[j] - self.prefix[j2]
         return blocks + _one_end(self.paid_degree, self.paid_table, i, i2, j2, j)
 
-    def crossing(self, i: Ints, i2: Ints, j2: Ints, j: Ints) -> Floats:
+    def crossing(self, i: Ints, i2: Ints | int, j2: Ints, j: Ints) -> Floats:
         """Skips with exactly one end in [i, i2) or [j2, j)."""
         return _one_end(self.degree, self.table, i, i2, j2, j)
 
@@ -124,8 +128,8 @@ def _corner(table: Floats) -> Floats:
     return np.cumsum(np.cumsum(table, axis=0), axis=1)
 
 
-def _one_end(degree: Floats, table: Floats, i: Ints, i2: Ints, j2: Ints, j: Ints) -> Floats:
-    """All ends inside, less two for every skip with both; the rectangle [i, i2) x [j2, j) holds those from left to right."""
+def _one_end(degree: Floats, table: Floats, i: Ints, i2: Ints | int, j2: Ints, j: Ints) -> Floats:
+    """All ends inside, less two for every skip with both; [i, i2) x [j2, j) are those from left to right."""
     ends = degree[i2] - degree[i] + degree[j] - degree[j2]
     left = table[i2, i2] - table[i, i2] - table[i2, i] + table[i, i]
     right = table[j, j] - table[j2, j] - table[j, j2] + table[j2, j2]
@@ -135,7 +139,7 @@ def _one_end(degree: Floats, table: Floats, i: Ints, i2: Ints, j2: Ints, j: Ints
 
 @dataclass(frozen=True)
 class _Moves:
-    """Moves sorted by target: those into state t are [starts[t], starts[t + 1]); every state has at least its idle move."""
+    """Moves by target: those into state t are [starts[t], starts[t + 1]), at least the one of an idle rank."""
 
     source: Ints
     starts: Ints
@@ -143,6 +147,7 @@ class _Moves:
     price: Floats  # crossing skips, then empty stages, then cut costs
 
     def best(self, values: Floats) -> Floats:
+        """The least value of the moves into every state."""
         return np.minimum.reduceat(values, self.starts[:-1])
 
 
@@ -211,7 +216,7 @@ def _moves_by_row(
 def _wave_partition(
     path: list[tuple[int, int]], line: _Line, skips: Sequence[tuple[int, int]], mean: float
 ) -> WavePartition:
-    steps = [(i, i2, j2, j) for (i, j), (i2, j2) in zip(path, path[1:], strict=False)]
+    steps = [(i, i2, j2, j) for (i, j), (i2, j2) in pairwise(path)]
     loads = tuple(float(line.load(*(np.asarray(position) for position in step))) for step in steps)
     owner = {block: rank for rank, (i, i2, j2, j) in enumerate(steps) for block in (*range(i, i2), *range(j2, j))}
     return WavePartition(

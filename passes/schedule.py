@@ -3,8 +3,8 @@
     stages 0 1 on ranks 0 1, micro-batches 0 1 2         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     seconds of every F and B                       ->    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
-One list scheduler for all names: whenever a rank is idle it starts the best action that is ready. A name decides what is
-best, and adds to the precedences of the work some of its own: these bound the micro-batches in flight.
+One list scheduler for all names: whenever a rank is idle it starts the best action that is ready. A name decides what
+is best, and adds to the precedences of the work some of its own: these bound the micro-batches in flight.
 
 Nothing can deadlock: every added precedence of a micro-batch is on an earlier one, or on the forward of one ("gpipe").
 """
@@ -48,8 +48,8 @@ def make_schedule(
 ) -> Schedule:
     """The schedule `name` of `work`, for any stage graph, placement and number of micro-batches.
 
-    `stage_rank`, `forward_seconds` and `backward_seconds` are per stage, `frozen_seconds` per component; I and W take half
-    a backward each. Frozen work of micro-batch m comes first on rank m % `world_size`.
+    `stage_rank`, `forward_seconds` and `backward_seconds` are per stage, `frozen_seconds` per component; I and W take
+    half a backward each. Frozen work of micro-batch m comes first on rank m % `world_size`.
     Raises CompileError for an unknown name.
     """
     if name not in POLICIES:
@@ -119,7 +119,7 @@ def _bound_in_flight(needs: Needs, work: Work, stage_rank: Sequence[int], groupe
 
 
 def _after(needs: Needs, forward: Action, limit: int, kinds: str, work: Work) -> None:
-    """`forward` comes after the micro-batch `limit` before it has ended in `kinds`; "F" stands for those of its users."""
+    """`forward` waits for the `kinds` of the micro-batch `limit` before it; "F" stands for the forwards of its users."""
     microbatch = forward.microbatch - limit
     users = [b for a, b in work.edges if a == forward.stage] if kinds == "F" else [forward.stage]
     ends = (Action(user, kind, microbatch) for user in users for kind in kinds)
@@ -143,9 +143,7 @@ def _limits(work: Work, stage_rank: Sequence[int], grouped: bool) -> dict[int, i
     return limits
 
 
-def _ticks(
-    forward: Sequence[float], backward: Sequence[float], frozen: Sequence[float]
-) -> Callable[[Action], int]:
+def _ticks(forward: Sequence[float], backward: Sequence[float], frozen: Sequence[float]) -> Callable[[Action], int]:
     """Durations in whole ticks: sums that are equal on paper must be equal here, or ties would fall by rounding."""
     unit = max([*forward, *backward, *frozen], default=0.0) / 1_000_000 or 1.0
     table = {"F": forward, "T": frozen, "B": backward}
