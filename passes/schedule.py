@@ -119,7 +119,7 @@ def _bound_in_flight(needs: Needs, work: Work, stage_rank: Sequence[int], groupe
 
 
 def _after(needs: Needs, forward: Action, limit: int, kinds: str, work: Work) -> None:
-    """`forward` waits for the `kinds` of the micro-batch `limit` before it; "F" stands for the forwards of its users."""
+    """`forward` waits for `kinds` of the micro-batch `limit` before it; "F" stands for the forwards of its users."""
     microbatch = forward.microbatch - limit
     users = [b for a, b in work.edges if a == forward.stage] if kinds == "F" else [forward.stage]
     ends = (Action(user, kind, microbatch) for user in users for kind in kinds)
