@@ -72,7 +72,8 @@ class Roofline:
 
 
 # NVIDIA A100 80 GB SXM data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf, 2021): dense tensor-core peaks
-# and 2,039 GB/s of HBM2e. float32 is the TF32 peak: what torch's convolutions use by default.
+# and 2,039 GB/s of HBM2e. float32 is the TF32 peak: torch's convolutions use it by default, its matrix products under
+# torch.set_float32_matmul_precision("high").
 A100 = Roofline(
     peak_flops={torch.float16: 312e12, torch.bfloat16: 312e12, torch.float32: 156e12, torch.float64: 19.5e12},
     bandwidth=2039e9,

@@ -72,11 +72,12 @@ def test_one_graph_agrees_with_torch_at_two_batch_sizes(name: str) -> None:
     others = {"AutoencoderKL": autoencoder, "CLIPTextModel": text_encoder}
     model, inputs = others[name]() if name in others else backbone(name)
     step = PredictionStep(model)
-    spec, examples = describe(step, (), inputs(3), 3)
+    batches = {num_samples: inputs(num_samples) for num_samples in (2, 5)}
+    spec, examples = describe(step, (), batches[5], 5)
     cost = graph_cost(capture(step, spec, examples).graph.nodes)
-    for num_samples in (2, 5):
+    for num_samples, batch in batches.items():
         counts = cost.at(num_samples)
-        forward, backward = counted(step, inputs(num_samples))
+        forward, backward = counted(step, batch)
         assert counts.forward_flops == pytest.approx(forward, rel=1e-3)
         assert counts.backward_input_flops + counts.backward_weight_flops == pytest.approx(backward, rel=1e-3)
 
