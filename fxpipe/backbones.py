@@ -1,50 +1,31 @@
-"""A bare diffusers backbone as a training step: predict, mean squared error against a target, inputs made from the config.
+"""A bare diffusers backbone as a training step: predict, mean squared error, inputs made from the config.
 
     UNet2DConditionModel(sample, timestep, encoder_hidden_states)        ->  a prediction
     PredictionStep(that)(target, sample=, timestep=, ...)                ->  a loss
     example_inputs(that, batch_size=4)  ->  target [4, 4, 64, 64], sample [4, 4, 64, 64], timestep [4], ...
 
-One table says what each argument's name means, in terms of the config's own keys. An argument that is not in the table and has no default
-cannot be invented: the error names it, and the user passes `example_inputs`. The sizes of example inputs (image, frames, tokens) come
-from the config where it states them; where it does not they are small stand-ins, so plan for your own sizes with your own inputs.
+One table says what each argument's name means, in terms of the config's own keys. An argument that is not in the table
+and has no default cannot be invented: the error names it, and the user passes `example_inputs`. The sizes of example
+inputs (image, frames, tokens) come from the config where it states them; where it does not they are small stand-ins, so
+plan for your own sizes with your own inputs.
 """
 
 import copy
 import inspect
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils import _pytree as pytree
 
+from fxpipe.backbone_inputs import ARGUMENTS, Sizes
 from fxpipe.errors import CompileError
 
 _SAMPLE_NAMES = {"sample", "hidden_states", "input_ids"}
-_CONDITION_NAMES = {"timestep", "timestep_ratio", "micro_conds"}  # UVit2DModel is conditioned on no time, only on micro_conds
-
-# Where the config is silent: tokens along each side of an image, frames of a video, tokens of a text.
-_SIDE_TOKENS, _FRAMES, _TEXT_TOKENS = 16, 4, 77
-
-# Axes of the model's sample, by class name; B batch, C channels, F frames, H W space, L signal length, N tokens. The first match decides.
-_LAYOUTS = (
-    (r"CogVideoX|ConsisID|UNetSpatioTemporal", "BFCHW"),
-    (r"Kandinsky5", "BFHWC"),
-    (r"LTXVideo|QwenImageTransformer", "BNC"),
-    (r"3D|UNetMotion|I2VGen", "BCFHW"),
-    (r"1D|StableAudio", "BCL"),
-    (r"PriorTransformer", "BC"),
-)
-# Models whose time runs over [0, 1); all others count training steps 0..999.
-_UNIT_TIME = r"Flux|AuraFlow|Lumina|StableCascade|StableAudio|QwenImage|Chroma|OvisImage|LongCat|PRX|Bria"
-_TEXT_WIDTHS = (
-    "joint_attention_dim", "text_embed_dim", "text_dim", "in_text_dim", "caption_channels", "cap_feat_dim", "context_in_dim",
-    "encoder_hid_dim", "encoder_hidden_size", "cross_attention_input_dim", "cross_attention_dim", "embedding_dim",
-)  # fmt: skip
+_CONDITION_NAMES = {"timestep", "timestep_ratio", "micro_conds"}  # micro_conds: UVit2DModel, which knows no time
 
 
 class PredictionStep(nn.Module):
@@ -55,7 +36,7 @@ class PredictionStep(nn.Module):
         self.model = model
 
     def forward(self, target: Tensor, **inputs: Any) -> Tensor:
-        """Loss, a scalar. `inputs`: the backbone's own arguments under its own names; `target`: of the prediction's shape."""
+        """The scalar loss; `target` has the prediction's shape, `inputs` are the backbone's arguments by name."""
         return nn.functional.mse_loss(_prediction(self.model(**inputs)), target)
 
     def example_inputs(self, batch_size: int) -> dict[str, Any]:
@@ -66,8 +47,8 @@ class PredictionStep(nn.Module):
 def is_backbone(model: object) -> bool:
     """Whether `model` predicts: an `nn.Module` with a `.config` that takes a sample and a time under diffusers' names.
 
-    That admits every denoiser of diffusers, and models written alike; it leaves out VAEs and text encoders (no time) and ControlNets
-    (their outputs are residuals for another model). diffusers need not be installed.
+    That admits every denoiser of diffusers, and models written alike; it leaves out VAEs and text encoders (no time)
+    and ControlNets (their outputs are residuals for another model). diffusers need not be installed.
     """
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), Mapping):
         return False
@@ -85,12 +66,12 @@ def example_inputs(
     """
     state = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     device, dtype = device or state.device, dtype or state.dtype
-    sizes = _Sizes.of(model, batch_size, dtype)
+    sizes = Sizes.of(model, batch_size, dtype)
     inputs = {}
     for parameter in sizes.arguments.values():
-        value = _ARGUMENTS[parameter.name](sizes) if parameter.name in _ARGUMENTS else None
+        value = ARGUMENTS[parameter.name](sizes) if parameter.name in ARGUMENTS else None
         if value is not None:
-            inputs[parameter.name] = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(device), value)
+            inputs[parameter.name] = pytree.tree_map_only(Tensor, lambda t: t.to(device), value)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
             raise CompileError(
                 f"{type(model).__name__} needs {parameter.name!r}, which cannot be made from its config; "
@@ -101,29 +82,33 @@ def example_inputs(
 
 
 def _prediction(output: Any) -> Tensor:
-    """The predicted tensor in what a diffusers model returns: a tensor, a tuple, or a dataclass (`.sample`, or its first field)."""
+    """The predicted tensor in a model's output: a tensor, a tuple, or a dataclass (`.sample`, or its first field)."""
     if isinstance(output, Mapping):
         output = output["sample"] if "sample" in output else next(iter(output.values()))
     if isinstance(output, tuple):
         output = output[0]
     output = getattr(output, "sample", output)
     if not isinstance(output, Tensor):
-        raise CompileError(f"the model returns {type(output).__name__}, no tensor to compare with a target; wrap it in a step of your own")
+        kind = type(output).__name__
+        raise CompileError(
+            f"the model returns {kind}, no tensor to compare with a target; wrap it in a step of your own"
+        )
     return output
 
 
 def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
     """Shape of the prediction, found on fake tensors: no memory and no arithmetic.
 
-    A copy of the modules (not of the weights) runs: some models keep what they once computed, such as rotary factors, and would keep
-    fake tensors.
+    A copy of the modules (not of the weights) runs: some models keep what they once computed, such as rotary factors,
+    and would keep fake tensors.
     """
     weights = [*model.parameters(), *model.buffers()]
     mode = detect_fake_mode(weights) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
         shell = copy.deepcopy(model, {id(t): t for t in weights})
+        fakes = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
         with mode, torch.no_grad():
-            return _prediction(shell(**inputs)).shape
+            return _prediction(shell(**fakes)).shape
     except CompileError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -141,216 +126,3 @@ def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
 
 def _describe(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What the table's rules read: the config, and the sizes of one batch. Lengths of latents, not of pixels."""
-
-    config: Mapping[str, Any]
-    arguments: Mapping[str, inspect.Parameter]
-    names: str  # class names of the model and its bases
-    axes: dict[str, int]  # extents by the letters of _LAYOUTS
-    patch: tuple[int, int, int]  # frames, height, width
-    layout: str
-    dtype: torch.dtype
-    generator: torch.Generator
-
-    @classmethod
-    def of(cls, model: nn.Module, batch_size: int, dtype: torch.dtype) -> "_Sizes":
-        config: Mapping[str, Any] = model.config  # type: ignore[assignment]
-        arguments = inspect.signature(model.forward).parameters
-        names = " ".join(c.__name__ for c in type(model).__mro__)
-        layout = next((layout for pattern, layout in _LAYOUTS if re.search(pattern, names)), "BCHW")
-        layout = "BNC" if "img_ids" in arguments else layout
-        patch = _patch(config) if layout != "BNC" else (1, 1, 1)
-        axes = {"B": batch_size, **_extents(config, patch, layout)}
-        return cls(config, arguments, names, axes, patch, layout, dtype, torch.Generator().manual_seed(0))
-
-    def get(self, *keys: str) -> Any:
-        """The config's first entry among `keys` that is set."""
-        return next((self.config[k] for k in keys if self.config.get(k) is not None), None)
-
-    def needs(self, name: str) -> bool:
-        """Whether the forward has no default for `name`."""
-        return name in self.arguments and self.arguments[name].default is inspect.Parameter.empty
-
-    def noise(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=self.dtype)
-
-    def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=self.dtype)
-
-    def integers(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=self.generator)
-
-    def latent(self, channels: int | None) -> Tensor | None:
-        """Noise in the sample's layout, with `channels` of its own."""
-        return None if channels is None else self.noise(*(channels if a == "C" else self.axes[a] for a in self.layout))
-
-    def vectors(self, *keys: str, tokens: int | None = None) -> Tensor | None:
-        """Noise [batch, width] or [batch, tokens, width], the width under the first of `keys` that is set; None where none is."""
-        width = self.get(*keys)
-        width = max(width) if isinstance(width, Sequence) else width
-        return None if width is None else self.noise(self.axes["B"], *([] if tokens is None else [tokens]), width)
-
-    def mask(self, tokens: int) -> Tensor:
-        """All tokens of a text are read."""
-        return torch.ones(self.axes["B"], tokens, dtype=torch.bool)
-
-    @property
-    def text_tokens(self) -> int:
-        return int(self.get("max_text_seq_length", "text_len", "max_sequence_length", "num_embeddings") or _TEXT_TOKENS)
-
-
-def _patch(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Extents of one token: (frames, height, width); 1 where a model has none."""
-    patch = config.get("patch_size") or 1
-    frames = config.get("patch_size_t") or 1
-    if isinstance(patch, int):
-        return (frames, patch, patch)
-    return (frames, *patch)[-3:]
-
-
-def _extents(config: Mapping[str, Any], patch: tuple[int, int, int], layout: str) -> dict[str, int]:
-    """Extents of the sample's axes but the batch, by letter: as the config states them, else multiples that any model can halve and patch."""
-    size = config.get("sample_size")
-    widths = config.get("block_out_channels")
-    levels = len(widths) if isinstance(widths, Sequence) else 0
-    side = _SIDE_TOKENS if levels == 0 else 8 * 2 ** (levels - 1)
-    height, width = (size, size) if isinstance(size, int) else tuple(size or (side * patch[1], side * patch[2]))[-2:]
-    if config.get("sample_height"):
-        height, width = config["sample_height"], config["sample_width"]
-    frames = config.get("sample_frames") or config.get("video_length") or config.get("num_frames") or _FRAMES * patch[0]
-    if "temporal_compression_ratio" in config:
-        frames = (frames - 1) // config["temporal_compression_ratio"] + 1
-    frames = math.ceil(frames / patch[0]) * patch[0]
-    channels = next((config[k] for k in ("in_channels", "in_visual_dim", "embedding_dim") if config.get(k)), 1)
-    frames = frames if "F" in layout or "num_frames" in config else 1
-    return {"C": channels, "F": frames, "H": height, "W": width, "L": height, "N": frames * height * width}
-
-
-def _time(s: _Sizes) -> Tensor | None:
-    if "num_embeds_ada_norm" in s.config and s.get("num_embeds_ada_norm") is None and not s.needs("timestep"):
-        return None  # a Transformer2DModel that is conditioned on no time ignores it
-    batch = s.axes["B"]
-    if re.search(_UNIT_TIME, s.names):
-        return s.uniform(batch)
-    steps = s.integers(1000, batch)
-    return steps.to(s.dtype) if "HunyuanDiT" in s.names else steps  # HunyuanDiT embeds time in the dtype of `timestep`
-
-
-def _labels(s: _Sizes) -> Tensor | None:
-    kind, batch = s.get("class_embed_type"), s.axes["B"]
-    if kind == "timestep":
-        return s.integers(1000, batch)
-    if kind == "identity":
-        return s.noise(batch, s.get("time_embedding_dim") or 4 * s.config["block_out_channels"][0])
-    if kind is not None:
-        return s.vectors("projection_class_embeddings_input_dim")
-    classes = s.get("num_class_embeds")
-    if s.get("norm_type") == "ada_norm_zero":
-        classes = s.get("num_embeds_ada_norm")
-    return None if classes is None else s.integers(classes, batch)
-
-
-def _text(s: _Sizes) -> Tensor | None:
-    if s.get("encoder_hid_dim_type") == "text_image_proj":
-        return s.vectors("encoder_hid_dim", tokens=s.text_tokens)
-    return s.vectors(*_TEXT_WIDTHS, tokens=s.text_tokens)
-
-
-def _text_mask(s: _Sizes) -> Tensor | None:
-    """Left out where a model can do without; Kandinsky 3 has a default that it cannot do with."""
-    return s.mask(s.text_tokens) if s.needs("encoder_attention_mask") or "Kandinsky3" in s.names else None
-
-
-def _added_conditions(s: _Sizes) -> dict[str, Tensor | None] | None:
-    """SDXL's text and size embeddings, image embeddings of unCLIP-like U-Nets, PixArt's resolution and aspect ratio."""
-    batch, kind, hidden = s.axes["B"], s.get("addition_embed_type"), s.get("encoder_hid_dim_type")
-    if kind == "text_time":
-        width = s.config["projection_class_embeddings_input_dim"] - 6 * s.config["addition_time_embed_dim"]
-        return {"text_embeds": s.noise(batch, width), "time_ids": s.integers(1000, batch, 6)}
-    if kind in ("image", "text_image") or hidden in ("image_proj", "text_image_proj"):
-        if kind != "text_image" and hidden != "text_image_proj":
-            return {"image_embeds": s.vectors("encoder_hid_dim")}
-        return {"text_embeds": s.vectors("cross_attention_dim"), "image_embeds": s.vectors("cross_attention_dim")}
-    extra = s.get("use_additional_conditions")
-    if extra or (extra is None and s.get("sample_size") == 128 and s.get("norm_type") == "ada_norm_single"):
-        return {"resolution": s.uniform(batch, 2) * 1024, "aspect_ratio": s.uniform(batch, 1)}
-    return None
-
-
-def _token_grid(s: _Sizes) -> tuple[int, int, int]:
-    return (s.axes["F"] // s.patch[0], s.axes["H"] // s.patch[1], s.axes["W"] // s.patch[2])
-
-
-def _image_ids(s: _Sizes) -> Tensor:
-    """Positions [tokens, axes] of a packed image: the last two rotary axes count rows and columns, the rest are 0."""
-    rows, columns = torch.meshgrid(torch.arange(s.axes["H"]), torch.arange(s.axes["W"]), indexing="ij")
-    rest = [torch.zeros_like(rows)] * (len(s.get("axes_dims_rope") or (0, 0, 0)) - 2)
-    return torch.stack([*rest, rows, columns], dim=-1).flatten(0, 1).to(s.dtype)
-
-
-def _rotary(s: _Sizes) -> Any:
-    """Rotary factors, for models that do not make their own: (cos, sin) by token, or Lumina's complex grid."""
-    head = s.get("attention_head_dim") or (s.get("hidden_size") or 0) // s.config["num_attention_heads"]
-    frames, rows, columns = _token_grid(s)
-    if s.needs("image_rotary_emb"):
-        angles = torch.rand(rows, columns, head // 2, generator=s.generator)
-        return torch.polar(torch.ones_like(angles), angles)
-    angles = s.uniform(frames * rows * columns, head)
-    return (angles.cos(), angles.sin()) if s.get("use_rotary_positional_embeddings") else None
-
-
-# What each argument's name means. A rule returns None where the config does not ask for the argument.
-_ARGUMENTS: dict[str, Callable[[_Sizes], Any]] = {
-    "sample": lambda s: s.latent(s.axes["C"]),
-    "hidden_states": lambda s: s.latent(s.axes["C"]),
-    "input_ids": lambda s: s.integers(s.config["codebook_size"], s.axes["B"], s.axes["H"], s.axes["W"]),
-    "timestep": _time,
-    "timestep_ratio": _time,
-    "timestep_cond": lambda s: s.vectors("time_cond_proj_dim"),
-    "encoder_hidden_states": lambda s: None if "UNetMotion" in s.names else _text(s),  # per frame there: batch * frames
-    "encoder_hidden_states_t5": lambda s: s.vectors("cross_attention_dim_t5", tokens=s.get("text_len_t5")),
-    "encoder_hidden_states_image": lambda s: s.vectors("image_dim", tokens=257),
-    "encoder_attention_mask": _text_mask,
-    "encoder_mask": lambda s: s.mask(s.text_tokens),
-    "encoder_hidden_states_mask": lambda s: s.mask(s.text_tokens),
-    "text_embedding_mask": lambda s: s.mask(s.config["text_len"]),
-    "text_embedding_mask_t5": lambda s: s.mask(s.config["text_len_t5"]),
-    "cross_attention_kwargs": lambda s: {} if "LuminaNextDiT" in s.names else None,  # unpacks it, though it defaults to None
-    "class_labels": _labels,
-    "added_cond_kwargs": _added_conditions,
-    "added_time_ids": lambda s: s.uniform(
-        s.axes["B"], s.config["projection_class_embeddings_input_dim"] // s.config["addition_time_embed_dim"]
-    ),
-    "pooled_projections": lambda s: s.vectors("pooled_projection_dim", "in_text_dim2"),
-    "pooled_text_emb": lambda s: s.vectors("cond_embed_dim"),
-    "micro_conds": lambda s: s.uniform(s.axes["B"], s.config["micro_cond_embed_dim"] // s.config["micro_cond_encode_dim"]),
-    "proj_embedding": lambda s: s.vectors("embedding_proj_dim", "embedding_dim"),
-    "guidance": lambda s: s.uniform(s.axes["B"]) if s.get("guidance_embeds") else None,
-    "img_ids": _image_ids,
-    "txt_ids": lambda s: torch.zeros(s.text_tokens, len(s.get("axes_dims_rope") or (0, 0, 0)), dtype=s.dtype),
-    "img_shapes": lambda s: [[(1, s.axes["H"], s.axes["W"])]],
-    "image_rotary_emb": _rotary,
-    "image_meta_size": lambda s: s.uniform(s.axes["B"], 6) * 1024 if s.get("use_style_cond_and_image_meta_size") else None,
-    "style": lambda s: s.integers(1, s.axes["B"]) if s.get("use_style_cond_and_image_meta_size") else None,
-    "original_size": lambda s: s.uniform(s.axes["B"], 2) * 1024,
-    "target_size": lambda s: s.uniform(s.axes["B"], 2) * 1024,
-    "crop_coords": lambda s: torch.zeros(s.axes["B"], 2, dtype=s.dtype),
-    "num_frames": lambda s: s.axes["F"],
-    "height": lambda s: s.axes["H"],
-    "width": lambda s: s.axes["W"],
-    "fps": lambda s: s.integers(30, s.axes["B"]) + 1 if s.needs("fps") else None,
-    "ofs": lambda s: s.uniform(1) if s.get("ofs_embed_dim") else None,
-    "image_latents": lambda s: s.latent(s.axes["C"]),
-    "image_embeddings": lambda s: s.vectors("cross_attention_dim"),
-    "global_hidden_states": lambda s: s.vectors("global_states_input_dim", tokens=1),
-    "clip_text_pooled": lambda s: s.vectors("clip_text_pooled_in_channels", tokens=1),
-    "clip_text": lambda s: s.vectors("clip_text_in_channels", tokens=s.text_tokens),
-    "clip_img": lambda s: s.vectors("clip_image_in_channels", tokens=1),
-    "effnet": lambda s: s.latent(s.get("effnet_in_channels")),
-    "visual_rope_pos": lambda s: [torch.arange(n) for n in _token_grid(s)],
-    "text_rope_pos": lambda s: torch.arange(s.text_tokens),
-}

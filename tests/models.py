@@ -1,7 +1,7 @@
 """Tiny training steps that the tests compile, as users write them.
 
-Every module returns its loss and has `example_inputs(batch_size)`: keyword arguments of its forward, or a tuple of positional ones.
-All are random under a fixed seed, on the CPU, in the dtype asked for: `ZOO["sd"](torch.float64)`.
+Every module returns its loss and has `example_inputs(batch_size)`: keyword arguments of its forward, or a tuple of
+positional ones. All are random under a fixed seed, on the CPU, in the dtype asked for: `ZOO["sd"](torch.float64)`.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,14 @@ __all__ = ["CONFIGS", "PEER_CASES", "ZOO", "backbone"]
 
 NUM_STEPS = 1000
 UNET = {
-    "sample_size": 8, "block_out_channels": (8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 4,
-    "cross_attention_dim": 8, "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    "sample_size": 8, "block_out_channels": (8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4,
+    "attention_head_dim": 4, "cross_attention_dim": 8,
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
 }  # fmt: skip
 SDXL = {
-    **UNET, "addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32,
+    **UNET, "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 32,
     "cross_attention_dim": 16, "use_linear_projection": True, "transformer_layers_per_block": (1, 2, 2),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -66,8 +68,8 @@ class StableDiffusionStep(DiffusionStep):
         super().__init__()
         self.min_snr_gamma = min_snr_gamma
         self.vae = AutoencoderKL(
-            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-            norm_num_groups=4, layers_per_block=1, sample_size=16,
+            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, layers_per_block=1, sample_size=16,
         ).requires_grad_(False).eval()  # fmt: skip
         self.text_encoder = text_encoder()
         self.unet = UNet2DConditionModel(**UNET)
@@ -91,7 +93,7 @@ class StableDiffusionStep(DiffusionStep):
 
 
 class SDXLStep(DiffusionStep):
-    """Two text encoders, their states side by side, pooled text and sizes as added conditions; latents made beforehand."""
+    """Two text encoders, their states side by side, pooled text and sizes as added conditions; latents as inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +114,12 @@ class SDXLStep(DiffusionStep):
     def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
         ids = torch.randint(48, (2, batch_size, 7))
         time_ids = torch.randint(1000, (batch_size, 6)).to(self.alphas_cumprod.dtype)
-        return {"latents": self.noise(batch_size, 4, 8, 8), "token_ids": ids[0], "token_ids_2": ids[1], "time_ids": time_ids}
+        return {
+            "latents": self.noise(batch_size, 4, 8, 8),
+            "token_ids": ids[0],
+            "token_ids_2": ids[1],
+            "time_ids": time_ids,
+        }
 
 
 class UnconditionalStep(DiffusionStep):
@@ -121,7 +128,8 @@ class UnconditionalStep(DiffusionStep):
     def __init__(self) -> None:
         super().__init__()
         self.unet = UNet2DModel(
-            sample_size=8, block_out_channels=(8, 16, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4, dropout=0.1,
+            sample_size=8, block_out_channels=(8, 16, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
+            dropout=0.1,
             down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
         )  # fmt: skip
@@ -140,7 +148,9 @@ class ControlNetStep(DiffusionStep):
     def __init__(self) -> None:
         super().__init__()
         self.unet = UNet2DConditionModel(**UNET).requires_grad_(False)
-        self.controlnet = ControlNetModel.from_unet(self.unet, conditioning_embedding_out_channels=(4, 8)).requires_grad_(True)
+        self.controlnet = ControlNetModel.from_unet(
+            self.unet, conditioning_embedding_out_channels=(4, 8)
+        ).requires_grad_(True)
         with torch.no_grad():  # zero convolutions would hide every gradient but their own
             for parameter in self.controlnet.parameters():
                 if not parameter.any():
@@ -181,7 +191,9 @@ class LoRAStep(DiffusionStep):
     def __init__(self) -> None:
         super().__init__()
         self.unet = UNet2DConditionModel(**UNET).requires_grad_(False)
-        attentions = [m for part in (self.unet.mid_block, self.unet.up_blocks) for m in part.modules() if hasattr(m, "to_q")]
+        attentions = [
+            m for part in (self.unet.mid_block, self.unet.up_blocks) for m in part.modules() if hasattr(m, "to_q")
+        ]
         for attention in attentions:
             attention.to_q, attention.to_v = LowRank(attention.to_q), LowRank(attention.to_v)
 
@@ -226,7 +238,10 @@ class UViTStep(DiffusionStep):
 
     def forward(self, images: Tensor) -> Tensor:
         noisy, noise, timesteps, _ = self.noised(images)
-        x = torch.cat([self.time(timesteps)[:, None], self.patchify(noisy).flatten(2).transpose(1, 2)], dim=1) + self.position
+        x = (
+            torch.cat([self.time(timesteps)[:, None], self.patchify(noisy).flatten(2).transpose(1, 2)], dim=1)
+            + self.position
+        )
         skips = []
         for block in self.encoder:
             x = block(x)

@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 class Case(nn.Module):
-    """A chain of layers; a case changes what goes in, on and out. `example_inputs` gives x and target, of equal shape."""
+    """A chain of layers; a case changes what goes in, on and out. `example_inputs` gives x and target, shaped alike."""
 
     extra: tuple[str, ...] = ()  # more inputs, shaped as x
     shape: tuple[int, ...] = (WIDTH,)
@@ -188,7 +188,10 @@ class NestedInputs(Case):
 
     def example_inputs(self, batch_size: int) -> Any:
         x, text, first, second, target = (self.noise(batch_size) for _ in range(5))
-        return {"batch": {"x": x, "conditions": {"text": text, "images": [first, second]}, "target": target}, "scaled": True}
+        return {
+            "batch": {"x": x, "conditions": {"text": text, "images": [first, second]}, "target": target},
+            "scaled": True,
+        }
 
 
 class PositionalInputs(Case):
@@ -269,7 +272,7 @@ class OutputWithLoss(Case):
 
 
 class Loss(Case):
-    """A reduction of the per-sample losses l [batch] and weights w [batch], that a division into micro-batches must keep."""
+    """A reduction of per-sample losses [batch] and weights [batch], that a division into micro-batches must keep."""
 
     def __init__(self, reduce: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -306,11 +309,11 @@ _CASES: dict[str, Callable[[], Case]] = {
     "in_place": InPlace,
     "unused_parameter": UnusedParameter,
     "output_with_loss": OutputWithLoss,
-    "loss_sum": lambda: Loss(lambda l, w: l.sum()),
-    "loss_mean": lambda: Loss(lambda l, w: l.mean()),
-    "loss_weighted_sum": lambda: Loss(lambda l, w: (w * l).sum()),
-    "loss_weighted_mean": lambda: Loss(lambda l, w: (w * l).mean()),
-    "loss_normalised": lambda: Loss(lambda l, w: (w * l).sum() / w.sum()),
+    "loss_sum": lambda: Loss(lambda losses, weights: losses.sum()),
+    "loss_mean": lambda: Loss(lambda losses, weights: losses.mean()),
+    "loss_weighted_sum": lambda: Loss(lambda losses, weights: (weights * losses).sum()),
+    "loss_weighted_mean": lambda: Loss(lambda losses, weights: (weights * losses).mean()),
+    "loss_normalised": lambda: Loss(lambda losses, weights: (weights * losses).sum() / weights.sum()),
 }
 
 
