@@ -9,7 +9,7 @@ run on the whole batch where it depends on no parameter, and refused with its pl
 of an operation without a rule.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +18,16 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
-from passes import batch_sums
+from passes import batch_composite, batch_rewrite, batch_sums
 from passes.batch_layout import Call, Layout, Mixed, Result, State, batch_dims, bind, splits
-from passes.batch_rules import RULES, pointwise
+from passes.batch_rules import pointwise
+from passes.batch_sums import Unequal
+from passes.batch_table import RULES
 
 # Every choice of a layout is right where one is open; a wrong one only meets a refusal later. More tries than this at
 # one node mean that none fits.
 _TRIES = 100
+_MOST_WEIGHTS = 2
 _SIZE_READERS = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset")
 
 
@@ -42,7 +45,7 @@ class BatchPlan:
     divisible    False when the batch could be captured at one size only: there is one micro-batch
     """
 
-    layouts: Mapping[str, "Layout | None | tuple[Layout | None, ...]"]
+    layouts: Mapping[str, "Layout | tuple[Layout | None, ...] | None"]
     loss_scale: Literal["mean", "sum"]
     whole_batch: tuple[str, ...]
     divisible: bool = True
@@ -51,20 +54,44 @@ class BatchPlan:
 def analyse(capture: Capture) -> BatchPlan:
     """Prove that micro-batches of `capture` add up to its whole batch.
 
+    Rewrites its graph where that makes them add up (passes/batch_rewrite.py); the whole batch's loss is the same.
+
     Raises:
         CompileError: an operation that depends on a parameter mixes samples, or has no rule here; names its module.
     """
-    nodes = [n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")]
     if not capture.batch:
+        nodes = [n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")]
         return BatchPlan({n.name: _nothing(n) for n in nodes}, "mean", (), divisible=False)
-    follow = _Follow(capture, nodes)
-    follow.run()
+    batch_rewrite.prepare(capture.graph, _depends_on_parameters(capture.graph.nodes))
+    follow = _followed(capture)
     state = follow.states[capture.loss]
     assert isinstance(state, State)
     scale = _loss_scale(capture.loss, state)
     needed, whole = _needed(capture.loss, follow)
+    nodes = [n for n in capture.graph.nodes if n in follow.states]
     layouts = {n.name: _layouts(follow.states[n]) for n in nodes if n in needed}
     return BatchPlan(layouts, scale, tuple(n.name for n in nodes if n in whole))
+
+
+def _followed(capture: Capture) -> "_Follow":
+    """The states of all nodes; terms of the loss that need different weights get them in the graph."""
+    batched = {leaf.name for leaf in capture.inputs.leaves if leaf.batched}
+    placeholders = capture.graph.find_nodes(op="placeholder")
+    source = next(n for n in placeholders if n.meta["kind"] == "input" and n.meta["input"] in batched)
+    while True:
+        follow = _Follow(capture)
+        try:
+            follow.run()
+        except Unequal as error:
+            node = follow.failed
+            if min(error.powers) < 0 or max(error.powers) > _MOST_WEIGHTS:
+                raise _refusal(node, error) from None
+            terms = list(bind(node, {}).operands)
+            batch_rewrite.scale_terms(capture.graph, node, list(zip(terms, error.powers, strict=True)), source)
+        except Mixed as error:
+            raise _refusal(follow.failed, error) from None
+        else:
+            return follow
 
 
 def _nothing(node: fx.Node) -> Any:
@@ -77,12 +104,9 @@ def _layouts(result: Result) -> Any:
 
 
 def _loss_scale(node: fx.Node, state: State) -> Literal["mean", "sum"]:
-    if state == State():
-        return "mean"
-    if state == State(form="partial", power=1):
-        return "mean"
-    if state == State(form="partial", power=0):
-        return "sum"
+    power = state.power + int(state.form == "value")  # what no sample changes is the mean of its copies
+    if state.layout is None and power in (0, 1):
+        return "mean" if power else "sum"
     raise _refusal(node, Mixed("the loss is neither a mean nor a sum over samples", "reduce it by mean() or sum()"))
 
 
@@ -97,36 +121,37 @@ def _refusal(node: fx.Node, error: Mixed) -> CompileError:
 class _Follow:
     """The states of all nodes, found in order; where several are right, the first with which no later node fails."""
 
-    def __init__(self, capture: Capture, nodes: list[fx.Node]) -> None:
+    def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.order = _by_first_use(nodes)
+        self.order = _by_first_use([n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")])
         self.states: dict[fx.Node, Result] = {}
         self.whole: set[fx.Node] = set()
         self.depends = _depends_on_parameters(self.order)
+        self.failed = self.order[0]
         self._tries: dict[fx.Node, int] = {}
         self._options: dict[fx.Node, list[tuple[Result, bool]]] = {}
 
     def run(self) -> None:
         position = {node: i for i, node in enumerate(self.order)}
-        index, first_refusals = 0, dict[fx.Node, CompileError]()
+        index, first = 0, dict[fx.Node, Mixed]()
         while index < len(self.order):
             node = self.order[index]
             try:
                 self._options[node] = self._possible(node)
             except Mixed as error:
-                refusal = first_refusals.setdefault(node, _refusal(node, error))
-                node = self._last_choice(node, position, refusal)
+                self.failed = node
+                node = self._last_choice(node, position, first.setdefault(node, error))
                 index = position[node]
             state, whole = self._options[node].pop(0)
             self.states[node] = state
             (self.whole.add if whole else self.whole.discard)(node)
             index += 1
 
-    def _last_choice(self, failed: fx.Node, position: Mapping[fx.Node, int], refusal: CompileError) -> fx.Node:
+    def _last_choice(self, failed: fx.Node, position: Mapping[fx.Node, int], error: Mixed) -> fx.Node:
         self._tries[failed] = self._tries.get(failed, 0) + 1
         choices = [n for n in _ancestors(failed) if self._options.get(n)]
         if not choices or self._tries[failed] > _TRIES:
-            raise refusal
+            raise error
         return max(choices, key=position.__getitem__)
 
     def _possible(self, node: fx.Node) -> list[tuple[Result, bool]]:
@@ -170,7 +195,7 @@ def _results(call: Call) -> list[Result]:
     if all(s == State() for s in states) and not numbers and not _has_batch(value):
         return [tuple(State() for _ in value) if isinstance(value, list | tuple) else State()]
     if not all(s.plain or s.form == "position" for s in states) or (numbers and call.name in ("mul", "div")):
-        return batch_sums.linear(call)
+        return batch_sums.linear(call, _rule)
     if any(s.form == "position" for s in states) and call.name != "index":
         return _position(call)
     return _rule(call)
@@ -179,12 +204,7 @@ def _results(call: Call) -> list[Result]:
 def _rule(call: Call) -> list[Result]:
     tagged = torch.Tag.pointwise in getattr(call.node.target, "tags", ())
     rule = pointwise if tagged else RULES.get(call.name)
-    if rule is None:
-        raise Mixed(
-            "no rule says whether it keeps the samples apart",
-            "write it with other operations, or keep it out of what depends on parameters",
-        )
-    return rule(call)
+    return rule(call) if rule is not None else batch_composite.follow_parts(call, _results)
 
 
 def _position(call: Call) -> list[Result]:
@@ -209,7 +229,6 @@ def _of_whole(node: fx.Node) -> list[tuple[Result, bool]]:
     try:
         dims = batch_dims(value)
     except Mixed:
-        dims = []
         return [(State(form="whole"), True)]
     layouts = [layout for dim, k in dims for layout in splits(dim, k)] if len(dims) == 1 else []
     if dims:
@@ -228,11 +247,13 @@ def _by_first_use(nodes: list[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=key)
 
 
-def _depends_on_parameters(nodes: list[fx.Node]) -> set[fx.Node]:
+def _depends_on_parameters(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
         if node.op == "placeholder":
             depends = node.meta["kind"] == "parameter"
+        elif node.op == "output":
+            continue
         else:
             depends = _on_tensors(node) and any(a in found for a in node.all_input_nodes)
         if depends:
@@ -257,6 +278,7 @@ def _needed(loss: fx.Node, follow: _Follow) -> tuple[set[fx.Node], set[fx.Node]]
         node = pending.pop()
         if node in follow.whole:
             whole.add(node)
+        if node in follow.whole or not _on_tensors(node):
             continue
         for operand in node.all_input_nodes:
             if operand not in needed:

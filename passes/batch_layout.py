@@ -5,7 +5,7 @@
     tokens       [B*T, D]         Layout(dim=0, outer=1, inner=T)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -111,6 +111,9 @@ class Call:
         return [name for name in self.arguments if name not in allowed and _depends(self.number(name))]
 
 
+Rule = Callable[[Call], list[Result]]
+
+
 def _values(value: Any) -> Any:
     if isinstance(value, fx.Node):
         return value.meta["val"]
@@ -151,7 +154,10 @@ def _factor(expr: sympy.Expr) -> int | None:
 def factor(size: Any) -> int | None:
     """k of a size k*B; 0 for a size without the batch; None for any other function of the batch."""
     expr = expression(size)
-    return _factor(expr) if expr.free_symbols else 0
+    if not expr.free_symbols:
+        return 0
+    backed = all(str(symbol).startswith("s") for symbol in expr.free_symbols)  # others depend on tensors' values
+    return _factor(expr) if backed else None
 
 
 def power_of(value: Any) -> int | None:

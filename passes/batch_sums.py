@@ -7,25 +7,31 @@
 Before the reduction each sample may be divided by the batch size; after it, only linear operations may follow.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
-from passes.batch_layout import Call, Layout, Mixed, Result, State, power_of
-from passes.batch_rules import RULES, Rule, acted_dims, along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
+from passes.batch_layout import Call, Layout, Mixed, Result, Rule, State, power_of
+from passes.batch_rules import acted_dims, along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
 
 _NONE, _MEAN = 0, 1
 # Linear in their one operand that counts samples; the rules for layouts apply as ever.
 _LINEAR = frozenset(
-    "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous alias "
-    "detach neg negative sum mean select slice unbind expand".split()
+    "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
+    "alias detach neg negative sum mean select slice unbind expand".split()
 )
 _NOT_LINEAR = "only sums and products with constants may follow the sum or mean over samples"
-_SAME_KIND = (
-    "it adds a sum over samples to a term of another scale, which no weight on micro-batches can express",
-    "divide the sum by the batch size (or take the mean), so that both terms are means",
-)
+
+
+class Unequal(Mixed):
+    """A sum of terms that need different weights on micro-batches: (b/B)**power for each, in the operands' order."""
+
+    def __init__(self, powers: list[int]) -> None:
+        super().__init__(
+            "it adds a sum over samples to a term of another scale, which no weight on micro-batches can express",
+            "divide the sum by the batch size (or take the mean), so that both terms are means",
+        )
+        self.powers = powers
 
 
 def reduce(call: Call) -> list[Result]:
@@ -67,7 +73,7 @@ def class_loss(call: Call) -> list[Result]:
     return [State(form="partial", power=int(call.arguments["reduction"] == _MEAN))]
 
 
-def linear(call: Call) -> list[Result]:
+def linear(call: Call, rule: Rule) -> list[Result]:
     """An operation on values whose scale or sum refers to the batch (`State.form` partial, or `State.power`)."""
     states = {name: _state_of(call, name) for name in call.arguments}
     if call.name in ("mul", "multiply", "div", "divide", "true_divide") and call.arguments.get("rounding_mode") is None:
@@ -77,7 +83,7 @@ def linear(call: Call) -> list[Result]:
     if call.name in ("stack", "cat") and not call.batch_numbers():
         return [_sum(call, [_tensor_state(call, n) for n in call.operands])]
     if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _floating(call.node)):
-        return [_unary(call, r) for r in _within(call)]
+        return [_unary(call, r) for r in _within(call, rule)]
     raise Mixed(f"it is not linear in a value already summed over samples, or divided by their number: {_NOT_LINEAR}")
 
 
@@ -126,16 +132,16 @@ def _sum(call: Call, terms: list[State]) -> State:
         return State(_place(call), terms[0].form, terms[0].power)
     partial = [t if t.form == "partial" else State(None, "partial", t.power + 1) for t in terms]
     if len({t.power for t in partial}) != 1:
-        raise Mixed(*_SAME_KIND)
+        raise Unequal([t.power for t in partial])
     return partial[0] if any(t.form == "partial" for t in terms) else terms[0]
 
 
-def _within(call: Call) -> list[Result]:
+def _within(call: Call, rule: Rule) -> list[Result]:
     """The layouts of the result, were the operand an ordinary value."""
     (node,) = call.operands
     if call.batch_numbers() and call.layout(node) is None:
         raise Mixed(f"it gives a batch dimension to a value summed over the batch: {_NOT_LINEAR}")
-    return [State()] if call.layout(node) is None else RULES[call.name](call)
+    return [State()] if call.layout(node) is None else rule(call)
 
 
 def _unary(call: Call, result: Result) -> Result:
@@ -145,15 +151,3 @@ def _unary(call: Call, result: Result) -> Result:
     assert isinstance(result, State)
     form: Any = "partial" if "partial" in (before.form, result.form) else "value"
     return State(result.layout, form, before.power + result.power)
-
-
-_LOSSES: Mapping[str, Rule] = {
-    **dict.fromkeys(("sum", "mean"), reduce),
-    **dict.fromkeys(
-        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-        "soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss".split(),
-        loss,
-    ),
-    **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"), class_loss),
-}
-RULES.update(_LOSSES)
