@@ -11,6 +11,15 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CompileError
 
+Batch = Any  # a tensor, a tuple of positional arguments, or a mapping of keyword arguments
+
+
+def call_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The (args, kwargs) of the model's forward that a batch stands for."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
 
 @dataclass(frozen=True)
 class Leaf:

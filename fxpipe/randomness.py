@@ -60,7 +60,15 @@ class SeededDraws(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with seeded(self.seed, self.step, self.count, self.device):
             self.count += 1
-            return func(*args, **(kwargs or {}))
+            return _draw_contiguous(func, args, kwargs or {})
+
+
+def _draw_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    """The draw in the order of contiguous memory: torch fills in the order of the strides, which layouts need not share."""
+    if not args or not isinstance(args[0], torch.Tensor):
+        return func(*args, **kwargs)
+    drawn = func(args[0].contiguous(), *args[1:], **kwargs)
+    return args[0].copy_(drawn) if func._schema.is_mutable else drawn
 
 
 class PlainRandomCalls(TorchFunctionMode):

@@ -21,7 +21,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.rank_program import Message, RankProgram
 from fxpipe.schedule import Action
-from passes.messages import Layout, TiedGradient, gradient_sources, plan_messages
+from passes.messages import Layout, TiedGradient, gradient_ranks, plan_messages
 from passes.stage_graphs import StageGraphs, Value
 
 PREFETCH = 1  # actions ahead of its use that a receive is posted
@@ -263,7 +263,7 @@ class _Writer:
             args = (float(self.weights[microbatch]), list(value.shape), value.dtype, str(self.device))
             return self._call(ops.constant, args, f"grad_loss_{microbatch}")
         parts: list[fx.Node] = []
-        for rank, _ in gradient_sources(self.layout, value.name, microbatch):
+        for rank in gradient_ranks(self.layout, value.name, microbatch):
             if rank == self.rank:
                 parts.append(self._sum(self.gradients, (value.name, microbatch)))
             else:

@@ -137,3 +137,8 @@ def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int
     for rank in range(len(layout.schedule.ranks)):
         if rank != layout.loss_rank:
             yield layout.loss_rank, rank, graphs.returns[-1], "loss"
+
+
+def gradient_ranks(layout: Layout, value: str, microbatch: int) -> list[int]:
+    """The ranks whose stages give a gradient to a value."""
+    return sorted({layout.rank_of[("F", s), microbatch] for s in layout.gradient_givers(value, microbatch)})

@@ -28,6 +28,9 @@ from passes.units import Unit, at_batch
 
 aten = torch.ops.aten
 
+# Operations that insist on the memory format of their first arguments.
+_NEEDS_CONTIGUOUS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
+
 
 @dataclass(frozen=True)
 class Value:
@@ -235,7 +238,25 @@ def _prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value], part
     nodes = iter(pytree.tree_leaves(output.args[0]))
     output.args = (tuple([next(nodes) for _ in range(size)] for size in parts),)
     _tidy(graph)
+    _harden_strides(graph)
     return graph
+
+
+def _harden_strides(graph: fx.Graph) -> None:
+    """Make the graph independent of the strides of dimensions of size one, which real and traced tensors need not share.
+
+    A kernel that was traced on a channels-last input would refuse the same data with another idle stride.
+    """
+    for node in list(graph.nodes):
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        for argument in node.args[: _NEEDS_CONTIGUOUS.get(node.target, 0)]:
+            value = argument.meta["val"]
+            if value.stride() != torch.empty(value.shape, device="meta").stride():
+                with graph.inserting_before(node):
+                    copy = graph.call_function(aten.contiguous.default, (argument,))
+                copy.meta = {**argument.meta, "val": value.contiguous()}
+                node.replace_input_with(argument, copy)
 
 
 def _tidy(graph: fx.Graph) -> None:

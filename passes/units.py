@@ -5,7 +5,7 @@
                     returns h_12 (read by stage 2), h_9 (read by stage 3)
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,3 +122,9 @@ def _placer(env: dict[fx.Node, fx.Node], batch_size: int, device: torch.device) 
         return concrete(value, batch_size) if isinstance(value, torch.SymInt | torch.SymFloat) else value
 
     return lambda arguments: fx.node.map_aggregate(arguments, leaf)
+
+
+def whole_batch_unit(capture: Capture, wanted: Sequence[str], local: Collection[str]) -> Unit:
+    """The unit that computes `wanted` once on the whole batch, from inputs, draws and buffers."""
+    _, ordered, reads, state = _draft(capture, "whole_batch", set(wanted), set(local), set())
+    return Unit("whole_batch", tuple(ordered), tuple(reads), tuple(state), tuple(wanted))

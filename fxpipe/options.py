@@ -1,0 +1,76 @@
+"""The options of `fxpipe.compile`, checked and completed."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fxpipe.backbones import PredictionStep, is_backbone
+from fxpipe.errors import CompileError
+from fxpipe.inputs import call_of
+from fxpipe.schedule import Schedule
+
+
+def check_counts(**counts: int | None) -> None:
+    """Every count must be a positive integer, or None where it is left out."""
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise CompileError(f"{name} must be a positive integer, got {value!r}")
+
+
+def given_schedule(schedule: str | Schedule, world_size: int) -> str | Schedule:
+    """A schedule's name as it is; a schedule or its text as a `Schedule` for `world_size` ranks."""
+    if not isinstance(schedule, str | Schedule):
+        raise CompileError(f"schedule must be a name, a schedule's text or a Schedule, got {type(schedule).__name__}")
+    if isinstance(schedule, str) and "rank " not in schedule:
+        return schedule
+    parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    if len(parsed.ranks) != world_size:
+        raise CompileError(f"the schedule has {len(parsed.ranks)} ranks, world_size is {world_size}")
+    return parsed
+
+
+def microbatch_sizes(
+    batch_size: int, microbatches: int | None, world_size: int, schedule: str | Schedule
+) -> tuple[int, ...]:
+    """Samples of every micro-batch, the larger ones first.
+
+    Where the number is left out: the largest divisor of the batch up to twice the ranks, or that many uneven ones where no
+    divisor keeps the ranks busy.
+    """
+    if isinstance(schedule, Schedule):
+        if microbatches not in (None, schedule.num_microbatches):
+            raise CompileError(f"microbatches={microbatches}, but the schedule has {schedule.num_microbatches}")
+        microbatches = schedule.num_microbatches
+    most = min(batch_size, 2 * world_size)
+    if microbatches is None:
+        divisor = max(m for m in range(1, most + 1) if batch_size % m == 0)
+        microbatches = divisor if 2 * divisor >= most else most
+    if microbatches > batch_size:
+        raise CompileError(f"microbatches={microbatches} exceeds the batch of {batch_size}; a micro-batch needs a sample")
+    size, larger = divmod(batch_size, microbatches)
+    return (size + 1,) * larger + (size,) * (microbatches - larger)
+
+
+def training_step(
+    model: nn.Module, example_inputs: Any, batch_size: int | None, world_size: int
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The module whose forward returns the loss, and one example call of it."""
+    if not isinstance(model, nn.Module):
+        raise CompileError(f"model must be an nn.Module whose forward returns the loss, got {type(model).__name__}")
+    step = PredictionStep(model) if is_backbone(model) else model
+    if example_inputs is None:
+        if not callable(getattr(step, "example_inputs", None)):
+            raise CompileError(
+                f"{type(model).__name__} has no method example_inputs(batch_size); pass example_inputs= (a tuple of positional "
+                "or a dict of keyword arguments of its forward)"
+            )
+        return step, *call_of(step.example_inputs(batch_size or 2 * world_size))  # type: ignore[operator]
+    if isinstance(step, PredictionStep) and isinstance(example_inputs, Mapping) and "target" not in example_inputs:
+        raise CompileError(f"example_inputs of a backbone need a 'target' beside {sorted(example_inputs)}: the loss is mse against it")
+    args, kwargs = call_of(example_inputs)
+    if isinstance(step, PredictionStep) and args:
+        names = [*inspect.signature(model.forward).parameters]
+        raise CompileError(f"example_inputs of a backbone must be a dict with 'target' and arguments among {names}")
+    return step, args, kwargs

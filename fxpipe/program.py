@@ -1,0 +1,159 @@
+"""A compiled program: what the user inspects, verifies and runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.block_graph import BlockGraph, human_bytes
+from fxpipe.capture import Capture
+from fxpipe.engine import Engine, LocalEngine
+from fxpipe.errors import CompileError
+from fxpipe.rank_program import Traffic
+from fxpipe.schedule import Schedule
+from fxpipe.staged import Staged
+from fxpipe.step import StepPlan
+from fxpipe.verification import TOLERANCES, Verification, compare, reference_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rank runs which blocks, for which micro-batches, and what the compiler has to say about it."""
+
+    staged: Staged
+    blocks: BlockGraph
+    microbatch_sizes: tuple[int, ...]
+    block_seconds: tuple[float, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sizes = self.microbatch_sizes
+        lines = [
+            f"plan: {sum(sizes)} samples in {len(sizes)} micro-batches of {', '.join(map(str, sorted(set(sizes))))}, "
+            f"{self.staged.num_stages} stages on {self.staged.world_size} ranks ({self.staged.schedule})"
+        ]
+        total = sum(self.block_seconds) or 1.0
+        for stage in range(self.staged.num_stages):
+            blocks = self.staged.blocks(stage)
+            share = sum(self.block_seconds[b] for b in blocks) / total
+            names = [self.blocks.blocks[b].name for b in blocks]
+            span = "(empty)" if not names else names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            rank = self.staged.stage_ranks[stage]
+            lines.append(f"  stage {stage:2} on rank {rank}: {len(blocks):3} blocks, {share:5.1%}  {span}")
+        for component in self.blocks.components:
+            lines.append(f"  frozen {component.name}: {len(component.nodes)} operations, on the rank of each micro-batch")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        staged = self.staged
+        return {
+            "world_size": staged.world_size,
+            "schedule": staged.schedule,
+            "microbatch_sizes": list(self.microbatch_sizes),
+            "boundaries": list(staged.boundaries),
+            "stage_ranks": list(staged.stage_ranks),
+            "collocated": staged.collocated,
+            "blocks": [{"name": b.name, "operations": len(b.nodes)} for b in self.blocks.blocks],
+            "components": [{"name": c.name, "operations": len(c.nodes)} for c in self.blocks.components],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of all ranks: the whole batch's loss, the gradient of every trainable parameter that has one."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward."""
+
+    model: nn.Module
+    capture: Capture
+    plan: Plan
+    step: StepPlan
+    prefix: str = ""
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.step.schedule
+
+    @property
+    def world_size(self) -> int:
+        return len(self.step.programs)
+
+    def traffic(self) -> Traffic:
+        """Bytes per step, by directed channel and by kind."""
+        return Traffic(self.step.messages)
+
+    def run_local(self, *args: Any, seed: int = 0, step: int = 0, **kwargs: Any) -> StepResult:
+        """One step of all ranks in this process; `.grad` stays as it is. Random draws are those of (seed, step)."""
+        engine = LocalEngine(self.step, self.state, seed, self._shown)
+        return StepResult(*engine.run(self.step.bind(args, kwargs), step))
+
+    def verify(self, *args: Any, seed: int = 0, step: int = 0, **kwargs: Any) -> Verification:
+        """One step of all ranks in this process against the uncompiled model, with the same random draws."""
+        result = self.run_local(*args, seed=seed, step=step, **kwargs)
+        loss, gradients, draws = reference_step(self.model, args, kwargs, seed, step, self.step.device)
+        shown = {self._shown(name): g for name, g in gradients.items()}
+        return compare(result.loss, result.gradients, (loss, shown, draws), len(self.capture.draws), self.tolerance)
+
+    def local_engine(self, seed: int = 0) -> LocalEngine:
+        """All ranks as threads of this process, training the model's own parameters."""
+        return LocalEngine(self.step, self.state, seed, self._shown)
+
+    def engine(self, device: str | torch.device | None = None, seed: int = 0) -> Engine:
+        """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA)."""
+        from fxpipe.transport_distributed import DistributedTransport
+
+        transport = DistributedTransport.from_environment(device=device)
+        if transport.world_size != self.world_size:
+            transport.close()
+            raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
+        return Engine(self.step, self.state, transport, seed, self._shown)
+
+    @cached_property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters, buffers and lifted constants by the names the programs use."""
+        named = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers(remove_duplicate=False))}
+        meta = [name for name, tensor in named.items() if tensor.is_meta]
+        if meta:
+            raise CompileError(
+                f"{len(meta)} tensors are on the meta device ({meta[0]}, ...): the program can be inspected, not run; "
+                "materialise the model (to_empty and load a state dict) and compile again to run it"
+            )
+        return named | {f"_constants.{name}": tensor for name, tensor in self.capture.constants.items()}
+
+    @cached_property
+    def tolerance(self) -> float:
+        """The relative error that rounding alone can cause, by the least precise type the step computes in."""
+        local = self.plan.blocks.local
+        types = {
+            node.meta["val"].dtype
+            for node in self.capture.graph.nodes
+            if node.op == "call_function" and node.name not in local and isinstance(node.meta["val"], torch.Tensor)
+        }
+        return max(tolerance for dtype, tolerance in TOLERANCES.items() if dtype in types)
+
+    def dump(self, directory: str | Path) -> Path:
+        """Write plan, schedule, traffic, and per rank the program and its stage graphs as readable Python."""
+        from fxpipe.dump import dump
+
+        return dump(self, Path(directory))
+
+    def __str__(self) -> str:
+        traffic = self.traffic()
+        moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic.kinds.items() if size)
+        return "\n".join([str(self.capture), str(self.plan), f"traffic per step: {moved or 'none'}"])
+
+    def _shown(self, name: str) -> str:
+        """A parameter's name as the user knows it: without the step that wraps a bare backbone."""
+        return name.removeprefix(self.prefix)

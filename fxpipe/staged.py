@@ -1,0 +1,33 @@
+"""Staged: which blocks form a stage and which rank owns it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stage s holds blocks boundaries[s] to boundaries[s + 1] and runs on rank stage_ranks[s].
+
+    `schedule` names the order the placement was made for; `collocated` says that no skip crosses ranks by design;
+    `notes` tell what was chosen and what it costs.
+    """
+
+    boundaries: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
+    schedule: str
+    collocated: bool
+    world_size: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+    @cached_property
+    def stage_of_block(self) -> tuple[int, ...]:
+        """The stage of every block."""
+        pairs = zip(self.boundaries, self.boundaries[1:], strict=False)
+        return tuple(stage for stage, (start, stop) in enumerate(pairs) for _ in range(start, stop))
+
+    def blocks(self, stage: int) -> range:
+        return range(self.boundaries[stage], self.boundaries[stage + 1])

@@ -1,0 +1,50 @@
+"""A step plan: everything an engine needs to run one batch size, and nothing about how it was found."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.errors import CompileError
+from fxpipe.inputs import InputSpec
+from fxpipe.randomness import Draw
+from fxpipe.rank_program import Message, RankProgram
+from fxpipe.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument."""
+
+    inputs: InputSpec
+    input_names: Mapping[str, str]
+    batch_size: int
+    draws: Mapping[int, Draw]
+    schedule: Schedule
+    programs: tuple[RankProgram, ...]
+    messages: tuple[Message, ...]
+    device: torch.device
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
+        tensors, size = self.inputs.bind(args, kwargs)
+        if size != self.batch_size:
+            raise CompileError(
+                f"the batch has {size} samples, the program was compiled for {self.batch_size}; "
+                f"compile with batch_size={size}, or drop the loader's last incomplete batch"
+            )
+        return {name: tensors[argument] for name, argument in self.input_names.items()}
+
+    @property
+    def channels(self) -> list[tuple[int, int]]:
+        return sorted({message.channel for message in self.messages})
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they run the same programs."""
+        text = [self.schedule.text(), *(str(m) for m in self.messages)]
+        for program in self.programs:
+            text += [str(program.graph), *(str(graph) for graph in program.modules.values())]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()

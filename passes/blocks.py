@@ -1,0 +1,187 @@
+"""Blocks: cut the backbone into runs that are balanced, cheap to cut between, and named after modules.
+
+    conv_in res0 (attn mlp) res1 cat res2 out      ->      | conv_in res0 | attn mlp | res1 | cat res2 out |
+
+The backbone's operations stand in one line; a block is a run of it, and a cut is paid with the bytes of every value alive there.
+Among all ways to cut with no run above 1/target of the time, the one with the least to pay is taken, where a cut one module deeper
+costs four times as much. So cuts fall between large modules first, inside them when the target demands it, and of the places
+between two modules where the fewest bytes cross: after a residual's addition, before a skip's concatenation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, sqrt
+
+import torch
+from torch import fx
+
+from fxpipe.block_graph import Block, BlockGraph, is_size, tensor_bytes
+from fxpipe.capture import Capture
+from fxpipe.errors import CompileError
+from passes.adopt import adopt
+from passes.freeze import Freeze, components, freeze
+from passes.line import line
+from passes.paths import common, label, parts
+from passes.skips import edges
+
+_DEEPER = 4.0  # what a cut costs one module deeper
+_CRUMB = 0.25  # a run below this share of the limit is no block of its own where it has a neighbour with room
+_SLACK = 0.1  # small operations beside one that alone exceeds the limit, as a share of the limit
+
+
+def analyse(capture: Capture, node_seconds: Mapping[str, float], target_blocks: int) -> BlockGraph:
+    """Freeze, cut, adopt, and find what crosses.
+
+    Args:
+        node_seconds: forward and backward seconds by node name; nodes not in it take no time.
+        target_blocks: no block takes more than 1/target of the backbone's time, where it can be divided.
+
+    Raises:
+        CompileError: nothing trains.
+    """
+    split = freeze(capture)
+    cut = blocks(capture, split, node_seconds, target_blocks)
+    frozen, cut = adopt(capture, split.frozen, cut, node_seconds, _limit(split, node_seconds, target_blocks))
+    groups = components(capture, frozen)
+    return BlockGraph(
+        blocks=cut,
+        components=groups,
+        local=split.local,
+        edges=edges(capture, groups, cut, node_seconds),
+        block_seconds=tuple(_seconds(b.nodes, node_seconds) for b in cut),
+        component_seconds=tuple(_seconds(c.nodes, node_seconds) for c in groups),
+        unused=capture.unused,
+    )
+
+
+def _seconds(names: Sequence[str], node_seconds: Mapping[str, float]) -> float:
+    return sum(node_seconds.get(name, 0.0) for name in names)
+
+
+def blocks(
+    capture: Capture, split: Freeze, node_seconds: Mapping[str, float], target_blocks: int
+) -> tuple[Block, ...]:
+    """The backbone as blocks in execution order, none above 1/target of its time if it can be divided."""
+    if target_blocks < 1:
+        raise CompileError(f"target_blocks is {target_blocks}: a backbone has at least one block")
+    limit = _limit(split, node_seconds, target_blocks)
+    nodes = line(capture, split.backbone, node_seconds, limit)
+    places = _places(nodes)
+    runs = _cut(nodes, places, [node_seconds.get(n.name, 0.0) for n in nodes], limit)
+    names = _names(runs, node_seconds)
+    return tuple(Block(i, name, tuple(n.name for n in run)) for i, (name, run) in enumerate(zip(names, runs, strict=True)))
+
+
+def _limit(split: Freeze, node_seconds: Mapping[str, float], target_blocks: int) -> float:
+    return _seconds(split.backbone, node_seconds) / target_blocks
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place to cut, before node `index`, and what that costs."""
+
+    index: int
+    cost: float
+
+
+def _places(nodes: Sequence[fx.Node]) -> list[_Place]:
+    """Where the line may be cut: nowhere that a tuple, or a tensor which is no multiple of the batch, is alive."""
+    position = {n: i for i, n in enumerate(nodes)}
+    born: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
+    dead: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
+    barred = [0] * (len(nodes) + 2)
+    for i, node in enumerate(nodes):
+        last = max((position[u] for u in node.users if u in position and not is_size(u.meta["val"])), default=i)
+        size = tensor_bytes(node.meta["val"])
+        if last == i:
+            continue
+        if size is None:
+            barred[i + 1] += 1
+            barred[last + 1] -= 1
+        else:
+            born[i + 1].append(size[0])
+            dead[min(last + 1, len(nodes))].append(size[0])
+    return _costs(nodes, born, dead, barred)
+
+
+def _costs(
+    nodes: Sequence[fx.Node], born: Sequence[Sequence[int]], dead: Sequence[Sequence[int]], barred: Sequence[int]
+) -> list[_Place]:
+    """Bytes alive, by depth; of equal sums the one in more and smaller values (before a concatenation) is cheaper."""
+    paths = [parts(n.meta["path"]) for n in nodes]
+    places = [_Place(0, 0.0)]
+    total, squares, bars = 0, 0, 0
+    for i in range(1, len(nodes)):
+        total += sum(born[i]) - sum(dead[i])
+        squares += sum(b * b for b in born[i]) - sum(b * b for b in dead[i])
+        bars += barred[i]
+        if not bars:
+            depth = common(paths[i - 1], paths[i])
+            places.append(_Place(i, (1 + total + 1e-3 * sqrt(squares)) * _DEEPER**depth))
+    return [*places, _Place(len(nodes), 0.0)]
+
+
+def _cut(
+    nodes: Sequence[fx.Node], places: Sequence[_Place], seconds: Sequence[float], limit: float
+) -> list[list[fx.Node]]:
+    """The cheapest set of cuts with every run within the limit; a run that cannot be divided may exceed it.
+
+    Shortest path over the places, backwards from each to those a run could have begun at.
+    """
+    pieces = [sum(seconds[a.index : b.index]) for a, b in pairwise(places)]
+    best = [0.0] + [inf] * len(pieces)
+    came = [0] * len(places)
+    for stop in range(1, len(places)):
+        run = largest = 0.0
+        for start in range(stop - 1, -1, -1):
+            run += pieces[start]
+            largest = max(largest, pieces[start])
+            if start < stop - 1 and run > max(limit * (1 + 1e-9), largest + _SLACK * limit):
+                break
+            cost = best[start] + places[start].cost
+            if cost < best[stop]:
+                best[stop], came[stop] = cost, start
+    chosen = [len(places) - 1]
+    while chosen[-1]:
+        chosen.append(came[chosen[-1]])
+    chosen = _without_crumbs(chosen[::-1], places, pieces, limit)
+    ends = [places[i].index for i in chosen]
+    return [list(nodes[start:stop]) for start, stop in pairwise(ends)]
+
+
+def _without_crumbs(
+    chosen: list[int], places: Sequence[_Place], pieces: Sequence[float], limit: float
+) -> list[int]:
+    """Join a run that takes nearly no time to a neighbour, over the dearer cut if both have room."""
+    for start, stop in sorted(pairwise(chosen), key=lambda run: sum(pieces[slice(*run)])):
+        for cut in sorted({start, stop} & set(chosen[1:-1]), key=lambda i: -places[i].cost):
+            at = chosen.index(cut)
+            left, right = sum(pieces[chosen[at - 1] : cut]), sum(pieces[cut : chosen[at + 1]])
+            if min(left, right) <= _CRUMB * limit and max(left, right) <= limit * (1 + 1e-9):
+                chosen = chosen[:at] + chosen[at + 1 :]
+                break
+    return chosen
+
+
+def _names(runs: Sequence[Sequence[fx.Node]], node_seconds: Mapping[str, float]) -> list[str]:
+    """Modules from each run's first to its last that takes time; runs inside one module also say which operations."""
+    main = [_main_nodes(run, node_seconds) for run in runs]
+    names = []
+    for i, nodes in enumerate(main):
+        outside = [n.meta["path"] for j in (i - 1, i + 1) if 0 <= j < len(main) for n in main[j]]
+        names.append(label(nodes[0].meta["path"], nodes[-1].meta["path"], outside) or "forward")
+    return [
+        f"{name} [{nodes[0].name}{f' .. {nodes[-1].name}' if len(nodes) > 1 else ''}]" if names.count(name) > 1 else name
+        for name, nodes in zip(names, main, strict=True)
+    ]
+
+
+def _main_nodes(run: Sequence[fx.Node], node_seconds: Mapping[str, float]) -> list[fx.Node]:
+    """Without what takes no time worth speaking of, and without glue between modules where there is more."""
+    total = _seconds([n.name for n in run], node_seconds)
+    calls = [n for n in run if isinstance(n.target, torch._ops.OpOverload)] or list(run)
+    busy = [n for n in calls if node_seconds.get(n.name, 0.0) > 0.02 * total] or calls
+    paths = {parts(n.meta["path"]) for n in busy}
+    outer = {path[:depth] for path in paths for depth in range(len(path))}
+    return [n for n in busy if parts(n.meta["path"]) not in outer]
