@@ -1,11 +1,12 @@
-"""The block graph: the backbone as an ordered list of blocks, the frozen components beside it, and the values between them.
+"""The block graph: the backbone as an ordered list of blocks, frozen components beside it, and the values between.
 
-    component text      14 nodes  -> 1, 3
-      0 unet.conv_in .. down_blocks.0   31 nodes  12.0%   main 2.0 KiB, skip 2.0 KiB -> 3, cond 128 B -> 1-3
+    component text_encoder              49 nodes   3.7%  cond 224 B -> 1, 3
+      0 unet.conv_in .. down_blocks.0   31 nodes  12.0%  main 2.0 KiB, skip 2.0 KiB -> 3, cond 128 B -> 1-3
       1 unet.mid_block                  22 nodes  ...
 
-Terms: a *block* is a run of backbone operations that is never cut; a *component* a group of frozen operations; a *local*
-operation is cheap and needs no trained weight, so whoever needs its result computes it; an *edge* is a tensor that crosses.
+Terms: a *block* is a run of backbone operations that is never cut; a *component* is a group of frozen operations; a
+*local* operation is cheap and needs no trained weight, so whoever reads its result computes it; an *edge* is a tensor
+that crosses.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ class Component:
 class Edge:
     """A tensor that crosses, by its node's name.
 
-    `kinds` holds one kind per consumer: a ResNet block's output is *main* for the next block and *skip* for the decoder.
+    `kinds` holds one kind per consumer: a ResNet block's output is *main* for the next block, *skip* for the decoder.
     `bytes_per_sample` counts one sample, or the whole tensor where not `batched`.
     """
 
@@ -136,7 +137,8 @@ class BlockGraph:
                     sums[kind, to] = sums.get((kind, to), 0) + edge.bytes_per_sample
         parts = []
         for (kind, to), num_bytes in sums.items():
-            where = "" if kind == "main" and isinstance(owner, int) else f" -> {ranges(to)}"
+            next_door = isinstance(owner, int) and to == (owner + 1,)
+            where = "" if kind == "main" and next_door else f" -> {ranges(to)}"
             parts.append(f"{'cond' if kind == 'conditioning' else kind} {human_bytes(num_bytes)}{where}")
         return ", ".join(parts)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from fxpipe.block_graph import BlockGraph, Edge, Fault, Owner, is_size
+from fxpipe.block_graph import Block, BlockGraph, Component, Edge, Fault, Owner, is_size, ranges
 from fxpipe.capture import Capture
 from fxpipe.sizes import concrete
 
@@ -41,13 +41,19 @@ def _ownership(graph: BlockGraph, calls: Mapping[str, fx.Node]) -> Iterator[Faul
             if name not in calls:
                 yield Fault(place, f"{name} is no operation of the capture")
             if name in found:
-                yield Fault(place, f"{name} is also in {found[name] if found[name] is not None else 'the local operations'}")
+                yield Fault(place, f"{name} is also in {_called(found[name])}")
             found[name] = place
     for name in calls.keys() - found.keys():
         yield Fault(None, f"{name} is in no block, in no component and not local")
     for position, block in enumerate(graph.blocks):
         if block.index != position or not block.nodes:
             yield Fault(block.index, f"block {position} has index {block.index} and {len(block.nodes)} operations")
+
+
+def _called(owner: Owner | None) -> str:
+    if owner is None:
+        return "the local operations"
+    return f"block {owner}" if isinstance(owner, int) else f"component {owner}"
 
 
 def _order(graph: BlockGraph, calls: Mapping[str, fx.Node]) -> Iterator[Fault]:
@@ -59,17 +65,20 @@ def _order(graph: BlockGraph, calls: Mapping[str, fx.Node]) -> Iterator[Fault]:
         if unknown:
             yield Fault(component.name, f"depends on {unknown[0]}, which is no earlier component")
         depends[component.name] = component.depends
-    for group in (*graph.components, *graph.blocks):
+    groups: tuple[Component | Block, ...] = (*graph.components, *graph.blocks)
+    for group in groups:
         place = graph.owners[group.nodes[0]]
         for name in group.nodes:
             for source in _operands(calls[name]):
                 if source.name in graph.local:
                     continue
                 if source.name not in seen:
-                    yield Fault(place, f"{name} reads {source.name}, made later by {graph.owners[source.name]}")
+                    yield Fault(
+                        place, f"{name} reads {source.name}, made later by {_called(graph.owners[source.name])}"
+                    )
                 maker = graph.owners[source.name]
                 if isinstance(place, str) and maker not in (place, *depends[place]):
-                    yield Fault(place, f"{name} reads {source.name} of {maker}, on which it does not say it depends")
+                    yield Fault(place, f"{name} reads {source.name} of {_called(maker)}, which it does not depend on")
             seen.add(name)
 
 
@@ -77,7 +86,7 @@ def _frozen(graph: BlockGraph, calls: Mapping[str, fx.Node]) -> Iterator[Fault]:
     for name in sorted(graph.local):
         for source in _operands(calls[name]):
             if not is_size(calls[name].meta["val"]) and source.name not in graph.local:
-                yield Fault(graph.owners[source.name], f"the local operation {name} reads {source.name}, which is not local")
+                yield Fault(graph.owners[source.name], f"the local operation {name} reads {source.name}")
     for component in graph.components:
         for name in component.nodes:
             trained = [n.name for n in (calls[name], *calls[name].all_input_nodes) if n.meta["requires_grad"]]
@@ -106,9 +115,10 @@ def _edges(graph: BlockGraph, calls: Mapping[str, fx.Node]) -> Iterator[Fault]:
             yield Fault(edge.producer, f"edge {edge.name} does not cross")
             continue
         if edge.producer != graph.owners[edge.name]:
-            yield Fault(edge.producer, f"edge {edge.name} is made by {graph.owners[edge.name]}")
+            yield Fault(edge.producer, f"edge {edge.name} is made by {_called(graph.owners[edge.name])}")
         if set(edge.consumers) != readers[edge.name] or len(set(edge.consumers)) != len(edge.kinds):
-            yield Fault(edge.producer, f"edge {edge.name} goes to {list(edge.consumers)}, its readers are {readers[edge.name]}")
+            wanted = ranges(sorted(readers[edge.name], key=str))
+            yield Fault(edge.producer, f"edge {edge.name} goes to {ranges(edge.consumers)}, its readers are {wanted}")
         yield from _value(edge, calls[edge.name])
 
 
@@ -118,11 +128,13 @@ def _value(edge: Edge, node: fx.Node) -> Iterator[Fault]:
         yield Fault(edge.producer, f"edge {edge.name} is a {type(value).__name__}, not a tensor")
         return
     if edge.requires_grad != node.meta["requires_grad"]:
-        yield Fault(edge.producer, f"edge {edge.name} requires_grad={edge.requires_grad}, traced {not edge.requires_grad}")
+        yield Fault(edge.producer, f"edge {edge.name} has requires_grad={edge.requires_grad}, unlike its operation")
     for batch_size in (1, 2, 5):
         real = value.dtype.itemsize
         for size in concrete(value.shape, batch_size):
             real *= size
-        if edge.num_bytes(batch_size) != real:
-            yield Fault(edge.producer, f"edge {edge.name}: {edge.num_bytes(batch_size)} bytes at {batch_size} samples, not {real}")
+        if (stated := edge.num_bytes(batch_size)) != real:
+            yield Fault(
+                edge.producer, f"edge {edge.name}: {stated} bytes at {batch_size} samples, where {real} are right"
+            )
             return

@@ -3,8 +3,8 @@
     text ─ to_k (frozen) ─> attn of block 3           text ─> block 3: to_k, attn
          ─ to_k (frozen) ─> attn of block 5    ->          ─> block 5: to_k, attn
 
-In a LoRA model every untouched projection of the text or the time embedding is frozen by dataflow; sent one by one they are
-dozens of values in place of one. A frozen prefix, or an encoder, hangs on no shared frozen value and stays as it is.
+In a LoRA model every untouched projection of the text or the time embedding is frozen by dataflow; sent one by one they
+are dozens of values in place of one. A frozen prefix, which leads into the first block from the inputs, stays as it is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +32,9 @@ def adopt(
     for region in _regions(trace, serves):
         light = sum(node_seconds.get(n.name, 0.0) for n in region) <= _LIGHT * limit
         feeds = [a for n in region for a in n.all_input_nodes if a in serves and a not in region]
-        if light and feeds and all(tensor_bytes(a.meta["val"]) for a in feeds):
-            owner |= {n.name: min(serves[region[0]]) for n in region}
+        (block,) = serves[region[0]]
+        if light and (feeds or block > 0) and all(tensor_bytes(a.meta["val"]) for a in feeds):
+            owner |= {n.name: block for n in region}
     members = {b.index: tuple(n.name for n in trace if owner.get(n.name) == b.index) for b in blocks}
     grown = tuple(b if len(members[b.index]) == len(b.nodes) else replace(b, nodes=members[b.index]) for b in blocks)
     return tuple(n for n in frozen if n not in owner), grown

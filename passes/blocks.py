@@ -2,10 +2,11 @@
 
     conv_in res0 (attn mlp) res1 cat res2 out      ->      | conv_in res0 | attn mlp | res1 | cat res2 out |
 
-The backbone's operations stand in one line; a block is a run of it, and a cut is paid with the bytes of every value alive there.
-Among all ways to cut with no run above 1/target of the time, the one with the least to pay is taken, where a cut one module deeper
-costs four times as much. So cuts fall between large modules first, inside them when the target demands it, and of the places
-between two modules where the fewest bytes cross: after a residual's addition, before a skip's concatenation.
+The backbone's operations stand in one line; a block is a run of it, and a cut is paid with the bytes of every value
+alive there. Among all ways to cut with no run above 1/target of the time, the one with the least to pay is taken, where
+a cut one module deeper costs four times as much. So cuts fall between large modules first, inside them when the target
+demands it, and of the places between two modules where the fewest bytes cross: after a residual's addition, before a
+skip's concatenation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,18 +60,16 @@ def _seconds(names: Sequence[str], node_seconds: Mapping[str, float]) -> float:
     return sum(node_seconds.get(name, 0.0) for name in names)
 
 
-def blocks(
-    capture: Capture, split: Freeze, node_seconds: Mapping[str, float], target_blocks: int
-) -> tuple[Block, ...]:
+def blocks(capture: Capture, split: Freeze, node_seconds: Mapping[str, float], target_blocks: int) -> tuple[Block, ...]:
     """The backbone as blocks in execution order, none above 1/target of its time if it can be divided."""
     if target_blocks < 1:
         raise CompileError(f"target_blocks is {target_blocks}: a backbone has at least one block")
     limit = _limit(split, node_seconds, target_blocks)
-    nodes = line(capture, split.backbone, node_seconds, limit)
-    places = _places(nodes)
-    runs = _cut(nodes, places, [node_seconds.get(n.name, 0.0) for n in nodes], limit)
-    names = _names(runs, node_seconds)
-    return tuple(Block(i, name, tuple(n.name for n in run)) for i, (name, run) in enumerate(zip(names, runs, strict=True)))
+    nodes, moved = line(capture, split.backbone, node_seconds, limit)
+    runs = _cut(nodes, _places(nodes, moved), [node_seconds.get(n.name, 0.0) for n in nodes], limit)
+    names = _names([[n for n in run if n not in moved] or run for run in runs], node_seconds)
+    named = enumerate(zip(names, runs, strict=True))
+    return tuple(Block(i, name, tuple(n.name for n in run)) for i, (name, run) in named)
 
 
 def _limit(split: Freeze, node_seconds: Mapping[str, float], target_blocks: int) -> float:
@@ -85,7 +84,7 @@ class _Place:
     cost: float
 
 
-def _places(nodes: Sequence[fx.Node]) -> list[_Place]:
+def _places(nodes: Sequence[fx.Node], moved: Mapping[fx.Node, fx.Node]) -> list[_Place]:
     """Where the line may be cut: nowhere that a tuple, or a tensor which is no multiple of the batch, is alive."""
     position = {n: i for i, n in enumerate(nodes)}
     born: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
@@ -102,14 +101,21 @@ def _places(nodes: Sequence[fx.Node]) -> list[_Place]:
         else:
             born[i + 1].append(size[0])
             dead[min(last + 1, len(nodes))].append(size[0])
-    return _costs(nodes, born, dead, barred)
+    return _costs(nodes, moved, born, dead, barred)
 
 
 def _costs(
-    nodes: Sequence[fx.Node], born: Sequence[Sequence[int]], dead: Sequence[Sequence[int]], barred: Sequence[int]
+    nodes: Sequence[fx.Node],
+    moved: Mapping[fx.Node, fx.Node],
+    born: Sequence[Sequence[int]],
+    dead: Sequence[Sequence[int]],
+    barred: Sequence[int],
 ) -> list[_Place]:
-    """Bytes alive, by depth; of equal sums the one in more and smaller values (before a concatenation) is cheaper."""
-    paths = [parts(n.meta["path"]) for n in nodes]
+    """Bytes alive, by depth; of equal sums the one in more and smaller values (before a concatenation) is cheaper.
+
+    What was moved to its reader counts as part of the reader's module, and keeps to it.
+    """
+    paths = [parts(moved.get(n, n).meta["path"]) for n in nodes]
     places = [_Place(0, 0.0)]
     total, squares, bars = 0, 0, 0
     for i in range(1, len(nodes)):
@@ -117,7 +123,7 @@ def _costs(
         squares += sum(b * b for b in born[i]) - sum(b * b for b in dead[i])
         bars += barred[i]
         if not bars:
-            depth = common(paths[i - 1], paths[i])
+            depth = common(paths[i - 1], paths[i]) + (nodes[i - 1] in moved)
             places.append(_Place(i, (1 + total + 1e-3 * sqrt(squares)) * _DEEPER**depth))
     return [*places, _Place(len(nodes), 0.0)]
 
@@ -150,9 +156,7 @@ def _cut(
     return [list(nodes[start:stop]) for start, stop in pairwise(ends)]
 
 
-def _without_crumbs(
-    chosen: list[int], places: Sequence[_Place], pieces: Sequence[float], limit: float
-) -> list[int]:
+def _without_crumbs(chosen: list[int], places: Sequence[_Place], pieces: Sequence[float], limit: float) -> list[int]:
     """Join a run that takes nearly no time to a neighbour, over the dearer cut if both have room."""
     for start, stop in sorted(pairwise(chosen), key=lambda run: sum(pieces[slice(*run)])):
         for cut in sorted({start, stop} & set(chosen[1:-1]), key=lambda i: -places[i].cost):
@@ -171,10 +175,8 @@ def _names(runs: Sequence[Sequence[fx.Node]], node_seconds: Mapping[str, float])
     for i, nodes in enumerate(main):
         outside = [n.meta["path"] for j in (i - 1, i + 1) if 0 <= j < len(main) for n in main[j]]
         names.append(label(nodes[0].meta["path"], nodes[-1].meta["path"], outside) or "forward")
-    return [
-        f"{name} [{nodes[0].name}{f' .. {nodes[-1].name}' if len(nodes) > 1 else ''}]" if names.count(name) > 1 else name
-        for name, nodes in zip(names, main, strict=True)
-    ]
+    pairs = zip(names, main, strict=True)
+    return [f"{name} [{nodes[0].name} .. {nodes[-1].name}]" if names.count(name) > 1 else name for name, nodes in pairs]
 
 
 def _main_nodes(run: Sequence[fx.Node], node_seconds: Mapping[str, float]) -> list[fx.Node]:

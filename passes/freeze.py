@@ -7,9 +7,10 @@
     d  = detach(y)                  backbone   without gradient, but after training weights all the same
     b  = sym_size(y, 0)             local      a number every rank can work out from its micro-batch
 
-Dataflow alone decides. What is made of frozen weights only (a transposed weight) is local too, unless it is a large product;
-what is made of trained weights only (a reshaped weight, a LoRA product) is backbone: it runs just before its first reader, and
-where two blocks read it, it crosses as an edge without a batch, whose gradient comes back like any other.
+Dataflow alone decides. What is made of frozen weights only (a transposed weight) is local too, unless it is a large
+product; what is made of trained weights only (a reshaped weight, a LoRA product) is backbone: where its one reader is
+far it moves there, and where two blocks read it, it crosses as an edge without a batch, whose gradient comes back like
+any other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from fxpipe.errors import CompileError
 from fxpipe.sizes import concrete
 from passes.paths import common, label, parts
 
-_PRODUCTS = ("linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "fft", "convolution")
+_PRODUCTS = ("linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot")
 _PRODUCT_PREFIXES = ("conv", "scaled_dot_product", "_scaled_dot_product", "fft_")
 
 # A message costs some 10 microseconds before its first byte; below this many multiply-adds computing again is faster.
@@ -52,8 +53,8 @@ def freeze(capture: Capture) -> Freeze:
     kinds = _classify(capture)
     if kinds.get(capture.loss.name) != "backbone":
         raise CompileError(
-            f"none of the {len(capture.trainable)} trainable parameters that are read reaches the loss: nothing to train; "
-            "call .requires_grad_() on what should learn, outside of torch.no_grad()"
+            f"none of the {len(capture.trainable)} trainable parameters that are read reaches the loss: nothing to "
+            "train; call .requires_grad_() on what should learn, and use it outside of torch.no_grad()"
         )
     named = {kind: tuple(n for n, k in kinds.items() if k == kind) for kind in ("backbone", "frozen", "local")}
     return Freeze(named["backbone"], named["frozen"], frozenset(named["local"]), components(capture, named["frozen"]))
@@ -97,7 +98,7 @@ def _is_large_product(node: fx.Node) -> bool:
     if not operands or not (name in _PRODUCTS or name.startswith(_PRODUCT_PREFIXES)):
         return False
     length = max((int(concrete(o.shape[-1], 1)) for o in operands if o.ndim), default=1)
-    return prod(concrete(node.meta["val"].shape, 1)) * length > _LARGE_PRODUCT
+    return bool(prod(concrete(node.meta["val"].shape, 1)) * length > _LARGE_PRODUCT)
 
 
 def components(capture: Capture, frozen: Iterable[str]) -> tuple[Component, ...]:

@@ -3,9 +3,10 @@
     block 0 ── h ──> 1 ... 6 ──> 7         h is main for block 1, skip for block 7
             ── t ──────> 1, 2, 3 .. 7      t is conditioning
 
-Dataflow decides: a value read next door is main, one read further on a skip, one read in many places, or a small vector beside larger
-values, conditioning. A value whose readers are all within one small module (a residual around attention, where the module was
-divided) stays main on the whole way: it runs along with its module and ties no distant blocks together.
+Dataflow decides: a value read next door is main, one read further on a skip, one read in many places, or a small vector
+beside larger values, conditioning. A value whose readers are all within one small module (a residual around attention,
+where the module was divided) stays main on the whole way: it runs along with its module and ties no distant blocks
+together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,8 +61,8 @@ def _size(node: fx.Node) -> tuple[int, bool]:
     if size is None:
         path = node.meta["path"] or "(the model itself)"
         raise CompileError(
-            f"module {path}: {node.name} would have to be sent in micro-batches, but its size is no multiple of the batch's; "
-            "compute it where it is used"
+            f"module {path}: {node.name} would have to be sent with each micro-batch, but its size is no multiple of "
+            "the batch's; compute it where it is used"
         )
     return size
 
@@ -102,7 +103,7 @@ class _Value:
         return "skip"
 
     def is_widely_read(self) -> bool:
-        """By readers in three distant places, or by three operations away from the first (two, for a component's value)."""
+        """In three distant places, or by three operations away from the first (two, for a component's value)."""
         places: list[int] = []
         for consumer, _ in self.readers:
             if not places or consumer > places[-1] + _PLACE:
@@ -112,11 +113,12 @@ class _Value:
 
     def _stays_inside(self, consumer: int) -> bool:
         """Whether one small module has all readers up to this one, and begins next door or with the value itself."""
+        if isinstance(self.producer, str):
+            return False
         users = [u for c, u in self.readers if c <= consumer]
         around = set(_modules(users[0])).intersection(*(_modules(u) for u in users[1:])) & self.small
-        if isinstance(self.producer, int) and self.readers[0][0] == self.producer + 1:
-            return bool(around)
-        return bool(around & set(_modules(self.node)))
+        enters = self.readers[0][0] == self.producer + 1
+        return bool(around) if enters else not around.isdisjoint(_modules(self.node))
 
 
 def _is_vector(node: fx.Node) -> bool:
