@@ -27,8 +27,7 @@ from passes.paths import common, label, parts
 from passes.skips import edges
 
 _DEEPER = 4.0  # what a cut costs one module deeper
-_CRUMB = 0.25  # a run below this share of the limit is no block of its own where it has a neighbour with room
-_SLACK = 0.1  # small operations beside one that alone exceeds the limit, as a share of the limit
+_SLACK = 0.2  # a block may exceed its share by this much, rather than leave a crumb beside it
 
 
 def analyse(capture: Capture, node_seconds: Mapping[str, float], target_blocks: int) -> BlockGraph:
@@ -143,7 +142,7 @@ def _cut(
         for start in range(stop - 1, -1, -1):
             run += pieces[start]
             largest = max(largest, pieces[start])
-            if start < stop - 1 and run > max(limit * (1 + 1e-9), largest + _SLACK * limit):
+            if start < stop - 1 and run > max(limit, largest) + _SLACK * limit:
                 break
             cost = best[start] + places[start].cost
             if cost < best[stop]:
@@ -151,21 +150,8 @@ def _cut(
     chosen = [len(places) - 1]
     while chosen[-1]:
         chosen.append(came[chosen[-1]])
-    chosen = _without_crumbs(chosen[::-1], places, pieces, limit)
-    ends = [places[i].index for i in chosen]
+    ends = [places[i].index for i in reversed(chosen)]
     return [list(nodes[start:stop]) for start, stop in pairwise(ends)]
-
-
-def _without_crumbs(chosen: list[int], places: Sequence[_Place], pieces: Sequence[float], limit: float) -> list[int]:
-    """Join a run that takes nearly no time to a neighbour, over the dearer cut if both have room."""
-    for start, stop in sorted(pairwise(chosen), key=lambda run: sum(pieces[slice(*run)])):
-        for cut in sorted({start, stop} & set(chosen[1:-1]), key=lambda i: -places[i].cost):
-            at = chosen.index(cut)
-            left, right = sum(pieces[chosen[at - 1] : cut]), sum(pieces[cut : chosen[at + 1]])
-            if min(left, right) <= _CRUMB * limit and max(left, right) <= limit * (1 + 1e-9):
-                chosen = chosen[:at] + chosen[at + 1 :]
-                break
-    return chosen
 
 
 def _names(runs: Sequence[Sequence[fx.Node]], node_seconds: Mapping[str, float]) -> list[str]:

@@ -17,7 +17,7 @@ def common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def label(first: str, last: str, outside: Iterable[str]) -> str:
-    """`unet.down_blocks.0 .. mid_block`: `first` to `last`, each as the largest module that holds no path of `outside`."""
+    """`unet.down_blocks.0 .. mid_block`: `first` to `last`, each as the largest module with nothing of `outside` in it."""
     others = [parts(path) for path in outside]
     start, stop = (p[: max((common(p, o) for o in others), default=0) + 1] for p in (parts(first), parts(last)))
     shared = common(start, stop)

@@ -10,6 +10,7 @@ together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 
 from torch import fx
 
@@ -69,8 +70,10 @@ def _size(node: fx.Node) -> tuple[int, bool]:
 
 def _small_modules(
     nodes: Mapping[str, fx.Node], blocks: Sequence[Block], node_seconds: Mapping[str, float]
-) -> set[tuple[str, ...]]:
+) -> dict[tuple[str, ...], int]:
+    """Modules that take no large part of the time, with the block each begins in."""
     seconds: dict[tuple[str, ...], float] = {}
+    begins: dict[tuple[str, ...], int] = {}
     total = 0.0
     for block in blocks:
         for name in block.nodes:
@@ -78,7 +81,8 @@ def _small_modules(
             total += cost
             for module in _modules(nodes[name]):
                 seconds[module] = seconds.get(module, 0.0) + cost
-    return {module for module, cost in seconds.items() if cost <= _SMALL_MODULE * total}
+                begins.setdefault(module, block.index)
+    return {module: begins[module] for module, cost in seconds.items() if cost <= _SMALL_MODULE * total}
 
 
 def _modules(node: fx.Node) -> Iterator[tuple[str, ...]]:
@@ -90,7 +94,7 @@ def _modules(node: fx.Node) -> Iterator[tuple[str, ...]]:
 class _Value:
     """One crossing value: its place, and its readers in the blocks."""
 
-    def __init__(self, node: fx.Node, owners: Mapping[str, Owner], small: set[tuple[str, ...]]) -> None:
+    def __init__(self, node: fx.Node, owners: Mapping[str, Owner], small: Mapping[tuple[str, ...], int]) -> None:
         self.node, self.producer, self.small = node, owners[node.name], small
         self.position = self.producer if isinstance(self.producer, int) else -1
         readers = [u for u in node.users if not is_size(u.meta.get("val"))]
@@ -112,13 +116,11 @@ class _Value:
         return len(places) >= _MANY_PLACES or len(distant) >= _MANY_READERS - isinstance(self.producer, str)
 
     def _stays_inside(self, consumer: int) -> bool:
-        """Whether one small module has all readers up to this one, and begins next door or with the value itself."""
-        if isinstance(self.producer, str):
-            return False
+        """Whether one small module has all readers up to this one, and begins with the value or next door."""
         users = [u for c, u in self.readers if c <= consumer]
-        around = set(_modules(users[0])).intersection(*(_modules(u) for u in users[1:])) & self.small
-        enters = self.readers[0][0] == self.producer + 1
-        return bool(around) if enters else not around.isdisjoint(_modules(self.node))
+        around = set(_modules(users[0])).intersection(*(_modules(u) for u in users[1:]))
+        first = min((self.small[module] for module in around if module in self.small), default=inf)
+        return isinstance(self.producer, int) and first <= self.producer + 1
 
 
 def _is_vector(node: fx.Node) -> bool:
