@@ -11,7 +11,7 @@ from fxpipe.schedule import Schedule, Work
 from fxpipe.sizes import concrete
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
-from passes.lower import BatchSlice, Sources
+from passes.rank_writer import BatchSlice, Sources
 from passes.messages import Graphs, Layout
 from passes.stage_graphs import StageGraphs, Value, state_name, trace_stage
 from passes.units import STATE_KINDS, Unit, make_units, whole_batch_unit
@@ -130,7 +130,10 @@ def _work(graphs: Graphs, num_stages: int, num_components: int, num_microbatches
 
 
 def _kinds(graph: BlockGraph, staged: Staged) -> dict[tuple[str, tuple[str, int]], str]:
-    """The kind of every value as each unit reads it: where its blocks differ, main before skip before conditioning."""
+    """The kind of every value as each unit reads it: where its blocks differ, main before skip before conditioning.
+
+    What a frozen component makes is conditioning wherever it goes: no backbone stage owns its other end.
+    """
     index = {component.name: i for i, component in enumerate(graph.components)}
     kinds: dict[tuple[str, tuple[str, int]], str] = {}
     for wanted in ("conditioning", "skip", "main"):
@@ -139,5 +142,5 @@ def _kinds(graph: BlockGraph, staged: Staged) -> dict[tuple[str, tuple[str, int]
                 if kind == wanted:
                     inside = isinstance(consumer, int)
                     unit = ("F", staged.stage_of_block[consumer]) if inside else ("T", index[consumer])  # type: ignore[index]
-                    kinds[edge.name, unit] = kind
+                    kinds[edge.name, unit] = kind if isinstance(edge.producer, int) else "conditioning"
     return kinds
