@@ -89,9 +89,8 @@ def _frozen(graph: BlockGraph, calls: Mapping[str, fx.Node]) -> Iterator[Fault]:
                 yield Fault(graph.owners[source.name], f"the local operation {name} reads {source.name}")
     for component in graph.components:
         for name in component.nodes:
-            trained = [n.name for n in (calls[name], *calls[name].all_input_nodes) if n.meta["requires_grad"]]
-            if trained:
-                yield Fault(component.name, f"{name} is frozen, but {trained[0]} requires grad")
+            if calls[name].meta["requires_grad"]:
+                yield Fault(component.name, f"{name} requires grad, so it is not frozen")
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -65,7 +65,11 @@ def blocks(capture: Capture, split: Freeze, node_seconds: Mapping[str, float], t
         raise CompileError(f"target_blocks is {target_blocks}: a backbone has at least one block")
     limit = _limit(split, node_seconds, target_blocks)
     nodes, moved = line(capture, split.backbone, node_seconds, limit)
-    runs = _cut(nodes, _places(nodes, moved), [node_seconds.get(n.name, 0.0) for n in nodes], limit)
+    places = _places(nodes, moved)
+    indices = [0, *(place.index for place in places), len(nodes)]
+    pieces = [_seconds([n.name for n in nodes[start:stop]], node_seconds) for start, stop in pairwise(indices)]
+    cuts = [indices[i] for i in cheapest_cuts([place.cost for place in places], pieces, limit)]
+    runs = [nodes[start:stop] for start, stop in pairwise(cuts)]
     names = _names([[n for n in run if n not in moved] or run for run in runs], node_seconds)
     named = enumerate(zip(names, runs, strict=True))
     return tuple(Block(i, name, tuple(n.name for n in run)) for i, (name, run) in named)
@@ -115,7 +119,7 @@ def _costs(
     What was moved to its reader counts as part of the reader's module, and keeps to it.
     """
     paths = [parts(moved.get(n, n).meta["path"]) for n in nodes]
-    places = [_Place(0, 0.0)]
+    places = []
     total, squares, bars = 0, 0, 0
     for i in range(1, len(nodes)):
         total += sum(born[i]) - sum(dead[i])
@@ -124,34 +128,37 @@ def _costs(
         if not bars:
             depth = common(paths[i - 1], paths[i]) + (nodes[i - 1] in moved)
             places.append(_Place(i, (1 + total + 1e-3 * sqrt(squares)) * _DEEPER**depth))
-    return [*places, _Place(len(nodes), 0.0)]
+    return places
 
 
-def _cut(
-    nodes: Sequence[fx.Node], places: Sequence[_Place], seconds: Sequence[float], limit: float
-) -> list[list[fx.Node]]:
-    """The cheapest set of cuts with every run within the limit; a run that cannot be divided may exceed it.
+def cheapest_cuts(costs: Sequence[float], seconds: Sequence[float], limit: float) -> list[int]:
+    """The cuts with the least cost in all, such that no run exceeds the limit by more than a fifth of it.
 
-    Shortest path over the places, backwards from each to those a run could have begun at.
+    A piece that alone exceeds the limit may share a run with as much more. Shortest path over the cuts, from each back
+    to those its run could have begun at.
+
+    Args:
+        costs: of a cut before every piece but the first.
+        seconds: of every piece; pieces are not divided.
+
+    Returns: the first piece of every run, then the number of pieces.
     """
-    pieces = [sum(seconds[a.index : b.index]) for a, b in pairwise(places)]
-    best = [0.0] + [inf] * len(pieces)
-    came = [0] * len(places)
-    for stop in range(1, len(places)):
+    best = [0.0] + [inf] * len(seconds)
+    came = [0] * len(best)
+    for stop in range(1, len(best)):
         run = largest = 0.0
         for start in range(stop - 1, -1, -1):
-            run += pieces[start]
-            largest = max(largest, pieces[start])
+            run += seconds[start]
+            largest = max(largest, seconds[start])
             if start < stop - 1 and run > max(limit, largest) + _SLACK * limit:
                 break
-            cost = best[start] + places[start].cost
+            cost = best[start] + (costs[start - 1] if start else 0.0)
             if cost < best[stop]:
                 best[stop], came[stop] = cost, start
-    chosen = [len(places) - 1]
+    chosen = [len(seconds)]
     while chosen[-1]:
         chosen.append(came[chosen[-1]])
-    ends = [places[i].index for i in reversed(chosen)]
-    return [list(nodes[start:stop]) for start, stop in pairwise(ends)]
+    return chosen[::-1]
 
 
 def _names(runs: Sequence[Sequence[fx.Node]], node_seconds: Mapping[str, float]) -> list[str]:
@@ -162,7 +169,11 @@ def _names(runs: Sequence[Sequence[fx.Node]], node_seconds: Mapping[str, float])
         outside = [n.meta["path"] for j in (i - 1, i + 1) if 0 <= j < len(main) for n in main[j]]
         names.append(label(nodes[0].meta["path"], nodes[-1].meta["path"], outside) or "forward")
     pairs = zip(names, main, strict=True)
-    return [f"{name} [{nodes[0].name} .. {nodes[-1].name}]" if names.count(name) > 1 else name for name, nodes in pairs]
+    return [f"{name} [{_span(nodes)}]" if names.count(name) > 1 else name for name, nodes in pairs]
+
+
+def _span(nodes: Sequence[fx.Node]) -> str:
+    return nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} .. {nodes[-1].name}"
 
 
 def _main_nodes(run: Sequence[fx.Node], node_seconds: Mapping[str, float]) -> list[fx.Node]:

@@ -7,10 +7,10 @@
     d  = detach(y)                  backbone   without gradient, but after training weights all the same
     b  = sym_size(y, 0)             local      a number every rank can work out from its micro-batch
 
-Dataflow alone decides. What is made of frozen weights only (a transposed weight) is local too, unless it is a large
-product; what is made of trained weights only (a reshaped weight, a LoRA product) is backbone: where its one reader is
-far it moves there, and where two blocks read it, it crosses as an edge without a batch, whose gradient comes back like
-any other.
+Dataflow alone decides. A weight that requires grad, but is read under `no_grad` only, is not trained. What is made of
+frozen weights only (a transposed weight) is local too, unless it is a large product; what is made of trained weights
+only (a reshaped weight, a LoRA product) is backbone: where its one reader is far it moves there, and where two blocks
+read it, it crosses as an edge without a batch, whose gradient comes back like any other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,7 +78,8 @@ def _classify(capture: Capture) -> dict[str, str]:
 def _origin(node: fx.Node) -> set[str]:
     kind = node.meta["kind"]
     if kind == "parameter":
-        return {"weight", "backbone"} if node.meta["requires_grad"] else {"weight"}
+        learns = node.meta["requires_grad"] and any(user.meta["requires_grad"] for user in node.users)
+        return {"weight", "backbone"} if learns else {"weight"}
     return {"data"} if kind in ("input", "draw") else set()
 
 
@@ -134,7 +135,8 @@ def _wrapper_depth(capture: Capture) -> int:
 
 
 def _module(node: fx.Node, depth: int) -> str:
-    return ".".join(parts(node.meta["path"])[: depth + 1]) if len(parts(node.meta["path"])) > depth else ""
+    steps = parts(node.meta["path"])
+    return ".".join((*steps[:depth], steps[depth].split(".")[0])) if len(steps) > depth else ""
 
 
 def _reader(node: fx.Node, depth: int) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 @cache
 def parts(path: str) -> tuple[str, ...]:
     """A path's steps; the number of a list's member belongs to the list's name."""
-    return tuple(re.findall(r"[^.]+(?:\.\d+(?=\.|$))*", path))
+    return tuple(re.findall(r"[^.]+(?:\.\d+(?=\.|$))?", path))
 
 
 def common(a: Sequence[str], b: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def label(first: str, last: str, outside: Iterable[str]) -> str:
-    """`unet.down_blocks.0 .. mid_block`: `first` to `last`, each as the largest module with nothing of `outside` in it."""
+    """`unet.down_blocks.0 .. mid_block`: `first` to `last`, each as its largest module with nothing `outside` in it."""
     others = [parts(path) for path in outside]
     start, stop = (p[: max((common(p, o) for o in others), default=0) + 1] for p in (parts(first), parts(last)))
     shared = common(start, stop)

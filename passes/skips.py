@@ -119,11 +119,10 @@ class _Value:
         """Whether one small module has all readers up to this one, and begins with the value or next door."""
         users = [u for c, u in self.readers if c <= consumer]
         around = set(_modules(users[0])).intersection(*(_modules(u) for u in users[1:]))
-        first = min((self.small[module] for module in around if module in self.small), default=inf)
-        return isinstance(self.producer, int) and first <= self.producer + 1
+        return isinstance(self.producer, int) and any(self.small.get(m, inf) <= self.position + 1 for m in around)
 
 
 def _is_vector(node: fx.Node) -> bool:
     """Whether a sample's part of the value has one dimension, as an embedding of time or class has."""
     shape = node.meta["val"].shape
-    return sum(size != 1 for size in shape[1:]) <= 1
+    return len([size for size in shape[1:] if size != 1]) <= 1
