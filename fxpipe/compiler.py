@@ -53,12 +53,12 @@ def compile(
         model: an `nn.Module` whose forward returns the loss, or a bare diffusers backbone (the step is then: predict,
             mean squared error against `target`). On the meta device it compiles without weights.
         world_size: number of ranks.
-        example_inputs: one batch, as a tuple of positional or a dict of keyword arguments of forward; may be left out for a
-            backbone and for a model with a method `example_inputs(batch_size)`.
+        example_inputs: one batch, a tuple of positional or a dict of keyword arguments of forward; may be left out for
+            a backbone and for a model with a method `example_inputs(batch_size)`.
         batch_size: samples in one step, over all micro-batches; the example's where left out.
-        microbatches: number of micro-batches, at most the batch size; they differ by one sample where it does not divide.
+        microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of `world_size`.
-        schedule: "auto", a name ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble"), a schedule's text, or a `Schedule`.
+        schedule: "auto", a name ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble"), a `Schedule` or its text.
         cluster: the network to plan for.
         cost_model: a device by name, or any `CostModel`; an A100-80GB where left out.
         device: where the ranks run ("cpu", or "cuda" for one GPU a rank).
@@ -83,7 +83,9 @@ def compile(
     sizes = microbatch_sizes(inputs.batch_size, microbatches, world_size, asked)
     batch = analyse_batch(captured)
     if not batch.divisible and len(sizes) > 1:
-        raise CompileError(f"{captured.notes[0]}; it cannot be cut into {len(sizes)} micro-batches: pass microbatches=1")
+        raise CompileError(
+            f"{captured.notes[0]}; it cannot be cut into {len(sizes)} micro-batches: pass microbatches=1"
+        )
     see("batch", batch)
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
     forward = {name: seconds_of.forward_seconds(cost, max(sizes)) for name, cost in costs.items()}

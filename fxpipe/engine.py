@@ -18,6 +18,7 @@ from fxpipe.rank_program import RankProgram
 from fxpipe.step import StepPlan
 from fxpipe.transport import Transport, run_ranks
 
+
 def run_rank(
     module: fx.GraphModule,
     program: RankProgram,
@@ -84,9 +85,7 @@ class LocalEngine(_Parameters):
         self._add_gradients(gradients)
         return loss
 
-    def run(
-        self, tensors: Mapping[str, torch.Tensor], step: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def run(self, tensors: Mapping[str, torch.Tensor], step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
         draws = Draws(self._plan, self.seed, step, self._plan.device)
 
@@ -149,7 +148,7 @@ class Engine(_Parameters):
         return self._transport.sent_bytes()
 
     def gather_state_dict(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
-        """Collective: on rank `dst` the parameters and buffers of all ranks, on the CPU, by original name; else None."""
+        """Collective: parameters and buffers of all ranks by original name, on the CPU of rank `dst`; None elsewhere."""
         mine = {self._shown(n): t.detach().cpu() for n, t in self._state.items() if not n.startswith("_constants.")}
         parts = self._transport.gather_object(mine, dst)
         return None if parts is None else {name: t for part in reversed(parts) for name, t in part.items()}

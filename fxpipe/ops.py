@@ -24,7 +24,7 @@ def slice_batch(
     """Samples [start, stop) of a value whose dimension `dim` is outer x batch x inner, contiguous."""
     if outer == 1:
         return value.narrow(dim, start * inner, (stop - start) * inner).contiguous()
-    parts = value.unflatten(dim, (outer, batch_size, inner)).narrow(dim + 1, start, stop - start)
+    parts: torch.Tensor = value.unflatten(dim, (outer, batch_size, inner)).narrow(dim + 1, start, stop - start)
     return parts.flatten(dim, dim + 2).contiguous()
 
 

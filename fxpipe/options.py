@@ -36,8 +36,8 @@ def microbatch_sizes(
 ) -> tuple[int, ...]:
     """Samples of every micro-batch, the larger ones first.
 
-    Where the number is left out: the largest divisor of the batch up to twice the ranks, or that many uneven ones where no
-    divisor keeps the ranks busy.
+    Where the number is left out: the largest divisor of the batch up to twice the ranks; twice the ranks, uneven, where
+    no divisor keeps the ranks busy.
     """
     if isinstance(schedule, Schedule):
         if microbatches not in (None, schedule.num_microbatches):
@@ -48,7 +48,9 @@ def microbatch_sizes(
         divisor = max(m for m in range(1, most + 1) if batch_size % m == 0)
         microbatches = divisor if 2 * divisor >= most else most
     if microbatches > batch_size:
-        raise CompileError(f"microbatches={microbatches} exceeds the batch of {batch_size}; a micro-batch needs a sample")
+        raise CompileError(
+            f"microbatches={microbatches} exceeds the batch of {batch_size}; a micro-batch needs a sample"
+        )
     size, larger = divmod(batch_size, microbatches)
     return (size + 1,) * larger + (size,) * (microbatches - larger)
 
@@ -63,12 +65,14 @@ def training_step(
     if example_inputs is None:
         if not callable(getattr(step, "example_inputs", None)):
             raise CompileError(
-                f"{type(model).__name__} has no method example_inputs(batch_size); pass example_inputs= (a tuple of positional "
-                "or a dict of keyword arguments of its forward)"
+                f"{type(model).__name__} has no method example_inputs(batch_size); pass example_inputs=, "
+                "a tuple of positional or a dict of keyword arguments of its forward"
             )
         return step, *call_of(step.example_inputs(batch_size or 2 * world_size))  # type: ignore[operator]
     if isinstance(step, PredictionStep) and isinstance(example_inputs, Mapping) and "target" not in example_inputs:
-        raise CompileError(f"example_inputs of a backbone need a 'target' beside {sorted(example_inputs)}: the loss is mse against it")
+        raise CompileError(
+            f"example_inputs of a backbone need a 'target' beside {sorted(example_inputs)}: the loss is mse against it"
+        )
     args, kwargs = call_of(example_inputs)
     if isinstance(step, PredictionStep) and args:
         names = [*inspect.signature(model.forward).parameters]

@@ -45,7 +45,9 @@ class Plan:
             rank = self.staged.stage_ranks[stage]
             lines.append(f"  stage {stage:2} on rank {rank}: {len(blocks):3} blocks, {share:5.1%}  {span}")
         for component in self.blocks.components:
-            lines.append(f"  frozen {component.name}: {len(component.nodes)} operations, on the rank of each micro-batch")
+            lines.append(
+                f"  frozen {component.name}: {len(component.nodes)} operations, on the rank of each micro-batch"
+            )
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,7 +125,10 @@ class Program:
     @cached_property
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters, buffers and lifted constants by the names the programs use."""
-        named = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers(remove_duplicate=False))}
+        named = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
         meta = [name for name, tensor in named.items() if tensor.is_meta]
         if meta:
             raise CompileError(

@@ -75,7 +75,7 @@ def _stuck(programs: Sequence[RankProgram]) -> Iterator[str]:
             while position[rank] < len(program_nodes) and _can_run(program_nodes[position[rank]], sent):
                 node = program_nodes[position[rank]]
                 if node.target is ops.send:
-                    sent.add(node.args[3])  # type: ignore[arg-type]
+                    sent.add(node.args[3])
                 position[rank] += 1
                 moved = True
     for rank, program_nodes in enumerate(nodes):

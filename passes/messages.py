@@ -20,7 +20,7 @@ Graphs = Mapping[tuple[str, int], Mapping[int, StageGraphs]]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is lowered: the traced graphs of every unit ("F", stage) or ("T", component) by micro-batch size, who runs what.
+    """What is lowered: the graphs of every unit, ("F", stage) or ("T", component), by micro-batch size, and who runs it.
 
     `kinds` gives the kind of a value as read by a unit, by (value, unit).
     """
@@ -87,16 +87,14 @@ def plan_messages(layout: Layout, tied: Sequence["TiedGradient"]) -> tuple[Messa
 
 @dataclass(frozen=True)
 class TiedGradient:
-    """A parameter held by several ranks: `givers` have a gradient for it, the first sums and sends it to all `holders`."""
+    """A parameter of several ranks: `givers` have a gradient for it, the first sums it and sends it to all `holders`."""
 
     value: Value
     givers: tuple[int, ...]
     holders: tuple[int, ...]
 
 
-def _message(
-    edge: int, src: int, dst: int, action: Action | None, value: Value, microbatch: int, kind: str
-) -> Message:
+def _message(edge: int, src: int, dst: int, action: Action | None, value: Value, microbatch: int, kind: str) -> Message:
     return Message(edge, src, dst, action, value.name, microbatch, kind, value.shape, value.dtype)
 
 
@@ -110,9 +108,7 @@ def _values(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Va
             yield reader, value, kind
 
 
-def _gradients(
-    layout: Layout, rank: int, action: Action, later: Sequence[Action]
-) -> Iterator[tuple[int, Value, str]]:
+def _gradients(layout: Layout, rank: int, action: Action, later: Sequence[Action]) -> Iterator[tuple[int, Value, str]]:
     graphs = layout.graph(("F", action.stage), action.microbatch)
     pending = {a.stage for a in later if a.kind in "BI" and a.microbatch == action.microbatch}
     for value in graphs.reads:
@@ -124,7 +120,7 @@ def _gradients(
 
 
 def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, Value, str]]:
-    """(source, destination, value, kind) of what follows the last action: tied gradients to and from their owner, the loss."""
+    """(source, destination, value, kind) after the last action: tied gradients to and from their owner, the loss."""
     for gradient in tied:
         owner, *others = gradient.givers
         for giver in others:

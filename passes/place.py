@@ -73,12 +73,16 @@ def place(graph: BlockGraph, times: BlockTimes, request: Request, cluster: Clust
 
 
 def _label(staged: Staged) -> str:
-    return f"{staged.schedule} over {staged.num_stages} stages" + (" with collocated skips" if staged.collocated else "")
+    return f"{staged.schedule} over {staged.num_stages} stages" + (
+        " with collocated skips" if staged.collocated else ""
+    )
 
 
 def _named(graph: BlockGraph, times: BlockTimes, request: Request, cluster: Cluster, name: str) -> Staged:
     if name not in POLICIES:
-        raise CompileError(f"unknown schedule {name!r}; choose one of auto, {', '.join(POLICIES)}, or pass a schedule's text")
+        raise CompileError(
+            f"unknown schedule {name!r}; choose one of auto, {', '.join(POLICIES)}, or pass a schedule's text"
+        )
     world_size = request.world_size
     stages = request.stages or world_size * (2 if name in ("interleaved", "wave") else 1)
     if stages % world_size:
@@ -120,7 +124,9 @@ def _wave(graph: BlockGraph, times: BlockTimes, world_size: int, cluster: Cluste
             f"{free.max_over_mean:.3f} if skips could cross ranks"
         )
     elif pairs:
-        notes.append(f"{len(found.crossing)} of {len(pairs)} skips cross ranks, for balance ({found.max_over_mean:.3f} x mean)")
+        notes.append(
+            f"{len(found.crossing)} of {len(pairs)} skips cross ranks, for balance ({found.max_over_mean:.3f} x mean)"
+        )
     return Staged(found.boundaries, ranks, "wave", not found.crossing, world_size, tuple(notes))
 
 

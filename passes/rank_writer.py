@@ -1,8 +1,8 @@
 """Writing one rank's graph: where values come from, and the receives, sends and calls that move them.
 
-    read("h", 2)      made on this rank        its node
-                      made on another rank     wait(recv(...)), the receive posted earlier, in the order of its channel
-                      an input or a draw       slice_batch(whole batch, samples of micro-batch 2)
+read("h", 2)      made on this rank        its node
+                  made on another rank     wait(recv(...)), the receive posted earlier, in the order of its channel
+                  an input or a draw       slice_batch(whole batch, samples of micro-batch 2)
 """
 
 import operator
@@ -34,8 +34,8 @@ class BatchSlice:
 class Sources:
     """Where values that no unit makes come from.
 
-    `inputs` and `draws` (with their index) are whole-batch placeholders; `prologue` makes further whole-batch values from
-    some of them; `slices` says how each is cut into micro-batches, None where all samples share it.
+    `inputs` and `draws` (with their index) are whole-batch values; `prologue` makes further ones from some of them;
+    `slices` says how each is cut into micro-batches, None where all samples share it.
     """
 
     inputs: tuple[str, ...]

@@ -93,7 +93,7 @@ def trace_stage(
     """Trace `unit` at `batch_size` samples, forward and backward together, and cut the trace.
 
     Args:
-        reads: the values the unit reads, in the order of `unit.reads`, with `requires_grad` as their producer traced it.
+        reads: the values of `unit.reads`, in order, with `requires_grad` as their producer traced it.
     """
     joint = _trace(capture, unit, batch_size, reads, device)
     input_grads = tuple(v.name for v in reads if v.requires_grad) if joint.has_backward else ()
@@ -115,9 +115,7 @@ def trace_stage(
     )
 
 
-def _trace(
-    capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value], device: torch.device
-) -> "_Joint":
+def _trace(capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value], device: torch.device) -> "_Joint":
     interpreter = _MarkedInterpreter(at_batch(capture, unit, batch_size, device))
     returned: list[torch.Tensor] = []
     weight_grads: list[str] = []
@@ -151,12 +149,12 @@ def _trace(
     placeholders = {node.name: node for node in capture.graph.find_nodes(op="placeholder")}
     with private.fake_mode() as mode:
         state = [_fake_state(placeholders[name], device) for name in unit.state]
-        values = [
-            torch.empty(v.shape, dtype=v.dtype, device=device).requires_grad_(v.requires_grad) for v in reads
-        ]
+        values = [torch.empty(v.shape, dtype=v.dtype, device=device).requires_grad_(v.requires_grad) for v in reads]
     with mode:
         graph = make_fx(flat)(state, values).graph
-    borders = tuple(Value(n, tuple(o.shape), o.dtype, o.requires_grad) for n, o in zip(unit.returns, returned, strict=True))
+    borders = tuple(
+        Value(n, tuple(o.shape), o.dtype, o.requires_grad) for n, o in zip(unit.returns, returned, strict=True)
+    )
     return _Joint(_prepare(graph, names, reads, parts), borders, tuple(weight_grads))
 
 
@@ -243,7 +241,7 @@ def _prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value], part
 
 
 def _harden_strides(graph: fx.Graph) -> None:
-    """Make the graph independent of the strides of dimensions of size one, which real and traced tensors need not share.
+    """Make the graph independent of strides of dimensions of size one, which real and traced tensors need not share.
 
     A kernel that was traced on a channels-last input would refuse the same data with another idle stride.
     """

@@ -11,8 +11,8 @@ from fxpipe.schedule import Schedule, Work
 from fxpipe.sizes import concrete
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
-from passes.rank_writer import BatchSlice, Sources
 from passes.messages import Graphs, Layout
+from passes.rank_writer import BatchSlice, Sources
 from passes.stage_graphs import StageGraphs, Value, state_name, trace_stage
 from passes.units import STATE_KINDS, Unit, make_units, whole_batch_unit
 
@@ -64,7 +64,8 @@ def _given_values(capture: Capture, batch: BatchPlan, size: int) -> dict[str, Va
     """What no unit makes, as one micro-batch of `size` samples sees it."""
     given = [n for n in capture.graph.nodes if n.op == "placeholder" and n.meta["kind"] not in STATE_KINDS]
     given += [n for n in capture.graph.nodes if n.name in batch.whole_batch]
-    return {n.name: Value(n.name, concrete(tuple(n.meta["val"].shape), size), n.meta["val"].dtype, False) for n in given}
+    fakes = {n.name: n.meta["val"] for n in given}
+    return {name: Value(name, concrete(tuple(fake.shape), size), fake.dtype, False) for name, fake in fakes.items()}
 
 
 def _sources(
@@ -92,6 +93,7 @@ def _sources(
 
 def _slice(batch: BatchPlan, name: str) -> BatchSlice | None:
     layout = batch.layouts[name]
+    assert not isinstance(layout, tuple), f"{name} is a single value"
     return None if layout is None else BatchSlice(layout.dim, layout.outer, layout.inner)
 
 

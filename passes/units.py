@@ -1,8 +1,8 @@
 """Units: the pieces of the captured graph that ranks run, a stage of the backbone or a frozen component.
 
-    unit stage_1:   reads   sample_mix (edge), timesteps (input), draw_1 (draw)
-                    state   unet.mid.conv.weight, ...
-                    returns h_12 (read by stage 2), h_9 (read by stage 3)
+unit stage_1:   reads   sample_mix (edge), timesteps (input), draw_1 (draw)
+                state   unet.mid.conv.weight, ...
+                returns h_12 (read by stage 2), h_9 (read by stage 3)
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -49,13 +49,13 @@ def make_units(
         local: cheap nodes that any unit recomputes for itself.
         whole: values computed once on the whole batch and read as slices.
     """
-    groups = [(name, set(nodes)) for name, nodes in groups]
+    owned = [(name, set(nodes)) for name, nodes in groups]
     nodes_by_name = {node.name: node for node in capture.graph.nodes}
     stop = set(whole)
-    drafts = [_draft(capture, name, own, set(local) - own, stop) for name, own in groups]
+    drafts = [_draft(capture, name, own, set(local) - own, stop) for name, own in owned]
     read_by = {name: reads for name, _, reads, _ in drafts}
     units = []
-    for (name, ordered, reads, state), (_, own) in zip(drafts, groups, strict=True):
+    for (name, ordered, reads, state), (_, own) in zip(drafts, owned, strict=True):
         others = {value for other, values in read_by.items() if other != name for value in values}
         returns = [n for n in ordered if n in own and n in others and n not in stop]
         if capture.loss.name in own:
@@ -88,14 +88,14 @@ def _draft(
             else:
                 reads.setdefault(argument.name)
     order = [n.name for n in capture.graph.nodes]
-    sort = lambda names: [n for n in order if n in names]  # noqa: E731
-    return name, sort(wanted), sort(reads), sort(state)
+    ordered, read, states = ([n for n in order if n in names] for names in (wanted, reads, state))
+    return name, ordered, read, states
 
 
 def at_batch(capture: Capture, unit: Unit, batch_size: int, device: torch.device) -> fx.GraphModule:
     """The unit's forward as a graph for `batch_size` samples on `device`: sizes are numbers, devices are `device`.
 
-    Input: `state` placeholders, then `reads`. Output: `returns`, as a tuple. Nodes keep their marks (no_grad, autocast).
+    Input: `state` placeholders, then `reads`. Output: `returns`, a tuple. Nodes keep their marks (no_grad, autocast).
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -105,8 +105,7 @@ def at_batch(capture: Capture, unit: Unit, batch_size: int, device: torch.device
     place = _placer(env, batch_size, device)
     for name in unit.nodes:
         node = by_name[name]
-        target: Callable[..., Any] = node.target  # type: ignore[assignment]
-        copy = graph.create_node("call_function", target, place(node.args), place(node.kwargs), node.name)
+        copy = graph.create_node("call_function", node.target, place(node.args), place(node.kwargs), node.name)
         copy.meta = {key: node.meta[key] for key in ("no_grad", "autocast", "path") if key in node.meta}
         env[node] = copy
     graph.output(tuple(env[by_name[name]] for name in unit.returns))
