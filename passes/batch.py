@@ -127,31 +127,34 @@ class _Follow:
         self.states: dict[fx.Node, Result] = {}
         self.whole: set[fx.Node] = set()
         self.depends = _depends_on_parameters(self.order)
-        self.failed = self.order[0]
+        self.failed = self.order[0]  # the furthest node that no choice so far could follow, and why
+        self._why: Mixed | None = None
         self._tries: dict[fx.Node, int] = {}
         self._options: dict[fx.Node, list[tuple[Result, bool]]] = {}
 
     def run(self) -> None:
         position = {node: i for i, node in enumerate(self.order)}
-        index, first = 0, dict[fx.Node, Mixed]()
+        index = 0
         while index < len(self.order):
             node = self.order[index]
             try:
                 self._options[node] = self._possible(node)
             except Mixed as error:
-                self.failed = node
-                node = self._last_choice(node, position, first.setdefault(node, error))
+                if self._why is None or position[node] > position[self.failed]:
+                    self.failed, self._why = node, error
+                node = self._last_choice(node, position)
                 index = position[node]
             state, whole = self._options[node].pop(0)
             self.states[node] = state
             (self.whole.add if whole else self.whole.discard)(node)
             index += 1
 
-    def _last_choice(self, failed: fx.Node, position: Mapping[fx.Node, int], error: Mixed) -> fx.Node:
+    def _last_choice(self, failed: fx.Node, position: Mapping[fx.Node, int]) -> fx.Node:
         self._tries[failed] = self._tries.get(failed, 0) + 1
         choices = [n for n in _ancestors(failed) if self._options.get(n)]
         if not choices or self._tries[failed] > _TRIES:
-            raise error
+            assert self._why is not None
+            raise self._why
         return max(choices, key=position.__getitem__)
 
     def _possible(self, node: fx.Node) -> list[tuple[Result, bool]]:
@@ -180,7 +183,8 @@ def _results(call: Call) -> list[Result]:
     node = call.node
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor | list | tuple):
-        if call.operands and call.name not in _SIZE_READERS:
+        number = isinstance(value, int | float | complex | torch.SymInt | torch.SymFloat | torch.SymBool)
+        if number and call.operands and call.name not in _SIZE_READERS:
             raise Mixed("it turns a tensor's value into a number", "keep it a tensor")
         return [State()]
     if call.name == "getitem":

@@ -1,9 +1,10 @@
 """Operations without a rule of their own that ATen composes of others: each part is followed by its rule.
 
-    cosine_embedding_loss(x, y, t)   ->   mul, sum, sqrt, div, sub, where, mean
+cosine_embedding_loss(x, y, t)   ->   mul, sum, sqrt, div, sub, where, mean
 """
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +24,21 @@ def follow_parts(call: Call, follow: Follow) -> list[Result]:
         Mixed: it is not composed of others, or one of its parts mixes samples.
     """
     mode = next((t.meta["val"].fake_mode for t in call.operands), None)
-    if mode is None:
-        raise _no_rule()
+    if mode is None or not isinstance(call.node.target, torch._ops.OpOverload):
+        raise no_rule("it")
     values = fx.map_arg((call.node.args, dict(call.node.kwargs)), lambda n: n.meta["val"])
     parts = _Parts(call, follow)
-    with mode.shape_env.suppress_guards(), parts:
-        result = call.node.target(*values[0], **values[1])  # type: ignore[operator]
+    try:
+        with mode.shape_env.suppress_guards(), parts:
+            result = call.node.target(*values[0], **values[1])
+    except RuntimeError as error:  # some operations have no fake form at this level
+        raise no_rule("it") from error
     return [parts.state_of(result)]
 
 
-def _no_rule() -> Mixed:
+def no_rule(part: str) -> Mixed:
     return Mixed(
-        "no rule says whether it keeps the samples apart",
+        f"no rule says whether {part} keeps the samples apart",
         "write it with other operations, or keep it out of what depends on parameters",
     )
 
@@ -43,7 +47,7 @@ class _Parts(TorchDispatchMode):
     """Follows every operation run under it as a node of a graph of its own."""
 
     def __init__(self, call: Call, follow: Follow) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._target, self._follow, self._graph = call.node.target, follow, fx.Graph()
         self._states: dict[fx.Node, Result] = {}
         self._nodes: dict[int, fx.Node] = {}
@@ -57,16 +61,19 @@ class _Parts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self._target or torch.Tag.nondeterministic_seeded in func.tags:
-            raise _no_rule()
-        value = func(*args, **(kwargs or {}))
+            raise no_rule("it")
+        before = [self._states[self._nodes[id(t)]] for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
         node = self._graph.call_function(func, *self._as_nodes((args, kwargs or {})))
+        value = func(*args, **(kwargs or {}))
         node.meta["val"] = value
         (state, *_) = self._follow(bind(node, self._states))
+        if func._schema.is_mutable and state != before[0]:
+            raise no_rule(f"its part {func}")  # views of what it changes would keep the state of before
         self._add(node, value, state)
         if isinstance(value, list | tuple):
             for index, item in enumerate(value):
                 part = state[index] if isinstance(state, tuple) else state
-                self._add(self._graph.call_function(_item, (node, index)), item, part)
+                self._add(self._graph.call_function(operator.getitem, (node, index)), item, part)
         return value
 
     def _as_nodes(self, values: Any) -> Any:
@@ -76,7 +83,3 @@ class _Parts(TorchDispatchMode):
         if isinstance(result, list | tuple):
             return tuple(self._states[self._nodes[id(item)]] for item in result)  # type: ignore[misc]
         return self._states[self._nodes[id(result)]]
-
-
-def _item(values: Mapping[int, Any], index: int) -> Any:
-    return values[index]

@@ -1,8 +1,8 @@
 """Where the samples of a batch lie in one value, and one graph node seen with the layouts of its operands.
 
-    x            [B, C, H, W]     Layout(dim=0, outer=1, inner=1)
-    cat([x, x])  [2B, C, H, W]    Layout(dim=0, outer=2, inner=1)
-    tokens       [B*T, D]         Layout(dim=0, outer=1, inner=T)
+x            [B, C, H, W]     Layout(dim=0, outer=1, inner=1)
+cat([x, x])  [2B, C, H, W]    Layout(dim=0, outer=2, inner=1)
+tokens       [B*T, D]         Layout(dim=0, outer=1, inner=T)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,8 +78,10 @@ class Call:
 
     @property
     def name(self) -> str:
+        """The operation's name without its overload; in-place ones as their functional form."""
         packet = getattr(self.node.target, "overloadpacket", self.node.target)
-        return str(getattr(packet, "__name__", packet))
+        name = str(getattr(packet, "__name__", packet))
+        return name if name.startswith("__") else name.removesuffix("_")
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -165,8 +167,13 @@ def power_of(value: Any) -> int | None:
     if not isinstance(value, torch.SymInt | torch.SymFloat):
         return 0
     expr = value.node.expr.subs({symbol: _BATCH for symbol in value.node.expr.free_symbols})
+    expr = expr.replace(_is_division, lambda e: e.args[0] / e.args[1])
     exponent = sympy.simplify(_BATCH * sympy.diff(expr, _BATCH) / expr)
     return -int(exponent) if exponent.is_Integer else None
+
+
+def _is_division(expr: sympy.Expr) -> bool:
+    return type(expr).__name__ in ("IntTrueDiv", "FloatTrueDiv")
 
 
 def batch_dims(value: torch.Tensor) -> list[tuple[int, int]]:

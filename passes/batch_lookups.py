@@ -101,3 +101,14 @@ def select_scatter(call: Call) -> list[Result]:
     if layout is None or layout.dim == dim or call.layout(part) != layout.at(layout.dim - int(layout.dim > dim)):
         raise Mixed("it writes one sample's values into another's")
     return moved(call, layout)
+
+
+def slice_scatter(call: Call) -> list[Result]:
+    """A write into a slice: along the batch only of all of it, as in `x[:, 1] = y`."""
+    value, part = call.operands
+    layout, dim = call.layout(value), dimension(call.arguments["dim"], value.meta["val"].ndim)
+    if layout is None or layout.dim != dim:
+        return along(call)
+    if call.layout(part) != layout or call.arguments["step"] != 1:
+        raise Mixed("it writes some samples of the batch")
+    return moved(call, layout)

@@ -1,8 +1,8 @@
 """Graph rewrites that let micro-batches add up, each equal to what it replaces.
 
-    cross_entropy(x, y)              ->   cross_entropy(x, y, reduction="sum") / (y != ignore_index).sum()
-    squeeze(x)                       ->   squeeze(x, dims of size 1)          a micro-batch of one keeps its batch
-    (w*l).sum()/w.sum() + d.mean()   ->   ... + d.mean() * (b / B)            two sums over micro-batches
+cross_entropy(x, y)              ->   cross_entropy(x, y, reduction="sum") / (y != ignore_index).sum()
+squeeze(x)                       ->   squeeze(x, dims of size 1)          a micro-batch of one keeps its batch
+(w*l).sum()/w.sum() + d.mean()   ->   ... + d.mean() * (b / B)            two sums over micro-batches
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ def prepare(graph: fx.Graph, depends: set[fx.Node]) -> None:
 def _squeeze_named(graph: fx.Graph, node: fx.Node) -> None:
     value: Any = node.args[0]
     shape = value.meta["val"].shape
-    named = node.args[1] if len(node.args) > 1 else range(len(shape))
-    dims = sorted(d % len(shape) for d in ([named] if isinstance(named, int) else named)) if shape else []  # type: ignore[union-attr]
+    named: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
+    dims = sorted(d % len(shape) for d in ([named] if isinstance(named, int) else named)) if shape else []
     if not any(is_symbolic(shape[d]) for d in dims):
         return
     with graph.inserting_before(node):

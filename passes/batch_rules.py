@@ -134,15 +134,3 @@ def batch_norm(call: Call) -> list[Result]:
     if call.arguments["training"]:
         raise Mixed("batch normalisation in training uses statistics of the whole batch", "use GroupNorm, or .eval()")
     return trailing(lambda call, ndim: ndim - 1)(call)
-
-
-def recurrent(call: Call) -> list[Result]:
-    if "batch_first" not in call.arguments:
-        raise Mixed("it runs over a packed batch of sequences", "pad the sequences")
-    data, *_ = call.operands
-    layout, hidden = call.layout(data), list(call.tensors("hx"))
-    if layout is None or layout.dim != (0 if call.arguments["batch_first"] else 1) or data.meta["val"].ndim != 3:
-        raise Mixed("its sequence runs over the batch")
-    if any(call.layout(h) != layout.at(1) for h in hidden) or call.batched(list(call.tensors("params"))):
-        raise Mixed("its hidden state holds the batch elsewhere")
-    return moved(call, layout)

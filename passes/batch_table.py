@@ -40,7 +40,7 @@ _ALONG = """
     softmax log_softmax _softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk argsort kthvalue
     median nanmedian mode glu flip roll amax amin aminmax max min argmax argmin prod var std var_mean std_mean norm
     linalg_vector_norm frobenius_norm linalg_norm logsumexp all any count_nonzero nansum nanmean select unbind scatter
-    scatter_add scatter_reduce slice_scatter diff unfold linalg_cross diagonal fft_fft fft_ifft fft_rfft fft_irfft
+    scatter_add scatter_reduce diff unfold linalg_cross diagonal fft_fft fft_ifft fft_rfft fft_irfft
     fft_hfft fft_ihfft fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftshift
     fft_ifftshift cosine_similarity
 """
@@ -99,7 +99,6 @@ RULES: dict[str, Rule] = {
     **_names("sum mean", sums.reduce),
     **_names(_LOSSES, sums.loss),
     **_names("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", sums.class_loss),
-    **_names("lstm gru rnn_tanh rnn_relu", rules.recurrent),
     **_names("bucketize searchsorted", lookups.bucketize),
     "arange": lookups.arange,
     "batch_norm": rules.batch_norm,
@@ -115,6 +114,7 @@ RULES: dict[str, Rule] = {
     "meshgrid": rules.meshgrid,
     "repeat_interleave": views.repeat_interleave,
     "cdist": products.cdist,
+    "slice_scatter": lookups.slice_scatter,
     "select_scatter": lookups.select_scatter,
     "scaled_dot_product_attention": products.attention,
     "stack": rules.stack,
