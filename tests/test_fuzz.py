@@ -1,0 +1,153 @@
+"""Random training steps in random layouts give one device's loss and gradients.
+
+Every example is compared with plain autograd, run here and not by fxpipe, where the step makes no random draws; and by
+`program.verify` always. The suite runs 25 examples; `FXPIPE_FUZZ_EXAMPLES=2000 pytest tests/test_fuzz.py --timeout 0`
+runs more, and `--hypothesis-seed=N` others.
+"""
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, event, given, settings
+
+import fxpipe
+from fxpipe.capture import loss_of
+from fxpipe.errors import ScheduleError
+from fxpipe.program import Program
+from fxpipe.schedule import Action, Schedule, Work
+from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
+
+EXAMPLES = int(os.environ.get("FXPIPE_FUZZ_EXAMPLES", "25"))
+TOLERANCE = 1e-10
+
+
+@given(step_specs(), splits())
+@settings(
+    max_examples=EXAMPLES,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+def test_any_step_in_any_layout_equals_one_device(spec: StepSpec, split: Split) -> None:
+    check(spec, split)
+
+
+def check(spec: StepSpec, split: Split) -> None:
+    model = RandomStep(spec)
+    batch = model.example_inputs(split.batch_size)
+    assume(trains(model, batch))
+    event(split.schedule)
+    program = compiled(model, batch, split)
+    if not model.draws:
+        loss, gradients = plain_step(model, batch)
+        result = program.run_local(**batch)
+        assert_close(result.loss, loss, "loss", 0.0)
+        assert_gradients(result.gradients, gradients)
+    report = program.verify(**batch)
+    assert report.ok, str(report)
+    assert report.tolerance == TOLERANCE
+    assert_repeats(program, batch)
+
+
+def trains(model: RandomStep, batch: Mapping[str, Any]) -> bool:
+    """Whether the loss depends on a trainable parameter; what doesn't is refused, which has tests of its own."""
+    return loss_of(model(**batch)).requires_grad
+
+
+def compiled(model: RandomStep, batch: dict[str, Any], split: Split) -> Program:
+    options: dict[str, Any] = {"example_inputs": batch, "batch_size": split.batch_size}
+    if split.schedule != "custom":
+        named = {"schedule": split.schedule, "stages": split.stages, "microbatches": split.microbatches}
+        return fxpipe.compile(model, split.world_size, **options, **named)
+    text = custom_schedule(model, split, options)
+    return fxpipe.compile(model, split.world_size, schedule=text, **options)
+
+
+def custom_schedule(model: RandomStep, split: Split, options: dict[str, Any]) -> str:
+    """The text of a random correct schedule, stages on random ranks.
+
+    Which actions it needs is known once the stages are traced: a first compile with no more than the placement ends
+    in the schedule's refusal, right after that.
+    """
+    rng = random.Random(split.seed)
+    num_microbatches = split.microbatches or rng.randint(1, split.batch_size)
+    owner = [rng.randrange(split.world_size) for _ in range(split.stages or 1)]
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        # A stage that turns out empty has no actions, and the rest is then divided among fewer.
+        ranks = tuple(
+            tuple(Action(s, "F", 0) for s in range(len(owner)) if owner[s] == rank) for rank in range(split.world_size)
+        )
+        placement = Schedule("custom", len(owner), num_microbatches, ranks)
+        try:
+            program = fxpipe.compile(
+                model, split.world_size, schedule=placement, observe=found.__setitem__, **options
+            )  # fmt: skip
+            return program.schedule.text()  # one stage that only goes forward is all there is
+        except ScheduleError:
+            work: Work = found["stage graphs"].work
+        owner = [owner[s] for s in work.stages]
+    assert not work.empty
+    return random_order(work, owner, split.world_size, rng).text()
+
+
+def random_order(work: Work, owner: list[int], world_size: int, rng: random.Random) -> Schedule:
+    """Actions taken one by one among those whose needs are met; backwards are split at random where they can be."""
+    actions: dict[Action, int] = {}
+    for microbatch in range(work.num_microbatches):
+        for component in range(work.num_components):
+            actions[Action(component, "T", microbatch)] = rng.randrange(world_size)
+        for stage in work.stages:
+            kinds = "F"
+            if stage in work.backward:
+                split = stage in work.input_grad and rng.random() < 0.5
+                kinds += ("IW" if stage in work.weight_grad else "I") if split else "B"
+            actions |= {Action(stage, kind, microbatch): owner[stage] for kind in kinds}
+    ranks: list[list[Action]] = [[] for _ in range(world_size)]
+    done: set[Action] = set()
+    while len(done) < len(actions):
+        ready = [a for a in actions if a not in done and done.issuperset(work.needs(a, actions.keys()))]
+        chosen = rng.choice(ready)
+        ranks[actions[chosen]].append(chosen)
+        done.add(chosen)
+    return Schedule("custom", work.num_stages, work.num_microbatches, tuple(map(tuple, ranks)))
+
+
+def plain_step(model: RandomStep, batch: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients by name as any training loop gets them."""
+    model.zero_grad()
+    loss = loss_of(model(**batch))
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def assert_gradients(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Equal by name; a gradient that one side leaves out must be zero on the other."""
+    floor = 1e-4 * max((float(g.abs().max()) for g in theirs.values()), default=0.0)
+    for name in {*ours, *theirs}:
+        mine, other = ours.get(name), theirs.get(name)
+        zero = torch.zeros_like(mine if other is None else other)
+        assert_close(zero if mine is None else mine, zero if other is None else other, name, floor)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str, floor: float) -> None:
+    scale = max(float(theirs.abs().max()), floor)
+    error = float((ours - theirs).abs().max())
+    assert error <= TOLERANCE * scale, f"{name}: differs by {error:.2e}, largest value {scale:.2e}"
+
+
+def assert_repeats(program: Program, batch: Mapping[str, Any]) -> None:
+    """Two runs are equal bit for bit, and move exactly the planned bytes."""
+    engine = program.local_engine()
+    tensors = program.step.bind((), batch)
+    first, second = engine.run(tensors, 0), engine.run(tensors, 0)
+    assert engine.sent_bytes == program.traffic().channels
+    assert torch.equal(first[0], second[0])
+    assert first[1].keys() == second[1].keys()
+    for name, gradient in first[1].items():
+        assert torch.equal(gradient, second[1][name]), name
