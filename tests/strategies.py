@@ -17,6 +17,7 @@ WEIGHTED = ("linear", "conv", "glu", "norm", "group_norm", "film", "cat")
 PLAIN = ("silu", "tanh", "gelu", "square", "chunk", "detach", "cond")
 SQUARE = ("transpose", "attention")  # of [batch, width, width] only
 TWO_VALUES = ("add", "sub", "gate", "cat")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", "auto", "custom", "custom")
 LOSSES = ("mean", "sum", "weighted", "mean of sums", "two terms", "weighted sum")
 
 
@@ -263,10 +264,10 @@ class Split:
 
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
-    """Every schedule, with more micro-batches than samples per rank or fewer, and now and then more stages than blocks."""
+    """Every schedule, few micro-batches or many, of equal size or not, and now and then more stages than blocks."""
     world_size = draw(st.sampled_from((1, 2, 3, 4, 5, 8)))
     batch_size = draw(st.integers(1, 9))
-    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", "auto", "custom", "custom")))
+    schedule = draw(st.sampled_from(SCHEDULES))
     microbatches = draw(st.one_of(st.none(), st.integers(1, min(8, batch_size))))
     per_rank = {"wave": st.just(None), "zero-bubble": st.sampled_from((None, 1, 2))}.get(
         schedule, st.sampled_from((None, 1, 2, 3))

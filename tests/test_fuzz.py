@@ -10,7 +10,6 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 
