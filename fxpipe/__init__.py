@@ -1,16 +1,38 @@
 """fxpipe compiles diffusion models for several devices."""
 
-from typing import Any
-
-__all__ = ["CaptureError", "CompileError", "FxpipeError", "RunError", "ScheduleError", "compile"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import CaptureError, CompileError, FxpipeError, RunError, ScheduleError
 
+if TYPE_CHECKING:
+    from fxpipe.cluster import Cluster
+    from fxpipe.compiler import compile
+    from fxpipe.program import Program
+    from fxpipe.schedule import Schedule
+
+__all__ = [
+    "CaptureError",
+    "Cluster",
+    "CompileError",
+    "FxpipeError",
+    "Program",
+    "RunError",
+    "Schedule",
+    "ScheduleError",
+    "compile",
+]
+
+# Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
+_LAZY = {
+    "Cluster": "fxpipe.cluster",
+    "Program": "fxpipe.program",
+    "Schedule": "fxpipe.schedule",
+    "compile": "fxpipe.compiler",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # `compile` pulls in torch, the passes and the cost models: loaded on first use, so that reading a plan stays light.
-    if name == "compile":
-        from fxpipe.compiler import compile
-
-        return compile
-    raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -9,6 +9,7 @@ from torch import nn
 from cost_models import roofline
 from cost_models.flops import node_costs
 from fxpipe.block_graph import Block, Component
+from fxpipe.block_graph_check import require as require_block_graph
 from fxpipe.capture import capture
 from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel
@@ -18,7 +19,7 @@ from fxpipe.options import check_counts, given_schedule, microbatch_sizes, train
 from fxpipe.program import Plan, Program
 from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
-from fxpipe.schedule_check import require
+from fxpipe.schedule_check import require as require_schedule
 from fxpipe.staged import Staged
 from fxpipe.step import StepPlan
 from passes.batch import BatchPlan
@@ -92,6 +93,7 @@ def compile(
     backward = {name: seconds_of.backward_seconds(cost, max(sizes)) for name, cost in costs.items()}
     both = {name: forward[name] + backward[name] for name in costs}
     graph = analyse_blocks(captured, both, max(_MIN_BLOCKS, _BLOCKS_PER_STAGE * (stages or 2 * world_size)))
+    require_block_graph(graph, captured)
     see("blocks", graph)
 
     # partition: stages and their ranks
@@ -108,7 +110,7 @@ def compile(
 
     # schedule: the order of every rank's actions
     ordered = asked if isinstance(asked, Schedule) else _order(staged, traced, times)
-    require(ordered, traced.work, world_size)
+    require_schedule(ordered, traced.work, world_size)
     see("schedule", ordered)
 
     # lower: one program per rank
