@@ -40,7 +40,10 @@ def line(
 
 
 def _worth_moving(node: fx.Node, goal: int, place: Mapping[fx.Node, int]) -> bool:
-    """Whether keeping what `node` reads alive until `goal` costs no more bytes than keeping its result alive."""
+    """Whether keeping what `node` reads alive until `goal` costs no more bytes than keeping its result alive.
+
+    Values without a batch, made of weights, are free: they can be made later themselves.
+    """
     made = tensor_bytes(node.meta["val"])
     if made is None:
         return False
@@ -51,6 +54,7 @@ def _worth_moving(node: fx.Node, goal: int, place: Mapping[fx.Node, int]) -> boo
         size = tensor_bytes(source.meta["val"])
         if size is None:
             return False
-        if all(place[u] < goal for u in source.users if u in place and u is not node):
+        last = max((place[u] for u in source.users if u in place and u is not node), default=-1)
+        if size[1] and last < goal:
             kept += size[0]
     return kept <= made[0]
