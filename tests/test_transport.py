@@ -1,5 +1,7 @@
 """Transports: order, matching, failures and standstills, with ranks as threads and as processes."""
 
+import os
+import signal
 import threading
 import time
 
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import RunError
 from fxpipe.transport import Transport, run_ranks
+from fxpipe.transport_distributed import DistributedTransport
+from tests.distributed import run_processes, start_processes, start_torchrun
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
@@ -195,3 +199,78 @@ def test_ranks_compute_with_one_thread_and_the_setting_returns() -> None:
         assert inherited == [2]
     finally:
         torch.set_num_threads(before)
+
+
+def process_main() -> tuple[list[torch.Tensor], dict[tuple[int, int], int], str, list[int] | None]:
+    """What the tests of the in-process transport do, over gloo."""
+    transport = DistributedTransport.from_environment()
+    received = exchange(transport)
+    transport.barrier()
+    plan = transport.broadcast_object("plan" if transport.rank == 1 else "", src=1)
+    gathered = transport.gather_object(transport.rank * 10, dst=2)
+    transport.close()
+    return received, transport.sent_bytes(), plan, gathered
+
+
+def test_processes_receive_what_threads_receive() -> None:
+    threads = run_ranks(3, lambda transport: (exchange(transport), transport.sent_bytes()))
+    for rank, (received, sent_bytes, plan, gathered) in enumerate(run_processes(3, process_main)):
+        assert same(received, threads[rank][0])
+        assert sent_bytes == threads[rank][1]
+        assert (plan, gathered) == ("plan", [0, 10, 20] if rank == 2 else None)
+
+
+def failing_main(how: str, failing_rank: str, heartbeat_seconds: str = "0.25") -> None:
+    """Every rank waits for its successor; one fails first, in the given way."""
+    seconds = float(heartbeat_seconds)
+    transport = DistributedTransport.from_environment(heartbeat_seconds=seconds, lost_after_seconds=8 * seconds)
+    transport.set_action(f"{transport.rank}F0")
+    if transport.rank == int(failing_rank):
+        if how == "killed":
+            time.sleep(4 * seconds)  # for a heartbeat that tells the action
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises":
+            raise ZeroDivisionError("no samples")
+        if how == "aborts":
+            try:
+                raise ZeroDivisionError("no samples")
+            except ZeroDivisionError as error:
+                transport.abort(error)
+                raise SystemExit(3) from error
+        if how == "leaves":
+            return
+    transport.recv((transport.rank + 1) % transport.world_size, 0, (1,), torch.float32, CPU).wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "failing_rank", "expected"),
+    [
+        ("raises", "1", "rank 1 failed in 1F0: ZeroDivisionError: no samples"),
+        ("aborts", "0", "rank 0 failed in 0F0: ZeroDivisionError: no samples"),
+        ("killed", "1", "rank 1 was lost, last seen in 1F0: no sign of life"),
+        ("killed", "0", "rank 0 was lost, last seen in 0F0: the store it hosts does not answer"),
+        ("leaves", "1", "rank 0 in 0F0 needs rank 1, which has left"),
+    ],
+)
+def test_a_failing_process_ends_the_others_and_is_named(how: str, failing_rank: str, expected: str) -> None:
+    ended = start_processes(3, failing_main, how, failing_rank, timeout_seconds=60)
+    for rank, process in enumerate(ended):
+        if rank == int(failing_rank):
+            assert process.returncode == {"raises": 1, "aborts": 3, "killed": -signal.SIGKILL, "leaves": 0}[how]
+        else:
+            assert process.returncode == 1, process.output
+            assert expected in process.output
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raises", "rank 2 failed in 2F0: ZeroDivisionError: no samples"),
+        ("killed", "rank 2 was lost, last seen in 2F0: no sign of life"),
+    ],
+)
+def test_a_rank_that_fails_under_torchrun_is_named_by_every_other(how: str, expected: str) -> None:
+    torchrun, _ = start_torchrun(4, failing_main, how, "2", timeout_seconds=60)
+    assert torchrun.returncode == 1
+    for rank in (0, 1, 3):
+        assert f"rank {rank} in {rank}F0 stops: {expected}" in torchrun.output, torchrun.output

@@ -1,0 +1,243 @@
+"""Ranks as processes: the transport over torch.distributed (gloo on CPUs, NCCL on GPUs). No other file imports it.
+
+Seen on torch 2.13's gloo, and relied on here:
+- `isend` never blocks, whatever the size; data move when the receiver has posted, so a send waited for is received.
+- Messages match by (pair, tag): tags up to 2**31 - 1, equal tags in order, different tags independent of each other.
+- A message shorter than its buffer is taken without an error, a longer one ends the process: so the tag also carries a
+  digest of shape and dtype, and what does not match is never received.
+- A wait cannot be tried again: its timeout closes all pairs of the group. `abort` and `shutdown` of a group wake
+  nobody; the timeout of another receive does, here and on the peers.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.transport import Channel, Pending, describe, num_bytes
+from fxpipe.watchdog import Watchdog
+
+T = TypeVar("T")
+
+MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
+STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
+
+
+def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    assert 0 <= edge < MAX_EDGES, f"edge {edge} does not fit a tag"
+    return edge * 1024 + zlib.crc32(describe(edge, shape, dtype).encode()) % 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """A posted receive into a buffer of its own."""
+
+    transport: "DistributedTransport"
+    work: dist.Work
+    buffer: torch.Tensor
+    src: int
+    what: str
+
+    def wait(self) -> torch.Tensor:
+        self.transport._wait(self.work, self.what, self.src)
+        self.transport._open.pop(id(self), None)
+        return self.buffer
+
+
+class DistributedTransport:
+    """This process as one rank. See `from_environment`."""
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, device: torch.device, host_rank: int | None,
+        timeout_seconds: float, heartbeat_seconds: float, lost_after_seconds: float,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
+        self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
+        self._open: dict[int, _Receive] = {}
+        self._sent_bytes: dict[Channel, int] = {}
+        self._owns_group = False
+        watched = store.clone()  # a connection of its own: calls on one connection wait for each other
+        watched.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._watchdog = Watchdog(
+            watched, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
+        )
+        self._watchdog.beat()
+        dist.barrier(self._control)
+        self._watchdog.start()
+
+    @classmethod
+    def from_environment(
+        cls, device: torch.device | str | None = None, timeout_seconds: float = 300.0,
+        heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0,
+    ) -> "DistributedTransport":  # fmt: skip
+        """Joins the ranks that torchrun, or whoever set its variables, has started.
+
+        `device`: the CPU when None; "cuda" without an index is the GPU of LOCAL_RANK. `timeout_seconds` bounds every
+        wait for a message; a rank whose heartbeat stands still for `lost_after_seconds` counts as lost. A default
+        process group that exists is used and left open; otherwise one is made, and ended by `close`.
+        """
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise FxpipeError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node N")
+        where = _resolve(device)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        launcher_hosts, initialised = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", dist.is_initialized()
+        timeout = timedelta(seconds=timeout_seconds)
+        root = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, timeout=timeout,
+            is_master=rank == 0 and not launcher_hosts and not initialised, wait_for_workers=False,
+        )  # fmt: skip
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"fxpipe/{attempt}", root)  # type: ignore[attr-defined]
+        if not initialised:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        host_rank = None if launcher_hosts else 0
+        transport = cls(
+            store, rank, world_size, where, host_rank, timeout_seconds, heartbeat_seconds, lost_after_seconds
+        )
+        transport._owns_group = not initialised
+        return transport
+
+    def open_channels(self, channels: list[Channel]) -> None:
+        """On NCCL one process group per channel, so that no channel waits for another; a first message of each, in list
+        order, builds its communicator, which would otherwise make the first send block."""
+        if self.device.type != "cuda":
+            return
+        for src, dst in channels:
+            group = dist.new_group([src, dst], backend="nccl", timeout=self._timeout)  # collective over all ranks
+            if self.rank not in (src, dst):
+                continue
+            self._channels[src, dst] = group
+            token = torch.zeros(1, device=self.device)
+            with self._named(f"channel {src} -> {dst} to open", dst if self.rank == src else src):
+                work = dist.isend(token, dst, group=group) if self.rank == src else dist.irecv(token, src, group=group)
+                assert work is not None
+                work.wait()
+                torch.cuda.synchronize(self.device)
+
+    def set_action(self, action: str) -> None:
+        if self._watchdog.failure is not None:
+            raise RunError(self._watchdog.failure)
+        self._watchdog.action = action
+
+    def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
+        assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"
+        tensor, shape = tensor.detach(), tuple(tensor.shape)
+        what = f"{describe(edge, shape, tensor.dtype)} to be received by rank {dst}"
+        with self._named(what, dst):
+            tag = message_tag(edge, shape, tensor.dtype)
+            work = dist.isend(tensor, dst, group=self._group((self.rank, dst)), tag=tag)
+        assert work is not None
+        self._sends.append((work, tensor, dst, what))
+        channel = self.rank, dst
+        self._sent_bytes[channel] = self._sent_bytes.get(channel, 0) + num_bytes(tensor)
+
+    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+        what = f"{describe(edge, shape, dtype)} from rank {src}"
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        with self._named(what, src):
+            work = dist.irecv(buffer, src, group=self._group((src, self.rank)), tag=message_tag(edge, shape, dtype))
+        assert work is not None
+        pending = _Receive(self, work, buffer, src, what)
+        self._open[id(pending)] = pending
+        return pending
+
+    def flush(self) -> None:
+        waiting = [pending.what for pending in self._open.values()]
+        assert not waiting, f"rank {self.rank} posted receives without waiting for them: {waiting}"
+        for work, _, dst, what in self._sends:
+            self._wait(work, what, dst)
+        self._sends.clear()
+
+    def sent_bytes(self) -> dict[Channel, int]:
+        return dict(self._sent_bytes)
+
+    def reset_sent_bytes(self) -> None:
+        self._sent_bytes.clear()
+
+    def abort(self, error: BaseException) -> None:
+        self._watchdog.report(error)
+
+    def barrier(self) -> None:
+        with self._named("all ranks at a barrier", None):
+            dist.barrier(self._control)
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        values = [value]
+        with self._named(f"an object from rank {src}", src):
+            dist.broadcast_object_list(values, src, group=self._control)
+        return values[0]
+
+    def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
+        values: list[T] | None = [value] * self.world_size if self.rank == dst else None
+        with self._named(f"the objects of all ranks at rank {dst}", None if self.rank == dst else dst):
+            dist.gather_object(value, values, dst, group=self._control)
+        return values
+
+    def close(self) -> None:
+        self._watchdog.close()
+        if self._owns_group and self._watchdog.failure is None:
+            dist.destroy_process_group()
+            self._owns_group = False
+
+    def _group(self, channel: Channel) -> dist.ProcessGroup:
+        if self.device.type != "cuda":
+            return self._data
+        assert channel in self._channels, f"channel {channel} is used before open_channels has opened it"
+        return self._channels[channel]
+
+    def _wait(self, work: dist.Work, what: str, peer: int) -> None:
+        """On NCCL this orders the current stream and returns; the group's own timeout then bounds the wait."""
+        with self._named(what, peer):
+            if self.device.type == "cuda":
+                work.wait()
+            else:
+                work.wait(self._timeout)
+
+    @contextmanager
+    def _named(self, what: str, peer: int | None) -> Iterator[None]:
+        """Turns a backend's error into what is behind it: the time, the peer, or a rank that the peer waited for."""
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if time.monotonic() - start >= self._timeout_seconds and self._watchdog.failure is None:
+                raise RunError(f"waited {self._timeout_seconds:g} s for {what}") from None
+            failure = self._watchdog.verdict(peer)
+            if failure is not None:
+                raise RunError(failure) from None
+            raise RunError(f"lost the connection while waiting for {what}: {error}") from error
+
+    def _interrupt(self) -> None:
+        """Wakes a main thread that is blocked on any peer: see the head of this file."""
+        peer = (self.rank + 1) % self.world_size
+        for group in (self._data, self._control) if self.world_size > 1 else ():
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+
+def _resolve(device: torch.device | str | None) -> torch.device:
+    """The device with its index; for a GPU, made current."""
+    where = torch.device("cpu" if device is None else device)
+    if where.type == "cpu":
+        return where
+    if where.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
+        raise FxpipeError(f"device {where}: needs a CUDA build of torch with NCCL and a visible GPU; use device='cpu'")
+    if where.index is None:
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(where)
+    return where

@@ -1,0 +1,160 @@
+"""Runs ranks as processes in a test: a function of a test file, once per rank, plainly or under torchrun.
+
+    def rank_main(steps: str) -> torch.Tensor: ...   # in a test file, at its top level; arguments are strings
+
+    results = run_processes(2, rank_main, "3")        # what each rank returned, pickled
+    ended = start_processes(2, rank_main, "3")        # exit codes and output, for tests of failures
+
+Plain ranks are forked from a process that has imported the test file, so that the imports are paid for once.
+"""
+
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: its exit code (negative: its signal; None: timed out), its output, its result."""
+
+    returncode: int | None
+    output: str
+    result: Any = None
+
+
+def run_processes(
+    world_size: int, function: Callable[..., Any], *arguments: str, timeout_seconds: float = 120
+) -> list[Any]:
+    """What `function` returned on every rank; AssertionError with every rank's output when one did not end well."""
+    ended = start_processes(world_size, function, *arguments, timeout_seconds=timeout_seconds)
+    outputs = "\n".join(f"--- rank {rank}: exit code {e.returncode}\n{e.output}" for rank, e in enumerate(ended))
+    assert all(e.returncode == 0 for e in ended), outputs
+    return [e.result for e in ended]
+
+
+def start_processes(
+    world_size: int, function: Callable[..., Any], *arguments: str, timeout_seconds: float = 120
+) -> list[Ended]:
+    """One process per rank with torchrun's variables but no torchrun; all are killed at the timeout."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["fork", str(world_size), str(timeout_seconds), *_target(function, folder, arguments)]
+        launcher = _run([sys.executable, __file__, *options], Path(folder, "launcher.txt"), timeout_seconds + 60)
+        assert launcher.returncode == 0, launcher.output
+        codes = pickle.loads(Path(folder, "codes").read_bytes())
+        return [
+            Ended(code, Path(folder, f"{rank}.txt").read_text(), _result(folder, rank))
+            for rank, code in enumerate(codes)
+        ]
+
+
+def start_torchrun(
+    world_size: int, function: Callable[..., Any], *arguments: str, timeout_seconds: float = 120
+) -> tuple[Ended, list[Any]]:
+    """The same under torchrun: how torchrun ended, with all ranks' output, and each rank's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        command = [sys.executable, *torchrun, __file__, "rank", *_target(function, folder, arguments)]
+        ended = _run(command, Path(folder, "all.txt"), timeout_seconds)
+        return ended, [_result(folder, rank) for rank in range(world_size)]
+
+
+def _target(function: Callable[..., Any], folder: str, arguments: tuple[str, ...]) -> list[str]:
+    return [function.__code__.co_filename, function.__name__, folder, *arguments]
+
+
+def _result(folder: str, rank: int) -> Any:
+    path = Path(folder, f"{rank}.pickle")
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def _run(command: list[str], output: Path, timeout_seconds: float) -> Ended:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            code: int | None = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.terminate()  # torchrun ends its ranks on SIGTERM, which SIGKILL leaves running
+            process.wait(60)
+    return Ended(code, output.read_text())
+
+
+def _load(file: str, name: str) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location("rank_program", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rank_program"] = module
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _run_rank(function: Callable[..., Any], folder: str, arguments: list[str]) -> None:
+    result = function(*arguments)
+    Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
+
+
+def _fork_ranks(world_size: int, timeout_seconds: float, folder: str) -> bool:
+    """Forks one child per rank; True in a child, which is to run the function, False here once all have ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        process = os.fork()
+        if process == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            output = os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            return True
+        processes.append(process)
+    codes = _wait_for(processes, time.monotonic() + timeout_seconds)
+    Path(folder, "codes").write_bytes(pickle.dumps([codes[process] for process in processes]))
+    return False
+
+
+def _wait_for(processes: list[int], deadline: float) -> dict[int, int | None]:
+    """Exit codes by process; those still running at the deadline are killed and have None."""
+    codes: dict[int, int | None] = {}
+    while len(codes) < len(processes):
+        for process in set(processes) - set(codes):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                codes[process] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                codes[process] = None
+        time.sleep(0.02)
+    return codes
+
+
+def _main() -> None:
+    """In a child: `rank FILE FUNCTION FOLDER ARGUMENTS...`, or `fork WORLD_SIZE TIMEOUT` and the same."""
+    mode, *options = sys.argv[1:]
+    file, name, folder, *arguments = options[2:] if mode == "fork" else options
+    function = _load(file, name)
+    if mode == "rank" or _fork_ranks(int(options[0]), float(options[1]), folder):
+        _run_rank(function, folder, arguments)
+
+
+if __name__ == "__main__":
+    _main()
