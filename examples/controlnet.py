@@ -9,6 +9,8 @@ no weights to train, but gradients pass through it to the ControlNet: its stages
 residuals are skips like any other.
 """
 
+from typing import Any
+
 import torch
 from diffusers import ControlNetModel, DDPMScheduler, UNet2DConditionModel
 from torch import Tensor, nn
@@ -49,10 +51,9 @@ class ControlNetStep(nn.Module):
 
     def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
         """Random tensors, the same on every call."""
-        generator = torch.Generator().manual_seed(0)
+        options: Any = {"generator": torch.Generator().manual_seed(0), "dtype": self.get_buffer("signal").dtype}
         shapes = {"latents": (4, 8, 8), "text": (7, WIDTH), "condition": (3, 16, 16)}
-        dtype = self.get_buffer("signal").dtype
-        return {name: torch.randn(batch_size, *shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+        return {name: torch.randn(batch_size, *shape, **options) for name, shape in shapes.items()}
 
 
 def step() -> ControlNetStep:

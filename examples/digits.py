@@ -167,7 +167,7 @@ def main() -> None:
         losses = train(loss_of, engine.parameters(), options.seed, options.steps, report)
         weights = engine.gather_state_dict()
         engine.close()
-        if first:
+        if weights is not None:
             step.load_state_dict(weights)
     if first:
         finish(step, losses, where, options)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.engine import Engine
 
 
 def try_out(model: nn.Module, world_size: int, schedule: str = "auto", num_steps: int = 3) -> None:
@@ -32,5 +33,5 @@ def try_out(model: nn.Module, world_size: int, schedule: str = "auto", num_steps
         optimizer.zero_grad()
         if first:
             print(f"step {index + 1}  loss {float(loss):.6f}")
-    if launched:
+    if isinstance(engine, Engine):
         engine.close()

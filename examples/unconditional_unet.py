@@ -3,6 +3,8 @@
     python examples/unconditional_unet.py
     fxpipe compile examples/unconditional_unet.py:step --world-size 4 --schedule wave --dump out/
     torchrun --nproc-per-node 4 examples/unconditional_unet.py
+
+The wave schedule keeps both ends of every skip on one rank.
 """
 
 import torch
@@ -37,7 +39,8 @@ class UnconditionalStep(nn.Module):
     def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
         """Random images, the same on every call."""
         generator = torch.Generator().manual_seed(0)
-        return {"images": torch.randn(batch_size, 3, 16, 16, generator=generator, dtype=self.get_buffer("signal").dtype)}
+        dtype = self.get_buffer("signal").dtype
+        return {"images": torch.randn(batch_size, 3, 16, 16, generator=generator, dtype=dtype)}
 
 
 def step() -> UnconditionalStep:

@@ -1,0 +1,153 @@
+"""A tour: one Stable Diffusion training step, compiled for several ranks, shown, checked and trained in this process.
+
+    make demo
+    python examples/demo.py --world-size 4 --steps 30
+
+Everything random is seeded: two runs print the same numbers.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.text import Text
+
+import fxpipe
+from examples.demo_tables import columns, legend, num_skips, picture, stages, traffic_kinds, traffic_matrix
+from examples.stable_diffusion import StableDiffusionStep, step
+from fxpipe.program import Program
+
+WIDTH = 100  # columns at most; less in a narrow terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=8, help="ranks, all in this process")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples in a step, each a micro-batch of its own")
+    parser.add_argument("--steps", type=int, default=15, help="training steps")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the compiled program")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the ranks are threads already
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH)
+
+    model = step().double()  # in float64 rounding errors are tiny: a wrong gradient would stand out
+    batch = model.example_inputs(options.batch_size)
+    title(console, f"A small Stable Diffusion training step, for {options.world_size} ranks")
+    introduce(console, model)
+    program = compile_aloud(console, model, batch, options)
+    title(console, "Who computes what: stages")
+    console.print(stages(program))
+    title(console, "When: the schedule, time to the right, a digit is a micro-batch")
+    console.print(legend(), "", *picture(program, console.width), sep="\n")
+    begins = " ".join(map(str, program.schedule.ranks[0][:8]))
+    console.print("Every forward is drawn as one unit of time, every backward as two, whatever they cost.")
+    console.print(f"As text: rank 0 begins [bold]{begins}[/] (0F1: stage 0, forward, micro-batch 1)", soft_wrap=True)
+    title(console, "What travels")
+    console.print(traffic_matrix(program), "", traffic_kinds(program), sep="\n")
+    title(console, "Is it right: one step on all ranks against one device, in float64")
+    check(console, program, batch)
+    title(console, f"Training on {program.world_size} ranks, as threads of this process")
+    train(console, program, batch, options.steps)
+    title(console, f"To read on: {options.out}/")
+    show_files(console, program.dump(options.out), program)
+
+
+def title(console: Console, text: str) -> None:
+    console.print()
+    console.print(Rule(f"[bold]{text}", align="left"))
+
+
+def introduce(console: Console, model: StableDiffusionStep) -> None:
+    table = columns("", "", "", "", right=(2,))
+    parts = {"vae": "image to latents", "text_encoder": "caption to states", "unet": "predicts the noise"}
+    for name, what in parts.items():
+        weights = list(model.get_submodule(name).parameters())
+        how = "trained" if weights[0].requires_grad else "frozen"
+        table.add_row(name, what, f"{sum(w.numel() for w in weights):,} weights", how)
+    console.print(table, "")
+
+
+def compile_aloud(console: Console, model: StableDiffusionStep, batch: Any, options: argparse.Namespace) -> Program:
+    """Compiles, with a line for every step of the compiler."""
+    tell: dict[str, Callable[[Any], str]] = {
+        "capture": lambda a: f"{sum(n.op == 'call_function' for n in a.graph.nodes):,} operations, one graph",
+        "batch": lambda a: f"the loss is a {a.loss_scale} over samples: the batch may be cut",
+        "blocks": lambda a: f"{len(a.blocks)} blocks, {len(a.components)} frozen components, {num_skips(a)} skips",
+        "stages": lambda a: f"{a.num_stages}, in a wave: down the ranks and up again",
+        "stage graphs": lambda a: "forward and backward of every stage, as graphs",
+        "schedule": lambda a: f"{sum(map(len, a.ranks))} actions, in order on every rank",
+        "programs": lambda a: f"{len(a)}, one graph per rank; no timing can deadlock them",
+    }
+    started = last = time.perf_counter()
+    with console.status("compiling"):
+
+        def observe(name: str, artefact: Any) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            console.print(f"[cyan]{name:<13}[/] {tell[name](artefact)} [dim]({now - last:.1f} s)[/]")
+            last = now
+
+        sizes = {"example_inputs": batch, "microbatches": options.batch_size}
+        program = fxpipe.compile(model, options.world_size, **sizes, schedule="wave", observe=observe)
+    console.print(f"compiled in {time.perf_counter() - started:.1f} s")
+    return program
+
+
+def check(console: Console, program: Program, batch: Any) -> None:
+    with console.status("running both"):
+        report = program.verify(**batch)
+    table = columns("", "")
+    table.add_row(f"loss on {program.world_size} ranks", f"{report.loss:.15f}")
+    table.add_row("loss on one device", f"{report.reference_loss:.15f}")
+    table.add_row("largest gradient difference", f"{report.max_grad_error:.1e} relative, of {len(report.gradients)}")
+    console.print(table)
+    console.print("[bold green]exact[/], up to rounding" if report.ok else f"[bold red]NOT EXACT[/]\n{report}")
+
+
+def train(console: Console, program: Program, batch: Any, num_steps: int) -> None:
+    engine = program.local_engine()
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=2e-3)
+    losses: list[float] = []
+    parts = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"), TimeElapsedColumn())
+    with Progress(*parts, console=console) as progress:
+        task = progress.add_task("training", total=num_steps, loss=float("nan"))
+        for _ in range(num_steps):
+            losses.append(float(engine.step(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.update(task, advance=1, loss=losses[-1])
+    console.print(f"loss {losses[0]:.4f} [cyan]{sparkline(losses)}[/] {losses[-1]:.4f}")
+
+
+def sparkline(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / (high - low or 1))] for v in values)
+
+
+def show_files(console: Console, out: Path, program: Program) -> None:
+    """Quotes one action of the last rank's program, and says what each file holds."""
+    last = program.world_size - 1
+    lines = (out / f"rank_{last}.py").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if f"begin_{last}F0 =" in line)
+    stop = next(i for i in range(start + 1, len(lines)) if " begin_" in lines[i])
+    console.print(f"rank_{last}.py, line {start + 1}: its first forward")
+    for line in lines[start:stop][:12]:
+        quoted = Text("  " + line.strip().replace("fxpipe_ops_", ""), "cyan")
+        console.print(quoted, no_wrap=True, overflow="ellipsis")
+    table = columns("", "")
+    table.add_row("rank_*.py", "every rank's program, then its stage graphs")
+    table.add_row("plan.txt", "the stages; blocks.txt: what they are made of")
+    table.add_row("grid.txt", "the schedule with all names; schedule.txt: to edit and compile")
+    table.add_row("traffic.txt", "bytes of every channel, by kind")
+    console.print("", table, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
