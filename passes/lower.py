@@ -1,11 +1,11 @@
 """Lowering: from stage graphs and a schedule to one straight-line program per rank.
 
-    rank 1: 1F0 1B0                 h_0 = wait(recv(transport, 0, edge=0))
-                             ->     stage_1_forward = self.stage_1_forward(h_0, target_0)
-                                    loss_total = add_weighted(None, stage_1_forward[0][0], 0.5)
-                                    stage_1_backward = self.stage_1_backward(stage_1_forward[1], constant(0.5))
-                                    send(transport, stage_1_backward[0][0], dst=0, edge=1)
-                                    return loss_total, [stage_1_backward[1][0]]
+    rank 1: 1F0 1B0                 h_mb0 = wait(recv(transport, src=0, edge=0))
+                             ->     [loss_mb0], saved_1F0 = self.stage_1_forward(h_mb0, target_mb0)
+                                    loss_total = add_weighted(None, loss_mb0, weight=1.0)
+                                    [grad_h_mb0], weight_grads_1B0 = self.stage_1_backward(saved_1F0, constant(1.0))
+                                    send(transport, grad_h_mb0, dst=0, edge=1)
+                                    return loss_total, [weight_grads_1B0[0]]
 
 A value that a stage of the same rank reads is an edge of this graph and nothing else.
 """
@@ -19,7 +19,7 @@ from fxpipe import ops
 from fxpipe.rank_program import Message, RankProgram
 from fxpipe.schedule import Action
 from passes.messages import Layout, TiedGradient, gradient_ranks, plan_messages
-from passes.rank_writer import RankWriter, Sources, shape_only
+from passes.rank_writer import RankWriter, Sources, name_at, shape_only
 from passes.stage_graphs import StageGraphs, Value
 
 PREFETCH = 1  # actions ahead of its use that a receive is posted
@@ -77,9 +77,9 @@ class _Rank:
         emit = {"F": self._forward, "T": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
         actions = self.layout.schedule.ranks[writer.rank]
         for position, action in enumerate(actions):
+            writer.begin(str(action))
             for ahead in actions[position : position + 1 + PREFETCH]:
                 writer.post_all(ahead)
-            writer.begin(str(action))
             emit[action.kind](action)
         writer.begin("end of step")
         gradients = self._weight_gradients()
@@ -97,10 +97,11 @@ class _Rank:
         args = tuple(self.writer.read(name, action.microbatch) for name in graphs.unit.reads)
         returns, saved = self._call(graphs, "forward", graphs.forward, args, ("returns", "saved"), action)
         for index, value in enumerate(graphs.returns):
-            node = self.writer.item(returns, index, f"{value.name}_{action.microbatch}")
+            is_loss = value.name == self.layout.loss
+            node = self.writer.item(returns, index, name_at("loss" if is_loss else value.name, action.microbatch))
             node.meta["val"] = shape_only(value.shape, value.dtype)
             self.writer.values[value.name, action.microbatch] = node
-            if value.name == self.layout.loss:
+            if is_loss:
                 weighted = (self.loss, node, self.weights[action.microbatch])
                 self.loss = self.writer.call(ops.add_weighted, weighted, "loss_total")
         if graphs.backward is not None:
@@ -122,9 +123,11 @@ class _Rank:
             parts = ("input_grads", "weight_grads")
             input_grads, new = self._call(graphs, "backward", graphs.backward, args, parts, action)
             self._accumulate(stage, graphs, new)
-        for index, value in enumerate(graphs.input_grads):
-            node = self.writer.item(input_grads, index, f"grad_{value}_{microbatch}")
-            self.gradients.setdefault((value, microbatch), []).append(node)
+        reads = {value.name: value for value in graphs.reads}
+        for index, name in enumerate(graphs.input_grads):
+            node = self.writer.item(input_grads, index, name_at(f"grad_{name}", microbatch))
+            node.meta["val"] = shape_only(reads[name].shape, reads[name].dtype)
+            self.gradients.setdefault((name, microbatch), []).append(node)
         for message in self.writer.sends_after(action):
             self.writer.send(message, self._summed(message.value, microbatch))
 
@@ -153,13 +156,15 @@ class _Rank:
     def _tangent(self, value: Value, microbatch: int) -> fx.Node:
         """The gradient of a returned value: the loss's own weight, or the sum of what its readers give."""
         if value.name == self.layout.loss:
-            return self.writer.filled(value, float(self.weights[microbatch]), f"grad_loss_{microbatch}")
+            return self.writer.filled(value, float(self.weights[microbatch]), name_at("grad_loss", microbatch))
         received = self.writer.gradients_from_others(value.name, microbatch)
         parts = [
             self._summed(value.name, microbatch) if rank == self.writer.rank else self.writer.receive(received[rank])
             for rank in gradient_ranks(self.layout, value.name, microbatch)
         ]
-        return self.writer.add(parts) if parts else self.writer.filled(value, 0.0, f"no_grad_{value.name}")
+        if parts:
+            return self.writer.add(parts)
+        return self.writer.filled(value, 0.0, name_at(f"no_grad_{value.name}", microbatch))
 
     def _summed(self, value: str, microbatch: int) -> fx.Node:
         """This rank's gradient of a value: its stages' parts, summed once."""

@@ -104,7 +104,7 @@ class RankWriter:
         sizes = self.layout.sizes
         start = sum(sizes[:microbatch])
         place = (where.dim, where.outer, where.inner, start, start + sizes[microbatch], sum(sizes))
-        return self.call(ops.slice_batch, (whole, *place), f"{name}_{microbatch}")
+        return self.call(ops.slice_batch, (whole, *place), name_at(name, microbatch))
 
     def _whole_batch(self, name: str) -> fx.Node:
         if name not in self.whole:
@@ -204,9 +204,15 @@ class RankWriter:
 
 def message_name(message: Message) -> str:
     """A node name for what a message carries."""
-    part = f"_{message.microbatch}" if message.microbatch >= 0 else ""
-    prefix = "grad_" if message.kind == "gradient" else ""
-    return prefix + message.value.replace(".", "_") + part
+    if message.kind == "loss":
+        return "loss"
+    name = ("grad_" if message.kind == "gradient" else "") + message.value.replace(".", "_")
+    return name_at(name, message.microbatch) if message.microbatch >= 0 else name
+
+
+def name_at(name: str, microbatch: int) -> str:
+    """The node name of one micro-batch's value."""
+    return f"{name}_mb{microbatch}"
 
 
 def shape_only(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -188,6 +188,10 @@ class _Joint:
         self.outputs, self.tangents, self.input_grads, self.weight_nodes = (list(part) for part in output.args[0])
         self.has_backward = bool(self.input_grads or self.weight_nodes)
         self.reads = [n for n in graph.nodes if n.op == "placeholder"]
+        for node, value in zip(self.tangents, (v for v in returns if v.requires_grad), strict=True):
+            private.rename(node, f"grad_{value.name}")
+        for node, name in zip(self.weight_nodes, weight_grads, strict=True):
+            private.rename(node, f"grad_{name.replace('.', '_')}")
         self.made_forward = _ancestors(self.outputs) | set(self.reads)
         for node in graph.nodes:
             if node.target is operator.getitem and node.args[0] in self.made_forward:
@@ -265,17 +269,26 @@ def _tidy(graph: fx.Graph) -> None:
             graph.erase_node(node)
     (output,) = graph.find_nodes(op="output")
     outputs, tangents, input_grads, weight_grads = output.args[0]
-    seen: set[fx.Node] = {*outputs, *input_grads}
+    seen: set[fx.Node] = {*outputs, *tangents, *input_grads}
     owned = []
     for node in weight_grads:
         # Weight gradients are accumulated in place: one that shares memory with another value is copied first.
-        if node in seen or node.op != "call_function" or private.may_alias(node.target):
+        if node in seen or _may_share(node):
             with graph.inserting_before(output):
                 copy = graph.call_function(aten.clone.default, (node,))
             copy.meta, node = dict(node.meta), copy
         seen.add(node)
         owned.append(node)
     output.args = ((outputs, tangents, input_grads, owned),)
+
+
+def _may_share(node: fx.Node) -> bool:
+    """Whether a node's memory may be another value's. Of several results (a tuple) each has its own; a list may not."""
+    if node.target is operator.getitem:
+        (node,) = node.all_input_nodes
+        if not isinstance(node.meta["val"], tuple):
+            return True
+    return node.op != "call_function" or private.may_alias(node.target)
 
 
 def _split_convolution_backward(graph: fx.Graph) -> None:
@@ -286,8 +299,9 @@ def _split_convolution_backward(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             parts = []
-            for part in ([True, False, False], [False, *mask[1:]]):
-                parts.append(graph.call_function(node.target, (*node.args[:-1], part)))
+            for name, part in (("input", [True, False, False]), ("weight", [False, *mask[1:]])):
+                args, name = (*node.args[:-1], part), f"{node.name}_{name}"
+                parts.append(graph.create_node("call_function", node.target, args, name=name))
                 parts[-1].meta = dict(node.meta)
         for user in list(node.users):
             user.replace_input_with(node, parts[0] if user.args[1] == 0 else parts[1])
