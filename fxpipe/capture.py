@@ -9,8 +9,7 @@ Every node carries `meta["val"]` (its fake tensor, with the batch as a symbol) a
 random draws and parameters are placeholders, `no_grad` regions and autocast regions are marks on the nodes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,10 +19,14 @@ import torch
 from torch import fx, nn
 
 from fxpipe import functionalise, private
-from fxpipe.errors import CaptureError
-from fxpipe.inputs import InputSpec
-from fxpipe.randomness import Draw, PlainRandomCalls, is_random
+from fxpipe.attention import expand_attention_dropout
 from fxpipe.draws import draw_of, passes_through
+from fxpipe.errors import CaptureError
+from fxpipe.export import Exported, export_step
+from fxpipe.inputs import InputSpec
+from fxpipe.randomness import Draw, is_random
+from fxpipe.sizes import expression
+
 
 
 @dataclass(frozen=True)
@@ -62,25 +65,6 @@ class Capture:
         return "\n".join([head, *(f"  note: {note}" for note in self.notes)])
 
 
-class _LossStep(nn.Module):
-    """The model, taking its tensor leaves positionally and returning the scalar loss alone."""
-
-    def __init__(self, model: nn.Module, inputs: InputSpec) -> None:
-        super().__init__()
-        self.model = model
-        self._inputs = inputs
-
-    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
-        batched = [t for t, leaf in zip(leaves, self._tensor_leaves(), strict=True) if leaf.batched]
-        for tensor in batched[1:]:
-            torch._check(tensor.shape[0] == batched[0].shape[0])
-        args, kwargs = self._inputs.rebuild(leaves)
-        return loss_of(self.model(*args, **kwargs))
-
-    def _tensor_leaves(self) -> list[Any]:
-        return [leaf for leaf in self._inputs.leaves if leaf.is_tensor]
-
-
 def loss_of(output: Any) -> torch.Tensor:
     """The scalar loss in a model's output: the output itself, its `loss` entry, or its first element."""
     value = output
@@ -100,7 +84,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor]) -> Capture:
-    """Trace `model` with a dynamic batch.
+    """Trace `model`, with any batch size where it allows that.
 
     Args:
         examples: the tensor leaves of one example call, in the order of `inputs`; only shapes and types are used.
@@ -108,132 +92,91 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     Raises:
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
-    step = _LossStep(model, inputs)
-    exported = _export(step, inputs, _trace_examples(inputs, examples))
-    _refuse_mutation(exported)
-    graph, notes = private.inline_regions(exported.graph_module), []
-    tensors, constants = _name_placeholders(graph, exported, inputs)
-    functionalise.run(graph)
-    _drop_no_ops(graph)
-    draws = _hoist_draws(graph)
-    graph.eliminate_dead_code()
-    _clean_random_leftovers(graph)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    exported = export_step(model, inputs, examples, loss_of)
+    inputs = exported.inputs
+    tensors, constants = _name_placeholders(exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
     tensors = {placeholder: tied.get(name, name) for placeholder, name in tensors.items()}
-    _mark_requires_grad(graph, {name for name, p in parameters.items() if p.requires_grad}, tensors)
-    batch = _batch_symbols(graph, inputs)
-    if not batch:
-        notes.append(f"the batch could not be captured as dynamic: only batch size {inputs.batch_size} runs")
-    used = {tensors[n.name] for n in graph.find_nodes(op="placeholder") if n.name in tensors and n.users}
+    _refuse_statistics(exported.graph)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {name for name, p in parameters.items() if p.requires_grad}
+    graph, overwritten = functionalise.run(exported.graph)
+    _drop_no_ops(graph)
+    graph.eliminate_dead_code()
+    _mark_requires_grad(graph, wanted, tensors)
+    functionalise.refuse_hidden_writes(overwritten)
+    expand_attention_dropout(graph)
+    draws = _hoist_draws(graph)
+    graph.eliminate_dead_code()
+    _refuse_values(graph)
+    _drop_unused_placeholders(graph)
+    _mark_requires_grad(graph, wanted, tensors)
+    used = {tensors[n.name] for n in graph.find_nodes(op="placeholder") if n.name in tensors}
     state = [*parameters, *dict(model.named_buffers())]
     unused = tuple(n for n in state if n not in used and tied.get(n, n) not in used)
     trainable = frozenset(n for n in used if n in parameters and parameters[n].requires_grad)
+    constants = {name: constants[name] for name in constants if graph.find_nodes(op="placeholder", target=name)}
     graph.lint()
-    return Capture(graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, tuple(notes))
+    return Capture(
+        graph, inputs, tensors, constants, trainable, tied, draws, _batch(graph, exported), unused, _notes(exported)
+    )
 
 
-def _trace_examples(inputs: InputSpec, examples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Uninitialised tensors of the examples' shapes, with a batch size that no other dimension has."""
-    leaves = [leaf for leaf in inputs.leaves if leaf.is_tensor]
-    taken = {int(size) for leaf in leaves for size in leaf.shape}
-    size = next(p for p in (5, 7, 11, 13, 17, 19, 23, 29) if p not in taken)
-    shapes = [(size, *leaf.shape[1:]) if leaf.batched else leaf.shape for leaf in leaves]
-    return [
-        torch.empty(shape, dtype=example.dtype, device=example.device)
-        for shape, example in zip(shapes, examples, strict=True)
-    ]
+def _notes(exported: Exported) -> tuple[str, ...]:
+    size = exported.inputs.batch_size
+    if exported.fixed is None or size == 1:
+        return ()
+    return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {exported.fixed}",)
 
 
-def _export(step: _LossStep, inputs: InputSpec, examples: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
-    auto = torch.export.Dim.AUTO
-    shapes = tuple({0: auto} if leaf.batched else None for leaf in inputs.leaves if leaf.is_tensor)
-    with _module_trail() as trail, PlainRandomCalls():
-        try:
-            return torch.export.export(step, tuple(examples), dynamic_shapes=(shapes,), strict=False)
-        except CaptureError as error:
-            raise CaptureError(f"{_where(trail)}: {error}") from None
-        except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise CaptureError(
-                f"{_where(trail)}: cannot be captured: {reason[0]}. Control flow must not depend on tensor values, "
-                "and shapes only on the inputs' shapes"
-            ) from error
-
-
-@contextmanager
-def _module_trail() -> Iterator[list[nn.Module]]:
-    """The modules entered and not left: after an exception, the last is the one that failed."""
-    trail: list[nn.Module] = []
-
-    def enter(module: nn.Module, args: Any) -> None:
-        trail.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        while trail and trail.pop() is not module:
-            pass
-
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave),
-    ]
-    try:
-        yield trail
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _where(trail: Sequence[nn.Module]) -> str:
-    roots = [m for m in trail if isinstance(m, _LossStep)]
-    names = {id(m): n for n, m in roots[0].model.named_modules()} if roots else {}
-    path = next((names[id(m)] for m in reversed(trail) if id(m) in names), "")
-    return f"module {path or '(the model itself)'}"
-
-
-def _refuse_mutation(exported: torch.export.ExportedProgram) -> None:
-    signature = exported.graph_signature
-    for name in signature.buffers_to_mutate.values():
-        path = _strip(name).rpartition(".")[0] or "(the model itself)"
-        raise CaptureError(
-            f"module {path}: forward changes its buffer {_strip(name)!r} (running statistics?), which micro-batches "
-            "would change in another way; call .eval() on it, or use a normalisation without running statistics"
-        )
-    for name in signature.user_inputs_to_mutate.values():
-        raise CaptureError(f"the model writes into its input {name!r} in place; clone it first")
-
-
-def _strip(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def _name_placeholders(
-    graph: fx.Graph, exported: torch.export.ExportedProgram, inputs: InputSpec
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Give each placeholder its kind; returns state names by placeholder and lifted constants by placeholder."""
     tensors: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
-    names = iter(inputs.tensor_names)
+    program, names = exported.program, iter(exported.inputs.tensor_names)
     kinds = torch.export.graph_signature.InputKind
-    for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
+    for node, spec in zip(exported.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
         if spec.kind is kinds.USER_INPUT:
             node.meta["kind"], node.meta["input"] = "input", next(names)
             private.rename(node, _identifier(node.meta["input"]))
-            continue
-        assert spec.target is not None
-        if spec.kind is kinds.CONSTANT_TENSOR or spec.target not in exported.state_dict:
-            node.meta["kind"] = "constant" if spec.kind is kinds.CONSTANT_TENSOR else "buffer"
-            constants[node.name] = exported.constants.get(spec.target)  # type: ignore[assignment]
+        elif spec.kind is kinds.CONSTANT_TENSOR:
+            node.meta["kind"] = "constant"
+            constants[node.name] = program.constants[str(spec.target)]
         else:
             node.meta["kind"] = "parameter" if spec.kind is kinds.PARAMETER else "buffer"
-        if node.meta["kind"] != "constant":
-            tensors[node.name] = _strip(spec.target)
-            constants.pop(node.name, None)
+            node.meta["state"] = tensors[node.name] = str(spec.target).removeprefix("model.")
     return tensors, constants
 
 
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+# The arguments `running_mean` and `training` of what normalises over the batch.
+_STATISTICS = {torch.ops.aten.batch_norm.default: (3, 5), torch.ops.aten.instance_norm.default: (3, 5)}
+
+
+def _refuse_statistics(graph: fx.Graph) -> None:
+    """Refuse normalisations that update running statistics, which they do without saying so in the graph."""
+    for node in graph.nodes:
+        mean, training = _STATISTICS.get(node.target, (None, None))
+        if mean is not None and node.args[mean] is not None and node.args[training]:
+            raise CaptureError(
+                f"module {node.meta['path'] or '(the model itself)'}: batch statistics update its running mean and variance, "
+                "which micro-batches would change in another way; call .eval() on it, or use a normalisation without "
+                "running statistics"
+            )
+
+
+def _refuse_values(graph: fx.Graph) -> None:
+    """Refuse numbers and sizes that depend on what tensors hold."""
+    for node in graph.nodes:
+        if node.op == "call_function" and private.depends_on_values(node.meta.get("val")):
+            raise CaptureError(
+                f"module {node.meta.get('path') or '(the model itself)'}: {node.target}: its result's size or value depends "
+                "on what a tensor holds; keep it a tensor of fixed size (a weighted sum or torch.where instead of a mask "
+                "index, no .item())"
+            )
 
 
 def _drop_no_ops(graph: fx.Graph) -> None:
@@ -254,10 +197,10 @@ def _hoist_draws(graph: fx.Graph) -> dict[str, Draw]:
     first = next(iter(graph.nodes))
     draws = {}
     for index, node in enumerate(random):
-        draw, masks = draw_of(node, index)
+        draw, masks, value_of_draw = draw_of(node, index)
         with graph.inserting_before(first):
             placeholder = graph.placeholder(f"draw_{index}")
-        placeholder.meta = {**node.meta, "kind": "draw"}
+        placeholder.meta = {"path": node.meta["path"], "kind": "draw", "val": value_of_draw}
         draws[placeholder.name] = draw
         value = placeholder
         if masks is not None:
@@ -269,7 +212,7 @@ def _hoist_draws(graph: fx.Graph) -> dict[str, Draw]:
     return draws
 
 
-def _clean_random_leftovers(graph: fx.Graph) -> None:
+def _drop_unused_placeholders(graph: fx.Graph) -> None:
     for node in list(graph.find_nodes(op="placeholder")):
         if not node.users:
             graph.erase_node(node)
@@ -281,9 +224,6 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-_NOT_DIFFERENTIABLE = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
-
-
 def _mark_requires_grad(graph: fx.Graph, trainable: set[str], tensors: Mapping[str, str]) -> None:
     """`requires_grad` by dataflow: some ancestor is a trainable parameter and no detach or no_grad lies between."""
     for node in graph.nodes:
@@ -291,7 +231,7 @@ def _mark_requires_grad(graph: fx.Graph, trainable: set[str], tensors: Mapping[s
             node.meta["requires_grad"] = node.meta["kind"] == "parameter" and tensors[node.name] in trainable
             continue
         value = node.meta.get("val")
-        blocked = node.meta.get("no_grad", False) or node.target in _NOT_DIFFERENTIABLE
+        blocked = node.meta.get("no_grad", False) or node.target is torch.ops.aten.detach.default
         differentiable = _any_float(value) and not blocked
         node.meta["requires_grad"] = differentiable and any(a.meta["requires_grad"] for a in node.all_input_nodes)
 
@@ -302,13 +242,12 @@ def _any_float(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(_any_float(v) for v in value)
 
 
-def _batch_symbols(graph: fx.Graph, inputs: InputSpec) -> tuple[sympy.Symbol, ...]:
-    batched = {leaf.name for leaf in inputs.leaves if leaf.batched}
+def _batch(graph: fx.Graph, exported: Exported) -> tuple[sympy.Symbol, ...]:
+    if exported.fixed is not None:
+        return ()
+    batched = {leaf.name for leaf in exported.inputs.leaves if leaf.batched}
     symbols: set[sympy.Symbol] = set()
     for node in graph.find_nodes(op="placeholder"):
         if node.meta["kind"] == "input" and node.meta["input"] in batched:
-            size = node.meta["val"].shape[0]
-            if isinstance(size, int):
-                return ()
-            symbols |= size.node.expr.free_symbols
+            symbols |= expression(node.meta["val"].shape[0]).free_symbols
     return tuple(sorted(symbols, key=str))

@@ -78,10 +78,12 @@ def compile(
     # capture: one flat graph of ATen operations
     inputs, examples = describe(step, args, kwargs, batch_size)
     captured = capture(step, inputs, examples)
+    inputs = captured.inputs
     see("capture", captured)
 
     # analyse: what may be cut into micro-batches; blocks, frozen components, the values between them
-    sizes = microbatch_sizes(inputs.batch_size, microbatches, world_size, asked)
+    wanted = microbatches if captured.batch else microbatches or 1
+    sizes = microbatch_sizes(inputs.batch_size, wanted, world_size, asked)
     batch = analyse_batch(captured)
     if not batch.divisible and len(sizes) > 1:
         raise CompileError(

@@ -7,10 +7,9 @@ import torch
 from torch import fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.randomness import Draw
+from fxpipe.randomness import DROPOUTS, Draw
 from fxpipe.sizes import concrete
 
-_DROPOUTS = ("dropout", "native_dropout", "feature_dropout", "alpha_dropout")
 # Random operations whose result depends on a tensor argument's shape and type only, not on its values.
 _SHAPE_ONLY = (
     "randn_like", "rand_like", "randint_like", "normal", "normal_functional", "uniform", "exponential",
@@ -20,31 +19,32 @@ _FACTORIES = ("randn", "rand", "randint", "randperm", "normal")
 
 
 def passes_through(node: fx.Node) -> bool:
-    """A node that returns its first argument unchanged: an inactive dropout, or a cast to the type it has."""
+    """A dropout that drops nothing: it returns its first argument."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    if name in ("dropout", "feature_dropout", "alpha_dropout"):
-        return float(node.args[1]) == 0.0 or not node.args[2]  # type: ignore[arg-type]
-    return False
+    return name in DROPOUTS and name != "native_dropout" and (float(node.args[1]) == 0.0 or not node.args[2])  # type: ignore[arg-type]
 
 
-def draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None]:
-    """The draw, and for a dropout the value that its mask multiplies."""
+def draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Tensor]:
+    """The draw; for a dropout the value that its mask multiplies; the draw's fake tensor."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     name = target.overloadpacket.__name__
-    if name in _DROPOUTS and name in ("alpha_dropout", "feature_dropout", "native_dropout"):
-        raise _refusal(node, f"{name} is not supported; use nn.Dropout")
-    if name == "dropout":
+    if name in ("dropout", "feature_dropout"):
         value = node.args[0]
         assert isinstance(value, fx.Node)
-        return Draw(index, str(target), _on_ones(target, value.meta["val"], node.args[1:], node.kwargs)), value
+        like = value.meta["val"]
+        if name == "feature_dropout":  # drops whole channels
+            like = like.new_empty((*like.shape[:2], *[1] * (like.ndim - 2)))
+        return Draw(index, str(target), _on_ones(target, like, node.args[1:], node.kwargs)), value, like
+    if name in DROPOUTS:
+        raise _refusal(node, f"{name} is not supported; use nn.Dropout")
     tensors = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)]
     if not tensors and name in _FACTORIES:
-        return Draw(index, str(target), _factory(target, node.args, node.kwargs)), None
+        return Draw(index, str(target), _factory(target, node.args, node.kwargs)), None, node.meta["val"]
     if len(tensors) == 1 and tensors[0] is node.args[0] and name in _SHAPE_ONLY and "Tensor" not in str(target):
         if name == "bernoulli" and len(node.args) < 2:
-            raise _refusal(node, "bernoulli of a tensor of probabilities depends on values; compare torch.rand with it")
-        return Draw(index, str(target), _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)), None
+            raise _refusal(node, "its result depends on a tensor's values; compare torch.rand with the probabilities")
+        return Draw(index, str(target), _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)), None, node.meta["val"]
     raise _refusal(node, "its result depends on a tensor's values; draw with rand/randn/randint and transform")
 
 

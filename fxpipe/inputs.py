@@ -1,8 +1,9 @@
 """A step's inputs, bound by name: the same call in any mix of positional and keyword arguments gives the same leaves."""
 
+import enum
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class InputSpec:
 def _check_leaf(leaf: Leaf, value: Any) -> None:
     if not leaf.is_tensor:
         if not _same(leaf.constant, value):
-            raise CompileError(f"input {leaf.name} was captured as {leaf.constant!r}, called with {value!r}; recompile")
+            got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise CompileError(f"input {leaf.name} was compiled as {leaf.constant!r}, called with {got}; compile again with it")
         return
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
@@ -102,11 +104,28 @@ def describe(
         tensor = isinstance(value, torch.Tensor)
         batched = tensor and value.ndim > 0 and value.shape[0] == size
         shape = tuple(value.shape) if tensor else ()
+        if not tensor:
+            _check_constant(name, value)
         leaves.append(Leaf(name, tensor, batched, shape, value.dtype if tensor else None, None if tensor else value))
     if not any(leaf.batched for leaf in leaves):
         shapes = {leaf.name: leaf.shape for leaf in leaves if leaf.is_tensor}
         raise CompileError(f"no input has batch size {size} in dimension 0: {shapes}; pass batch_size=")
     return InputSpec(tuple(leaves), tree, signature, size), [v for v in named.values() if isinstance(v, torch.Tensor)]
+
+
+def _check_constant(name: str, value: Any) -> None:
+    """A constant must be what it says: an object could hide tensors, or change unseen."""
+    if not isinstance(value, _CONSTANTS) and not callable(value) or isinstance(value, nn.Module | torch.Generator):
+        raise CompileError(
+            f"input {name} is a {type(value).__name__}: an input must be a tensor, a plain value, or tuples, lists, dicts and "
+            "dataclasses of these"
+        )
+
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, range, slice,
+)  # fmt: skip
 
 
 def _guess_batch(named: Mapping[str, Any]) -> int:
@@ -125,9 +144,23 @@ def _flatten(
         raise CompileError(f"inputs do not fit the model's forward{signature}: {error}") from None
     bound.apply_defaults()
     call = (tuple(bound.args), dict(sorted(bound.kwargs.items())))
+    _register_dataclasses(call)
     paths, tree = pytree.tree_flatten_with_path(call)
     positional = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return {_leaf_name(path, positional): value for path, value in paths}, tree
+    named = {_leaf_name(path, positional): value for path, value in paths}
+    if len(named) != len(paths):
+        raise CompileError(f"two inputs have one name among {[_leaf_name(path, positional) for path, _ in paths]}; rename keys")
+    return named, tree
+
+
+def _register_dataclasses(call: Any) -> None:
+    """Tell pytree about the dataclasses in a call, so that their fields become leaves."""
+    leaves = pytree.tree_leaves(call)
+    unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    for kind in unknown:
+        torch.export.register_dataclass(kind)
+    if unknown:
+        _register_dataclasses(call)
 
 
 def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:

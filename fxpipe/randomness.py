@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,51 +71,43 @@ def _draw_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class PlainRandomCalls(TorchFunctionMode):
-    """Rewrites random calls into forms that export records: no explicit generator, attention dropout written out."""
+    """Rewrites random calls into draws that depend on shapes alone: no generator, no tensors of probabilities."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("generator") is not None:
+        if kwargs.pop("generator", None) is not None:
             raise CaptureError("a torch.Generator passed inside the model cannot be captured; draw without generator=")
-        kwargs.pop("generator", None)
-        dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if func is F.scaled_dot_product_attention and dropout:
-            return _attention_with_dropout(*args, **kwargs)
+        if func in _REWRITTEN:
+            return _REWRITTEN[func](func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
+def _bernoulli(func: Any, input: torch.Tensor, p: float | None = None) -> torch.Tensor:
+    if p is not None:
+        return func(input, p)  # type: ignore[no-any-return]
+    return (torch.rand_like(input) < input).to(input.dtype)
+
+
+def _normal(func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+    tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return func(mean, std, *args, **kwargs)  # type: ignore[no-any-return]
+    like = torch.broadcast_tensors(*tensors)[0]
+    return mean + std * torch.randn(like.shape, dtype=like.dtype, device=like.device)
+
+
+_REWRITTEN = {torch.bernoulli: _bernoulli, torch.Tensor.bernoulli: _bernoulli, torch.normal: _normal}
+
+
 def is_random(func: Any, args: Any) -> bool:
-    """Whether an ATen call draws random numbers (a dropout of probability zero, or not in training, does not)."""
+    """Whether an ATen call draws random numbers (an inactive dropout, or one of everything, does not)."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     name = func.overloadpacket.__name__
-    if name in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout"):
-        return float(args[1]) > 0.0 and bool(args[2])
-    return not (name.startswith(("scaled_dot_product", "_scaled_dot_product", "rrelu")) and _attention_dropout(args) == 0)
+    if name in DROPOUTS:
+        return 0.0 < float(args[1]) < 1.0 and bool(args[2])
+    # Attention draws only to drop weights, which `fxpipe.attention` writes out.
+    return "scaled_dot_product" not in name
 
 
-def _attention_dropout(args: Any) -> float:
-    floats = [a for a in args if isinstance(a, float)]
-    return max(floats, default=0.0)
-
-
-def _attention_with_dropout(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if enable_gqa:
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-    if is_causal:
-        causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~causal, float("-inf"))
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return F.dropout(scores.softmax(-1), dropout_p) @ value
+DROPOUTS = ("dropout", "native_dropout", "feature_dropout", "alpha_dropout")

@@ -1,12 +1,16 @@
 """Verification: a compiled step against the uncompiled model, loss and every gradient."""
 
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fxpipe import private
 from fxpipe.capture import loss_of
 from fxpipe.errors import CompileError
 from fxpipe.randomness import PlainRandomCalls, SeededDraws
@@ -29,7 +33,8 @@ class Verification:
 
     @property
     def max_grad_error(self) -> float:
-        return max(self.gradients.values(), default=0.0)
+        errors = list(self.gradients.values())
+        return math.nan if any(math.isnan(e) for e in errors) else max(errors, default=0.0)
 
     @property
     def ok(self) -> bool:
@@ -51,9 +56,13 @@ def reference_step(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """One device's loss, gradients by (first) parameter name, and the number of random draws made."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), PlainRandomCalls(), SeededDraws(seed, step, device) as draws:
-        loss = loss_of(model(*args, **kwargs))
-    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
+    with torch.enable_grad(), attention, private.plain_checkpoints(), torch.random.fork_rng():
+        with PlainRandomCalls(), SeededDraws(seed, step, device) as draws:
+            loss = loss_of(model(*args, **kwargs))
+        if not loss.requires_grad:
+            return loss, {}, draws.count
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     found = {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
     return loss.detach(), found, draws.count
 
@@ -65,7 +74,7 @@ def compare(
     num_draws: int,
     tolerance: float,
 ) -> Verification:
-    """Compare one step's results; a gradient that only one side has counts against zero."""
+    """Compare one step's results; a gradient that only one side has must be zero."""
     reference_loss, reference_gradients, drawn = reference
     if drawn != num_draws:
         raise CompileError(
@@ -73,19 +82,20 @@ def compare(
             "it draws under a condition that is not captured, so the two cannot be compared"
         )
     largest = max((float(g.abs().max()) for g in reference_gradients.values() if g.numel()), default=0.0)
-    errors = {}
-    for name in sorted({*gradients, *reference_gradients}):
-        ours, theirs = gradients.get(name), reference_gradients.get(name)
-        value = ours if theirs is None else theirs
-        assert value is not None
-        zero = torch.zeros_like(value)
-        errors[name] = _error(zero if ours is None else ours, zero if theirs is None else theirs, NOISE_SHARE * largest)
-    return Verification(
-        float(loss), float(reference_loss), _error(loss, reference_loss, 0.0), errors, tolerance
-    )
+    errors = {
+        name: _error(gradients.get(name), reference_gradients.get(name), NOISE_SHARE * largest)
+        for name in sorted({*gradients, *reference_gradients})
+    }
+    return Verification(float(loss), float(reference_loss), _error(loss, reference_loss, 0.0), errors, tolerance)
 
 
-def _error(ours: torch.Tensor, theirs: torch.Tensor, floor: float) -> float:
-    difference = float((ours.to(theirs) - theirs).abs().max()) if theirs.numel() else 0.0
-    scale = max(float(theirs.abs().max()) if theirs.numel() else 0.0, floor)
+def _error(ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float) -> float:
+    if ours is None or theirs is None:
+        given = ours if theirs is None else theirs
+        return 0.0 if given is None or not given.any() else math.inf
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return math.inf
+    if not theirs.numel():
+        return 0.0
+    difference, scale = float((ours.to(theirs.device) - theirs).abs().max()), max(float(theirs.abs().max()), floor)
     return difference / scale if scale else difference

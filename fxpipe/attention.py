@@ -1,0 +1,67 @@
+"""Attention with dropout, written out, so that its mask is a draw like any other.
+
+    scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe import private
+from fxpipe.errors import CaptureError
+
+aten = torch.ops.aten
+_ATTENTION = aten.scaled_dot_product_attention.default
+
+
+def expand_attention_dropout(graph: fx.Graph) -> None:
+    """Write out every attention that drops weights, as torch's own reference computes it."""
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        names = [a.name for a in _ATTENTION._schema.arguments]
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        if given.get("dropout_p", 0.0) > 0.0:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_written_out(graph, node, **given))
+            graph.erase_node(node)
+
+
+def _written_out(
+    graph: fx.Graph,
+    node: fx.Node,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> fx.Node:
+    shape = query.meta["val"].shape
+    if enable_gqa or not isinstance(shape[-2], int):
+        path = node.meta.get("path") or "(the model itself)"
+        raise CaptureError(f"module {path}: attention with dropout over grouped queries, or over samples, is not supported")
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = graph.call_function(target, args, kwargs)
+        new.meta = {**node.meta, "val": private.fake_result(target, args, kwargs, node.meta["val"])}
+        return new
+
+    transposed = add(aten.transpose.int, key, -2, -1)
+    scaled = add(aten.mul.Tensor, query, shape[-1] ** -0.5 if scale is None else scale)
+    scores = add(aten.matmul.default, scaled, transposed)
+    masked = attn_mask is not None and attn_mask.meta["val"].dtype == torch.bool
+    if is_causal:
+        size = [shape[-2], key.meta["val"].shape[-2]]
+        ones = add(aten.ones.default, size, dtype=torch.bool, device=node.meta["val"].device)
+        attn_mask, masked = add(aten.tril.default, ones), True
+    hidden = add(aten.logical_not.default, attn_mask) if masked else None
+    if hidden is not None:
+        scores = add(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+    elif attn_mask is not None:
+        scores = add(aten.add.Tensor, scores, attn_mask)
+    weights = add(aten.softmax.int, scores, -1)
+    if hidden is not None:  # a row that sees nothing has weight on nothing
+        weights = add(aten.masked_fill.Scalar, weights, hidden, 0.0)
+    return add(aten.matmul.default, add(aten.dropout.default, weights, dropout_p, True), value)

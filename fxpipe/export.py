@@ -1,0 +1,223 @@
+"""Run `torch.export` on a training step: with any batch size where the model allows it, else at the call's.
+
+    1. batch as a symbol, traced at a size that no other dimension has
+    2. an input whose rows only happen to be as many as the samples keeps its size, and 1. again
+    3. batch as a symbol, traced at the call's size             (`if batch > 64`: the branch that the call takes)
+    4. the call's size alone; 1. after all, where it is the same graph at that size
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fxpipe import private
+from fxpipe.errors import CaptureError
+from fxpipe.inputs import InputSpec, Leaf
+from fxpipe.randomness import PlainRandomCalls
+from fxpipe.sizes import concrete
+from fxpipe.watch import watched
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`graph` is flat; `fixed` says why only the batch size of `inputs` runs, None where any does."""
+
+    program: torch.export.ExportedProgram
+    graph: fx.Graph
+    inputs: InputSpec
+    fixed: str | None
+
+
+class TrainingStep(nn.Module):
+    """The model, taking its tensor leaves positionally and returning the scalar loss alone."""
+
+    def __init__(self, model: nn.Module, inputs: InputSpec, loss_of: Callable[[Any], torch.Tensor], one_batch: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._inputs, self._loss_of, self._one_batch = inputs, loss_of, one_batch
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        batched = [t for t, leaf in zip(leaves, _tensors(self._inputs), strict=True) if leaf.batched]
+        for tensor in batched[1:] if self._one_batch else ():
+            torch._check(tensor.shape[0] == batched[0].shape[0])
+        args, kwargs = self._inputs.rebuild(leaves)
+        return self._loss_of(self.model(*args, **kwargs))
+
+
+def export_step(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], loss_of: Callable[[Any], torch.Tensor]
+) -> Exported:
+    """Trace `model`; only shapes and types of `examples` are used.
+
+    Raises:
+        CaptureError: forward decides by values, fails, or holds what a trace would lose; names the module.
+    """
+
+    def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
+        return _trace(TrainingStep(model, inputs, loss_of, one_batch), inputs, _resized(inputs, examples, size), dynamic)
+
+    size = inputs.batch_size
+    if size == 1:
+        return _flat(trace(1, dynamic=False), inputs, "the batch has one sample")
+    symbolic, fault = _attempt(trace, _free_size(model, inputs), inputs)
+    if fault is None:
+        return _flat(symbolic, inputs, None)
+    settled = _settle(trace, inputs)
+    if settled != inputs:
+        return export_step(model, settled, examples, loss_of)
+    at_size, other = _attempt(trace, size, inputs)
+    if other is None:
+        return _flat(at_size, inputs, None)
+    fixed = _flat(trace(size, dynamic=False), inputs, fault)
+    flexible = None if symbolic is None else _flat(symbolic, inputs, None)
+    return flexible if flexible is not None and _equal_at(flexible.graph, fixed.graph, size) else fixed
+
+
+def _flat(program: torch.export.ExportedProgram | None, inputs: InputSpec, fixed: str | None) -> Exported:
+    assert program is not None
+    return Exported(program, private.inline_regions(program.graph_module), inputs, fixed)
+
+
+def _attempt(
+    trace: Callable[..., torch.export.ExportedProgram], size: int, inputs: InputSpec
+) -> tuple[torch.export.ExportedProgram | None, str | None]:
+    """A trace with the batch as a symbol, and what is wrong with it at the call's batch size."""
+    try:
+        exported = trace(size)
+    except _Failed as error:
+        return None, str(error)
+    return exported, private.dynamic_fault(exported, _batched_values(exported, inputs), inputs.batch_size)
+
+
+def _settle(trace: Callable[..., torch.export.ExportedProgram], inputs: InputSpec) -> InputSpec:
+    """Inputs whose size the model fixes while the others' stay free are no batches: their rows only happen to be as many."""
+    if sum(leaf.batched for leaf in inputs.leaves) < 2:
+        return inputs
+    try:
+        values = _batched_values(trace(inputs.batch_size, one_batch=False), inputs)
+    except _Failed:
+        return inputs
+    free = [isinstance(value.shape[0], torch.SymInt) for value in values]
+    if not any(free):
+        return inputs
+    flags = iter(free)
+    return replace(inputs, leaves=tuple(replace(f, batched=next(flags)) if f.batched else f for f in inputs.leaves))
+
+
+def _batched_values(exported: torch.export.ExportedProgram, inputs: InputSpec) -> list[torch.Tensor]:
+    names = set(exported.graph_signature.user_inputs)
+    values = [n.meta["val"] for n in exported.graph.find_nodes(op="placeholder") if n.name in names]
+    return [value for value, leaf in zip(values, _tensors(inputs), strict=True) if leaf.batched]
+
+
+def _tensors(inputs: InputSpec) -> list[Leaf]:
+    return [leaf for leaf in inputs.leaves if leaf.is_tensor]
+
+
+def _free_size(model: nn.Module, inputs: InputSpec) -> int:
+    """A prime that no dimension of an input or parameter has, so that the trace confuses the batch with none."""
+    taken = {int(size) for leaf in _tensors(inputs) for size in leaf.shape[int(leaf.batched) :]}
+    taken |= {int(size) for parameter in model.parameters() for size in parameter.shape}
+    return next(n for n in range(5, len(taken) ** 2 + 100) if n not in taken and sympy.isprime(n))
+
+
+def _resized(inputs: InputSpec, examples: Sequence[torch.Tensor], size: int) -> tuple[torch.Tensor, ...]:
+    shapes = [(size, *leaf.shape[1:]) if leaf.batched else leaf.shape for leaf in _tensors(inputs)]
+    pairs = zip(shapes, examples, strict=True)
+    return tuple(torch.empty(shape, dtype=example.dtype, device=example.device) for shape, example in pairs)
+
+
+class _Failed(CaptureError):
+    """A trace that failed, for a reason that another batch size might not meet."""
+
+
+def _trace(
+    step: TrainingStep, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool
+) -> torch.export.ExportedProgram:
+    auto = torch.export.Dim.AUTO
+    shapes = tuple({0: auto} if leaf.batched and dynamic else None for leaf in _tensors(inputs))
+    with _module_trail() as trail:
+        try:
+            with watched(step.model), PlainRandomCalls():
+                return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
+        except CaptureError as error:
+            raise CaptureError(f"{_where(trail)}: {error}") from None
+        except private.VALUE_ERRORS as error:
+            raise CaptureError(
+                f"{_where(trail)}: forward decides by the value of a tensor{_line(error)}; keep it a tensor "
+                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())"
+            ) from error
+        except Exception as error:
+            reason = next(iter(str(error).strip().splitlines()), "")
+            raise _Failed(f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}") from error
+
+
+def _line(error: BaseException) -> str:
+    """Where in the user's code: the last frame that is neither torch's nor ours."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _HERE))]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+@contextmanager
+def _module_trail() -> Iterator[list[nn.Module]]:
+    """The modules entered and not left: after an exception, the last is the one that failed."""
+    trail: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        trail.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        while trail and trail.pop() is not module:
+            pass
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave),
+    ]
+    try:
+        yield trail
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _where(trail: Sequence[nn.Module]) -> str:
+    roots = [m for m in trail if isinstance(m, TrainingStep)]
+    names = {id(m): n for n, m in roots[0].model.named_modules()} if roots else {}
+    path = next((names[id(m)] for m in reversed(trail) if id(m) in names), "")
+    return f"module {path or '(the model itself)'}"
+
+
+def _equal_at(symbolic: fx.Graph, fixed: fx.Graph, batch_size: int) -> bool:
+    """Whether a graph with a symbolic batch is `fixed` at `batch_size` samples."""
+    return _calls(symbolic, batch_size) == _calls(fixed, batch_size)
+
+
+def _calls(graph: fx.Graph, batch_size: int) -> list[Any]:
+    """Every tensor operation with its arguments, other nodes by number and sizes as numbers."""
+    numbers: dict[fx.Node, Any] = {}
+
+    def leaf(value: Any) -> Any:
+        return numbers[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
+
+    calls = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and not isinstance(value, torch.Tensor | tuple | list):
+            numbers[node] = concrete(value, batch_size)
+            continue
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), leaf)
+        shape = tuple(concrete(value.shape, batch_size)) if isinstance(value, torch.Tensor) else None
+        numbers[node] = f"%{len(calls)}"
+        calls.append((node.op, node.target if node.op == "call_function" else None, str(arguments), shape))
+    return calls

@@ -1,0 +1,114 @@
+"""Inverses of views: the base's new value, after a view of it was given a new value.
+
+    v = slice(x, 1, 0, 2)     x' = slice_scatter(x, v', 1, 0, 2)
+    v = view(x, [-1])         x' = reshape(v', shape of x)
+    v = transpose(x, 1, 2)    x' = transpose(v', 1, 2)
+    _, v = split(x, 2)        x' = slice_scatter(x, v', 0, 2, 4)
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_RESHAPING = (
+    "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
+    "unsqueeze_", "squeeze_",
+)  # fmt: skip
+_SWAPPING = ("transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "matrix_H", "transpose_", "t_", "swapaxes_")
+_PIECES = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
+
+
+def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    """A node for the base's new value; None where the view has no inverse here.
+
+    Args:
+        view: the view as it was first made, in `graph`, of an earlier value of the base.
+        base, value: the base's present value, the view's new value.
+    """
+    if view.target is operator.getitem:
+        return _piece(graph, view, base, value)
+    name = getattr(getattr(view.target, "overloadpacket", None), "__name__", "")
+    if name in _RESHAPING:
+        return graph.call_function(aten.reshape.default, (value, _shape(graph, base)))
+    if name in _SWAPPING and not base.meta["val"].is_complex():
+        return graph.call_function(view.target, (value, *view.args[1:]))  # type: ignore[arg-type]
+    if name in _SPECIAL:
+        return _SPECIAL[name](graph, view, base, value)
+    # What returns its argument unchanged: detach, a cast to the type it has, an inactive dropout, ...
+    same, other = base.meta["val"], view.meta["val"]
+    return value if same.shape == other.shape and same.stride() == other.stride() and same.dtype == other.dtype else None
+
+
+def _slice(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    return graph.call_function(aten.slice_scatter.default, (base, value, *view.args[1:]), dict(view.kwargs))
+
+
+def _narrow(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    dim, start, length = view.args[1:]
+    if not isinstance(start, int) or not isinstance(length, int):
+        return None
+    start %= int(base.meta["val"].shape[dim])  # type: ignore[call-overload]
+    return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + length))
+
+
+def _select(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    return graph.call_function(aten.select_scatter.default, (base, value, *view.args[1:]))  # type: ignore[arg-type]
+
+
+def _diagonal(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    return graph.call_function(aten.diagonal_scatter.default, (base, value, *view.args[1:]), dict(view.kwargs))
+
+
+def _permute(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    count = base.meta["val"].ndim
+    order = [dim % count for dim in view.args[1]]  # type: ignore[union-attr,operator]
+    return graph.call_function(aten.permute.default, (value, [order.index(dim) for dim in range(count)]))
+
+
+def _movedim(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    return graph.call_function(view.target, (value, view.args[2], view.args[1]))  # type: ignore[arg-type]
+
+
+_SPECIAL: dict[str, Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], fx.Node | None]] = {
+    "slice": _slice,
+    "narrow": _narrow,
+    "select": _select,
+    "diagonal": _diagonal,
+    "permute": _permute,
+    "movedim": _movedim,
+    "moveaxis": _movedim,
+}
+
+
+def _piece(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    cut, index = view.args
+    assert isinstance(cut, fx.Node)
+    assert isinstance(index, int)
+    name = getattr(getattr(cut.target, "overloadpacket", None), "__name__", "")
+    at = 1 if name == "unbind" else 2
+    dim = cut.args[at] if len(cut.args) > at else cut.kwargs.get("dim", 0)
+    if name == "unbind":
+        return graph.call_function(aten.select_scatter.default, (base, value, dim, index))
+    if name not in _PIECES:
+        return None
+    sizes = [piece.shape[dim] for piece in cut.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    start = sum(sizes[:index])
+    return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + sizes[index]))
+
+
+def _shape(graph: fx.Graph, node: fx.Node) -> list[Any]:
+    sizes: list[Any] = []
+    for dim, size in enumerate(node.meta["val"].shape):
+        if isinstance(size, int):
+            sizes.append(size)
+            continue
+        symbol = graph.call_function(aten.sym_size.int, (node, dim))
+        symbol.meta = {"path": node.meta.get("path", ""), "val": size, "requires_grad": False}
+        sizes.append(symbol)
+    return sizes

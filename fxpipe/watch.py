@@ -1,0 +1,92 @@
+"""What a trace of forward would lose without a word, refused while it is traced.
+
+A trace records ATen operations. Gradients that someone else computes (autograd functions, hooks), numbers from Python's
+random and what forward keeps on its modules are not among them.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe import private
+from fxpipe.errors import CaptureError
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+_GRADIENTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[None]:
+    """Trace inside: gradients on, checkpoints run plainly, the modules' attributes as before on leaving."""
+    _refuse_outside(model)
+    with ExitStack() as stack:
+        stack.enter_context(_attributes_kept(model))
+        stack.enter_context(_no_python_random())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(private.plain_checkpoints())
+        stack.enter_context(private.on_autograd_function(_refuse_function))
+        stack.enter_context(_RefusedCalls())
+        yield
+
+
+class _RefusedCalls(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOOKS and torch.is_grad_enabled():
+            raise CaptureError("a gradient hook on a tensor cannot be captured; change the loss instead")
+        if func in _GRADIENTS:
+            raise CaptureError("gradients computed inside forward (a gradient penalty?) cannot be captured")
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        remedy = "use_reentrant=False" if name == "CheckpointFunction" else "operations of torch, such as y + (x - y).detach()"
+        raise CaptureError(f"the autograd function {name} hides its gradient from the trace; use {remedy}")
+
+
+def _refuse_outside(model: nn.Module) -> None:
+    """What surrounds the model or hangs on it, and would change gradients."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise CaptureError("compile outside torch.autocast: put the autocast into the model's forward")
+    for name, module in model.named_modules():
+        if private.has_gradient_hooks(module):
+            raise CaptureError(f"module {name or '(the model itself)'}: a backward hook cannot be captured; remove it")
+    for name, parameter in model.named_parameters():
+        if private.has_gradient_hooks(parameter):
+            raise CaptureError(f"parameter {name}: a gradient hook cannot be captured; remove it")
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Some models keep what they once computed, such as rotary factors; they must not keep the trace's fake tensors."""
+    before = {module: dict(module.__dict__) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+@contextmanager
+def _no_python_random() -> Iterator[None]:
+    python, array = random.getstate(), numpy.random.get_state(legacy=False)
+    try:
+        yield
+        now = numpy.random.get_state(legacy=False)
+        if random.getstate() != python or str(now) != str(array):
+            raise CaptureError(
+                "forward draws from Python's or numpy's random, which a graph would fix to one outcome; draw with torch "
+                "and choose with torch.where"
+            )
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
