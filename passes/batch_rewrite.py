@@ -71,17 +71,22 @@ def share(graph: fx.Graph, like: fx.Node, size: torch.SymInt, source: fx.Node) -
     return add(graph, aten.mul.Tensor, (add(graph, aten.reciprocal.default, (whole,), like), samples), like)
 
 
-def scale_terms(graph: fx.Graph, node: fx.Node, powers: Sequence[tuple[fx.Node, int]], source: fx.Node) -> None:
+def scale_terms(graph: fx.Graph, node: fx.Node, powers: Sequence[int], source: fx.Node) -> None:
     """Multiply each term of the sum `node` by (b/B)**power, so that all become sums over micro-batches."""
-    size = source.meta["val"].shape[0]
+    listed = isinstance(node.args[0], list | tuple)  # of stack and cat
+    terms: Any = node.args[0] if listed else node.args[:2]
+    scaled = []
     with graph.inserting_before(node):
-        for term, power in powers:
-            scaled = term
+        for term, power in zip(terms, powers, strict=True):
             for _ in range(power):
-                factor = share(graph, term, size, source)
-                scaled = add(graph, aten.mul.Tensor, (scaled, factor), term)
-                scaled.meta["requires_grad"] = term.meta["requires_grad"]
-            node.replace_input_with(term, scaled)
+                factor = share(graph, node, source.meta["val"].shape[0], source)
+                requires_grad = isinstance(term, fx.Node) and term.meta["requires_grad"]
+                term = add(graph, aten.mul.Tensor, (factor, term), node)
+                term.meta["requires_grad"] = requires_grad
+            scaled.append(term)
+    node.args = (scaled, *node.args[1:]) if listed else (*scaled, *node.args[2:])
+    if not listed:
+        node.target = getattr(aten, bind(node, {}).name).Tensor  # a scaled constant is a tensor
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:

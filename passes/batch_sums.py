@@ -15,6 +15,7 @@ from passes.batch_layout import Call, Layout, Mixed, Result, Rule, State, power_
 from passes.batch_rules import acted_dims, along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
 
 _NONE, _MEAN = 0, 1
+PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
 # Linear in their one operand that counts samples; the rules for layouts apply as ever.
 _LINEAR = frozenset(
     "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
@@ -76,9 +77,9 @@ def class_loss(call: Call) -> list[Result]:
 def linear(call: Call, rule: Rule) -> list[Result]:
     """An operation on values whose scale or sum refers to the batch (`State.form` partial, or `State.power`)."""
     states = {name: _state_of(call, name) for name in call.arguments}
-    if call.name in ("mul", "multiply", "div", "divide", "true_divide") and call.arguments.get("rounding_mode") is None:
+    if call.name in PRODUCTS and call.arguments.get("rounding_mode") is None:
         return [_product(call, states["self"], states["other"], 1 if call.name.startswith("mul") else -1)]
-    if call.name in ("add", "sub", "subtract") and not call.batch_numbers(("self", "other")):
+    if call.name in ("add", "sub", "subtract", "rsub") and not call.batch_numbers(("self", "other")):
         return [_sum(call, [states["self"], states["other"]])]
     if call.name in ("stack", "cat") and not call.batch_numbers():
         return [_sum(call, [_tensor_state(call, n) for n in call.operands])]
@@ -138,7 +139,9 @@ def _sum(call: Call, terms: list[State]) -> State:
 
 def _within(call: Call, rule: Rule) -> list[Result]:
     """The layouts of the result, were the operand an ordinary value."""
-    (node,) = call.operands
+    node, *others = call.operands  # others only name a type or a shape
+    if not all(_tensor_state(call, n).plain for n in others):
+        raise Mixed(f"it combines samples with a value summed over the batch: {_NOT_LINEAR}")
     if call.batch_numbers() and call.layout(node) is None:
         raise Mixed(f"it gives a batch dimension to a value summed over the batch: {_NOT_LINEAR}")
     return [State()] if call.layout(node) is None else rule(call)

@@ -74,8 +74,8 @@ def repeat(call: Call) -> list[Result]:
 def repeat_interleave(call: Call) -> list[Result]:
     """Entry j repeated r times is at j*r, ..., j*r + r - 1."""
     node, out = call.operands[0], call.node.meta["val"]
-    layout, dim = call.layout(node), call.arguments["dim"]
-    if len(call.operands) != 1 or (dim is None and node.meta["val"].ndim != 1):
+    layout, dim = call.layout(node), call.arguments.get("dim")
+    if list(call.tensors("self")) != call.operands or (dim is None and node.meta["val"].ndim != 1):
         raise Mixed("it repeats entries by numbers in a tensor, or of a flattened value", "name dim and a number")
     ((at, k),) = _one_batch_dim(out)
     if layout is None:
@@ -102,8 +102,10 @@ def cat(call: Call) -> list[Result]:
 
 def pieces(call: Call) -> list[Result]:
     """`split`, `chunk`, ...: along the batch, pieces must be whole copies of it."""
-    (node,) = call.operands
+    node, *points = call.operands
     layout, dim = call.layout(node), call.arguments.get("dim", 0)
+    if points:
+        raise Mixed("it splits at points in a tensor", "split at numbers")
     dim = dimension(dim, node.meta["val"].ndim)
     if layout is None or layout.dim != dim:
         return along(call)

@@ -5,6 +5,7 @@ the whole batch computes, and the losses must add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,7 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "dot": ("w @ scaled(m, x).mean((1, 2))", "sum", 0),
     "regularised_mean": ("scaled(m, x).mean() + 0.1 * m.linear.weight.square().sum()", "mean", 0),
     "regularised_sum": ("scaled(m, x).sum() + m.linear.weight.square().sum()", "sum", 1),
+    "sum_and_constants": ("1 - (scaled(m, x).sum() + 2) * 3", "sum", 2),
     "mean_plus_sum": ("scaled(m, x).mean() - 0.5 * scaled(m, y).sum()", "sum", 1),
     "sum_plus_target_term": ("scaled(m, x).sum() + y.sum()", "sum", 0),
     "stacked_terms": ("torch.stack([scaled(m, x).mean(), scaled(m, y).mean()]).sum()", "mean", 0),
@@ -354,6 +356,13 @@ def test_only_the_whole_batch_evaluates_what_it_alone_needs() -> None:
     assert plan.whole_batch == ("index",)
     assert not {"cdist", "argmin"} & set(plan.layouts)
     assert {"cdist", "argmin"} <= {n.name for n in cap.graph.nodes}
+
+
+def test_a_capture_at_one_size_is_one_micro_batch() -> None:
+    cap, _ = captured(step_of("scaled(m, x).mean()"))
+    plan = analyse(replace(cap, batch=()))
+    assert not plan.divisible
+    assert set(plan.layouts) == {n.name for n in cap.graph.nodes if n.op != "output"}
 
 
 PEER_SAMPLE = ("dropout", "tied_parameters", "no_grad_encoder", "crossed_skips", "nested_inputs", "transposed_value")
