@@ -1,18 +1,31 @@
 """Write a program as files that people read and diff."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import fx, nn
-
 from fxpipe.rank_program import RankProgram
+from fxpipe.source import method, own_name
 
 if TYPE_CHECKING:
     from fxpipe.program import Program
 
-_HEADER = "# Rank {rank}: a step is `forward(transport, random, inputs...)`; stage graphs follow, in order of first use.\n"
+_HEADER = '''"""Rank {rank}: one training step (`forward`), then the stage graphs it calls.
+
+Written by fxpipe to be read and compared; what runs is the FX graph this was printed from. A paragraph is one action of
+the schedule: its receives are posted one action ahead, `wait` is where it may have to wait. `_mb2` marks a value of
+micro-batch 2; `saved` goes from a stage's forward to its backward.
+"""
+
+{imports}import torch
+from fxpipe.ops import {used}
+
+aten = torch.ops.aten
+
+
+class Rank{rank}(torch.nn.Module):
+'''
 
 
 def dump(program: "Program", directory: Path) -> Path:
@@ -54,30 +67,11 @@ def _traffic(program: "Program") -> list[dict[str, Any]]:
 
 
 def rank_text(program: RankProgram) -> str:
-    """One rank's program and its stage graphs as Python, with shapes as annotations and messages as comments."""
-    parts = [_HEADER.format(rank=program.rank), _code(program.graph, f"rank_{program.rank}")]
-    parts += [_code(graph, name) for name, graph in program.modules.items()]
-    return "\n\n".join(parts)
-
-
-def _code(graph: fx.Graph, name: str) -> str:
-    code = graph.python_code("self", verbose=False).src.strip()
-    lines = [line for line in code.splitlines() if line.strip()]
-    comments = {node.name: _comment(node) for node in graph.nodes}
-    text = []
-    for line in lines:
-        assigned = line.strip().split(" ", 1)[0]
-        comment = comments.get(assigned)
-        bare = line.split(";  ")[0]
-        text.append(f"{bare}  # {comment}" if comment else bare)
-    return f"class {name}:\n" + "\n".join(f"    {line}" for line in text)
-
-
-def _comment(node: fx.Node) -> str:
-    message = node.meta.get("message")
-    if message is not None:
-        return f"{message}, {message.num_bytes:,} bytes"
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return ""
+    """One rank's program and the stage graphs it calls, as the methods of a class that holds the model's parameters."""
+    graphs = [program.graph, *program.modules.values()]
+    used = sorted({name for graph in graphs for node in graph.nodes if (name := own_name(node))})
+    methods = [method("forward", program.graph, program.modules)]
+    methods += [method(name, graph, {}) for name, graph in program.modules.items()]
+    body = "\n\n".join(textwrap.indent(text, "    ") for text in methods)
+    imports = "import operator\n\n" if " operator." in body else ""
+    return _HEADER.format(rank=program.rank, imports=imports, used=", ".join(used)) + body

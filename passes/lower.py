@@ -82,7 +82,7 @@ class _Rank:
                 writer.post_all(ahead)
             emit[action.kind](action)
         writer.begin("end of step")
-        gradients = self._weight_gradients()
+        gradients = self._weight_gradients(state)
         self._sum_tied(gradients)
         self._share_loss()
         writer.graph.output((self.loss, list(gradients.values())))
@@ -179,12 +179,14 @@ class _Rank:
         total = self.totals.get(key)
         self.totals[key] = new if total is None else self.writer.call(ops.accumulate, (total, new), f"grads_{stage}")
 
-    def _weight_gradients(self) -> dict[str, fx.Node]:
+    def _weight_gradients(self, state: Mapping[str, torch.Tensor]) -> dict[str, fx.Node]:
         """The gradient of every parameter of this rank, summed over its stages."""
         parts: dict[str, list[fx.Node]] = {}
         for (_, names), total in self.totals.items():
             for index, name in enumerate(names):
-                parts.setdefault(name, []).append(self.writer.item(total, index, f"grad_{name.replace('.', '_')}"))
+                node = self.writer.item(total, index, f"grad_{name.replace('.', '_')}")
+                node.meta["val"] = state[name]
+                parts.setdefault(name, []).append(node)
         return {name: self.writer.add(nodes) for name, nodes in parts.items()}
 
     def _sum_tied(self, gradients: dict[str, fx.Node]) -> None:
