@@ -1,0 +1,189 @@
+"""Engines: processes over gloo against threads of one process bit for bit, optimizers, disagreement, faults."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.inputs import call_of
+from tests.distributed import run_processes, start_processes, start_torchrun
+from tests.models import PEER_CASES, ZOO
+
+STEPS = 3
+
+
+def _compile(case: str, world_size: int, schedule: str) -> tuple[fxpipe.Program, torch.nn.Module]:
+    torch.manual_seed(0)
+    model = {**ZOO, **PEER_CASES}[case](torch.float64)
+    return fxpipe.compile(model, world_size, batch_size=5, microbatches=3, schedule=schedule), model
+
+
+def train(case: str, schedule: str) -> tuple[list[float], dict[str, torch.Tensor], dict[tuple[int, int], int]]:
+    """Losses, this rank's trained parameters and the bytes it sent; runs in every process."""
+    program, _ = _compile(case, int(os.environ["WORLD_SIZE"]), schedule)
+    engine = program.engine(seed=7)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(float(engine.step(program.model.example_inputs(5))))
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {name: p.detach() for name, p in engine.named_parameters()}
+    sent = engine.sent_bytes()
+    engine.close()
+    return losses, trained, sent
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size", "schedule"),
+    [
+        ("crossed_skips", 2, "wave"),
+        ("tied_parameters", 4, "1f1b"),
+        ("dropout", 2, "zero-bubble"),
+        ("no_grad_encoder", 4, "wave"),
+    ],
+)
+def test_gloo_equals_threads_bit_for_bit(case: str, world_size: int, schedule: str) -> None:
+    results = run_processes(world_size, train, case, schedule)
+    program, model = _compile(case, world_size, schedule)
+    engine = program.local_engine(seed=7)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(float(engine.step(program.model.example_inputs(5))))
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(engine.named_parameters())
+    seen = set()
+    for of_rank, trained, _ in results:
+        assert of_rank == losses
+        seen |= set(trained)
+        for name, parameter in trained.items():
+            assert torch.equal(parameter, expected[name]), name
+    assert seen == set(expected)
+    planned = {channel: STEPS * size for channel, size in program.traffic().channels.items()}
+    assert {channel: size for _, _, sent in results for channel, size in sent.items()} == planned
+
+
+def gather(case: str) -> dict[str, torch.Tensor] | None:
+    program, _ = _compile(case, int(os.environ["WORLD_SIZE"]), "wave")
+    engine = program.engine()
+    state = engine.gather_state_dict()
+    engine.close()
+    return state
+
+
+def test_gathered_state_has_every_original_name() -> None:
+    state, nothing = run_processes(2, gather, "frozen_middle")
+    _, model = _compile("frozen_middle", 1, "1f1b")
+    assert nothing is None
+    assert state.keys() == model.state_dict().keys()
+    model.load_state_dict(state)
+
+
+def disagree(what: str) -> None:
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = PEER_CASES["no_grad_encoder"](torch.float64)  # every rank holds the encoder
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    schedule = "gpipe" if what == "plan" and rank == 1 else "1f1b"
+    program = fxpipe.compile(model, 2, batch_size=4, microbatches=4, schedule=schedule)
+    engine = program.engine()
+    batch = program.model.example_inputs(4)
+    if what == "batch" and rank == 1:
+        args, kwargs = call_of(batch)
+        batch = {k: v + 1 for k, v in kwargs.items()} if kwargs else tuple(v + 1 for v in args)
+    engine.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("plan", "another plan than rank 0"), ("weights", "differs between ranks"), ("batch", "another first batch")],
+)
+def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
+    for ended in start_processes(2, disagree, what, timeout_seconds=60):
+        assert ended.returncode not in (0, None)
+        assert message in ended.output
+
+
+def fail(how: str) -> None:
+    """Rank 1 fails in its second step, before its third action."""
+    program, _ = _compile("crossed_skips", int(os.environ["WORLD_SIZE"]), "wave")
+    engine = program.engine()
+    if int(os.environ["RANK"]) == 1:
+        set_action, seen = engine._transport.set_action, []
+
+        def failing(action: str) -> None:
+            set_action(action)
+            seen.append(action)
+            if len(seen) == 20:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError("planted")
+
+        engine._transport.set_action = failing
+    for _ in range(50):
+        engine.step(program.model.example_inputs(5))
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failing_rank_ends_all_and_is_named(how: str) -> None:
+    ended, _ = start_torchrun(4, fail, how, timeout_seconds=120)
+    assert ended.returncode not in (0, None), "the others must not wait for ever"
+    assert "rank 1" in ended.output
+    if how == "raise":
+        assert "planted" in ended.output
+
+
+def test_optimizer_of_a_local_engine_trains_the_model_itself() -> None:
+    program, model = _compile("crossed_skips", 3, "1f1b")
+    engine = program.local_engine()
+    batch = program.model.example_inputs(5)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    before = float(engine.step(batch))
+    optimizer.step()
+    optimizer.zero_grad()
+    args, kwargs = call_of(batch)
+    assert float(model(*args, **kwargs).detach()) < before
+
+
+def test_gradients_accumulate_as_on_one_device() -> None:
+    program, _ = _compile("crossed_skips", 2, "1f1b")
+    engine = program.local_engine()
+    batch = program.model.example_inputs(5)
+    engine.step(batch)
+    once = {name: p.grad.clone() for name, p in engine.named_parameters()}
+    engine.step(batch)
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+def test_counted_bytes_equal_planned_bytes() -> None:
+    for case, world_size, schedule in (("nested_skips", 4, "wave"), ("shared_table", 3, "zero-bubble")):
+        program, _ = _compile(case, world_size, schedule)
+        engine = program.local_engine()
+        engine.step(program.model.example_inputs(5))
+        assert engine.sent_bytes == program.traffic().channels
+
+
+def test_a_batch_of_another_size_is_refused_with_the_remedy() -> None:
+    program, _ = _compile("crossed_skips", 2, "1f1b")
+    with pytest.raises(fxpipe.CompileError, match="batch has 4 samples.*compiled for 5.*batch_size=4"):
+        program.local_engine().step(program.model.example_inputs(4))
+
+
+def test_a_rank_that_raises_in_process_is_named() -> None:
+    program, _ = _compile("crossed_skips", 2, "1f1b")
+    engine = program.local_engine()
+    module = engine._modules[1]
+    name = next(iter(dict(module.named_children())))
+
+    def broken(*values: object) -> None:
+        raise ArithmeticError("planted")
+
+    getattr(module, name).forward = broken
+    with pytest.raises(fxpipe.RunError, match=r"rank 1 failed in \d[FB]\d: ArithmeticError: planted"):
+        engine.step(program.model.example_inputs(5))
