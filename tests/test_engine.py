@@ -47,7 +47,7 @@ def train(case: str, schedule: str) -> tuple[list[float], dict[str, torch.Tensor
 )
 def test_gloo_equals_threads_bit_for_bit(case: str, world_size: int, schedule: str) -> None:
     results = run_processes(world_size, train, case, schedule)
-    program, model = _compile(case, world_size, schedule)
+    program, _ = _compile(case, world_size, schedule)
     engine = program.local_engine(seed=7)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     losses = []
@@ -85,8 +85,8 @@ def test_gathered_state_has_every_original_name() -> None:
 
 def disagree(what: str) -> None:
     rank = int(os.environ["RANK"])
-    torch.manual_seed(rank if what == "weights" else 0)
     model = PEER_CASES["no_grad_encoder"](torch.float64)  # every rank holds the encoder
+    torch.manual_seed(rank if what == "weights" else 0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     schedule = "gpipe" if what == "plan" and rank == 1 else "1f1b"
@@ -171,7 +171,7 @@ def test_counted_bytes_equal_planned_bytes() -> None:
 
 def test_a_batch_of_another_size_is_refused_with_the_remedy() -> None:
     program, _ = _compile("crossed_skips", 2, "1f1b")
-    with pytest.raises(fxpipe.CompileError, match="batch has 4 samples.*compiled for 5.*batch_size=4"):
+    with pytest.raises(fxpipe.CompileError, match=r"batch has 4 samples.*compiled for 5.*batch_size=4"):
         program.local_engine().step(program.model.example_inputs(4))
 
 
