@@ -135,12 +135,11 @@ def show_files(console: Console, out: Path, program: Program) -> None:
     """Quotes one action of the last rank's program, and says what each file holds."""
     last = program.world_size - 1
     lines = (out / f"rank_{last}.py").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if f"begin_{last}F0 =" in line)
-    stop = next(i for i in range(start + 1, len(lines)) if " begin_" in lines[i])
+    start = next(i for i, line in enumerate(lines) if f'begin(transport, "{last}F0")' in line)
+    stop = lines.index("", start)
     console.print(f"rank_{last}.py, line {start + 1}: its first forward")
     for line in lines[start:stop][:12]:
-        quoted = Text("  " + line.strip().replace("fxpipe_ops_", ""), "cyan")
-        console.print(quoted, no_wrap=True, overflow="ellipsis")
+        console.print(Text(line.removeprefix("      "), "cyan"), no_wrap=True, overflow="ellipsis")
     table = columns("", "")
     table.add_row("rank_*.py", "every rank's program, then its stage graphs")
     table.add_row("plan.txt", "the stages; blocks.txt: what they are made of")
