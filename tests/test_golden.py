@@ -1,0 +1,43 @@
+"""What a user reads of a compiled step: golden files of a tiny U-Net, and that the dumped Python is right.
+
+`pytest tests/test_golden.py --update-golden` writes the files anew; read the difference before committing it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.program import Program
+from tests.dumped import run_dumped
+from tests.unet import TinyUNet
+
+FILES = ("plan.txt", "blocks.txt", "schedule.txt", "grid.txt", "traffic.txt", "rank_0.py", "rank_1.py")
+
+
+def compiled(**options: object) -> Program:
+    return fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=4, microbatches=2, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(schedule="wave").dump(tmp_path_factory.mktemp("dump"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_dump_reads_as_before(name: str, dumped: Path, golden: Callable[[str, str], None]) -> None:
+    golden(name + ".txt" if name.endswith(".py") else name, (dumped / name).read_text())
+
+
+@pytest.mark.parametrize("schedule", ["wave", "zero-bubble", "gpipe"])
+def test_dumped_text_computes_what_the_programs_compute(schedule: str) -> None:
+    program = compiled(schedule=schedule)
+    batch = program.model.example_inputs(4)  # type: ignore[operator]
+    expected = program.run_local(**batch)
+    found = run_dumped(program, batch)
+    assert torch.equal(found.pop("loss"), expected.loss)
+    assert found.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found[name], gradient), name
