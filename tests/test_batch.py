@@ -18,7 +18,7 @@ from fxpipe.errors import CompileError
 from fxpipe.inputs import describe
 from fxpipe.sizes import concrete
 from passes.batch import BatchPlan, analyse
-from passes.batch_layout import Layout
+from passes.batch.layout import Layout
 from tests.models import PEER_CASES, ZOO
 
 TOLERANCE = 1e-12

@@ -1,0 +1,127 @@
+"""Follow the batch through the captured graph: what may run on micro-batches, and how their losses add up.
+
+    x [B, C]             Layout(0)        l = ((unet(x) - y) ** 2)   [B, C]  Layout(0)
+    w [B]                Layout(0)        n = (w * l.mean(1)).sum()          a sum over samples
+    w.sum()              whole batch      n / w.sum()                        loss_scale "sum"
+
+Every operation between the inputs and the loss's reduction must act on each sample alone. One that mixes samples is
+run on the whole batch where it depends on no parameter, and refused with its place where it does. Nothing is assumed
+of an operation without a rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from fxpipe.capture import Capture
+from fxpipe.errors import CompileError
+from passes.batch import rewrite
+from passes.batch.follow import Follow, depends_on_parameters, on_tensors
+from passes.batch.layout import Layout, Mixed, Result, State
+from passes.batch.sums import Unequal
+
+_MOST_WEIGHTS = 2  # (b/B)**2: a mean over the batch, divided by its size
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a captured step runs on micro-batches.
+
+    layouts      for each node that micro-batches evaluate, where its samples lie; None is the same for every sample.
+                 A tuple for nodes with several results. Nodes that only `whole_batch` needs are absent.
+    loss_scale   with b_m of B samples in micro-batch m, the whole batch's loss is the sum of its losses ("sum"), or of
+                 its losses times b_m/B ("mean")
+    whole_batch  nodes to evaluate, with their ancestors, on the whole batch: no parameter is among these. Sizes among
+                 the ancestors are functions of the batch (`fxpipe.sizes`), not of the tensors they were read from.
+                 Micro-batches take the samples of the result that `layouts` names, or all of it.
+    divisible    False when the batch could be captured at one size only: there is one micro-batch
+    """
+
+    layouts: Mapping[str, "Layout | tuple[Layout | None, ...] | None"]
+    loss_scale: Literal["mean", "sum"]
+    whole_batch: tuple[str, ...]
+    divisible: bool = True
+
+
+def analyse(capture: Capture) -> BatchPlan:
+    """Prove that micro-batches of `capture` add up to its whole batch.
+
+    Rewrites its graph where that makes them add up (passes/rewrite.py); the whole batch's loss is the same.
+
+    Raises:
+        CompileError: an operation that depends on a parameter mixes samples, or has no rule here; names its module.
+    """
+    if not capture.batch:
+        nodes = [n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")]
+        return BatchPlan({n.name: _nothing(n) for n in nodes}, "mean", (), divisible=False)
+    rewrite.prepare(capture.graph, depends_on_parameters(capture.graph.nodes))
+    follow = _followed(capture)
+    state = follow.states[capture.loss]
+    assert isinstance(state, State)
+    scale = _loss_scale(capture.loss, state)
+    needed, whole = _needed(capture.loss, follow)
+    nodes = [n for n in capture.graph.nodes if n in follow.states]
+    layouts = {n.name: _layouts(follow.states[n]) for n in nodes if n in needed}
+    return BatchPlan(layouts, scale, tuple(n.name for n in nodes if n in whole))
+
+
+def _followed(capture: Capture) -> Follow:
+    """The states of all nodes; terms of the loss that need different weights get them in the graph."""
+    batched = {leaf.name for leaf in capture.inputs.leaves if leaf.batched}
+    placeholders = capture.graph.find_nodes(op="placeholder")
+    source = next(n for n in placeholders if n.meta["kind"] == "input" and n.meta["input"] in batched)
+    while True:
+        follow = Follow(capture)
+        try:
+            follow.run()
+        except Unequal as error:
+            node = follow.failed
+            if min(error.powers) < 0 or max(error.powers) > _MOST_WEIGHTS:
+                raise _refusal(node, error) from None
+            rewrite.scale_terms(capture.graph, node, error.powers, source)
+        except Mixed as error:
+            raise _refusal(follow.failed, error) from None
+        else:
+            return follow
+
+
+def _nothing(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return tuple(None for _ in value) if isinstance(value, list | tuple) else None
+
+
+def _layouts(result: Result) -> Any:
+    return tuple(s.layout for s in result) if isinstance(result, tuple) else result.layout
+
+
+def _loss_scale(node: fx.Node, state: State) -> Literal["mean", "sum"]:
+    power = state.power + int(state.form == "value")  # what no sample changes is the mean of its copies
+    if state.layout is None and power in (0, 1):
+        return "mean" if power else "sum"
+    raise _refusal(node, Mixed("the loss is neither a mean nor a sum over samples", "reduce it by mean() or sum()"))
+
+
+def _refusal(node: fx.Node, error: Mixed) -> CompileError:
+    path = node.meta.get("path") or "(the model itself)"
+    return CompileError(
+        f"module {path}: {node.target} ({node.name}): {error.why}; micro-batches would give another result than the "
+        f"whole batch. To change: {error.remedy}"
+    )
+
+
+def _needed(loss: fx.Node, follow: Follow) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes that micro-batches hold, and those among them that the whole batch computes."""
+    needed, whole, pending = {loss}, set[fx.Node](), [loss]
+    while pending:
+        node = pending.pop()
+        if node in follow.whole:
+            whole.add(node)
+        if node in follow.whole or not on_tensors(node):
+            continue
+        for operand in node.all_input_nodes:
+            if operand not in needed:
+                needed.add(operand)
+                pending.append(operand)
+    return needed, whole

@@ -1,0 +1,199 @@
+"""Where the samples of a batch lie in one value, and one graph node seen with the layouts of its operands.
+
+x            [B, C, H, W]     Layout(dim=0, outer=1, inner=1)
+cat([x, x])  [2B, C, H, W]    Layout(dim=0, outer=2, inner=1)
+tokens       [B*T, D]         Layout(dim=0, outer=1, inner=T)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from fxpipe.sizes import expression
+
+_BATCH = sympy.Symbol("B", integer=True, positive=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dimension `dim` has size outer*B*inner; sample `s` is at the indices (o*B + s)*inner + i."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def at(self, dim: int) -> "Layout":
+        return Layout(dim, self.outer, self.inner)
+
+    @property
+    def factor(self) -> int:
+        return self.outer * self.inner
+
+
+@dataclass(frozen=True)
+class State:
+    """What a micro-batch's value of a node says about the whole batch's value.
+
+    value    the samples lie as in `layout`; without one, the value is the same for every micro-batch
+    partial  the whole batch's value is a sum over micro-batches
+    whole    only the whole batch's value exists: no dimension of it can be cut into samples
+    position the number of each sample, counted within the batch at hand (arange)
+
+    With b of B samples in the micro-batch, the whole batch's value is (b/B)**power times what `form` says.
+    """
+
+    layout: Layout | None = None
+    form: Literal["value", "partial", "whole", "position"] = "value"
+    power: int = 0
+
+    @property
+    def plain(self) -> bool:
+        return self.form == "value" and self.power == 0
+
+
+Result = State | tuple[State, ...]
+
+
+class Mixed(Exception):
+    """A node's result for one sample is not a function of that sample alone, as far as the rules can tell."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(why)
+        self.why = why
+        self.remedy = remedy or "compute it within each sample, or from tensors that depend on no parameter"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call_function node: its arguments by schema name, and the state of each operand."""
+
+    node: fx.Node
+    arguments: Mapping[str, Any]
+    states: Mapping[fx.Node, Result]
+
+    @property
+    def name(self) -> str:
+        """The operation's name without its overload; in-place ones as their functional form."""
+        packet = getattr(self.node.target, "overloadpacket", self.node.target)
+        name = str(getattr(packet, "__name__", packet))
+        return name if name.startswith("__") else name.removesuffix("_")
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The tensor operands, in order, each as often as it is used."""
+        return list(self.tensors(*self.arguments))
+
+    def tensors(self, *names: str) -> Iterator[fx.Node]:
+        """The tensor nodes in the named arguments."""
+        for name in names:
+            value = self.arguments.get(name)
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, fx.Node) and isinstance(item.meta["val"], torch.Tensor):
+                    yield item
+
+    def layout(self, node: fx.Node) -> Layout | None:
+        state = self.states[node]
+        assert isinstance(state, State)
+        return state.layout
+
+    def batched(self, nodes: Sequence[fx.Node] | None = None) -> list[fx.Node]:
+        return [n for n in (self.operands if nodes is None else nodes) if self.layout(n) is not None]
+
+    def number(self, name: str) -> Any:
+        """The value of an argument, SymInt nodes as their SymInt."""
+        return _values(self.arguments.get(name))
+
+    def batch_numbers(self, allowed: Sequence[str] = ()) -> list[str]:
+        """The arguments that are numbers which depend on the batch size."""
+        return [name for name in self.arguments if name not in allowed and _depends(self.number(name))]
+
+
+Rule = Callable[[Call], list[Result]]
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return value.meta["val"]
+    if isinstance(value, list | tuple):
+        return [_values(item) for item in value]
+    return value
+
+
+def _depends(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_depends(item) for item in value)
+    symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return symbolic and bool(value.node.expr.free_symbols)
+
+
+def bind(node: fx.Node, states: Mapping[fx.Node, Result]) -> Call:
+    """A node's call with its arguments under their schema names, defaults included."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return Call(node, {str(i): a for i, a in enumerate(node.args)}, states)
+    named = {}
+    for index, argument in enumerate(target._schema.arguments):
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, _default(argument))
+        named[argument.name] = given
+    return Call(node, named, states)
+
+
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None
+
+
+@cache
+def _factor(expr: sympy.Expr) -> int | None:
+    ratio = sympy.simplify(expr.subs({symbol: _BATCH for symbol in expr.free_symbols}) / _BATCH)
+    return int(ratio) if ratio.is_integer and ratio.is_number else None
+
+
+def factor(size: Any) -> int | None:
+    """k of a size k*B; 0 for a size without the batch; None for any other function of the batch."""
+    expr = expression(size)
+    if not expr.free_symbols:
+        return 0
+    backed = all(str(symbol).startswith("s") for symbol in expr.free_symbols)  # others depend on tensors' values
+    return _factor(expr) if backed else None
+
+
+def power_of(value: Any) -> int | None:
+    """The state's `power` of a number c * B**-power; None when it is no such number."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return 0
+    expr = value.node.expr.subs({symbol: _BATCH for symbol in value.node.expr.free_symbols})
+    expr = expr.replace(_is_division, lambda e: e.args[0] / e.args[1])
+    exponent = sympy.simplify(_BATCH * sympy.diff(expr, _BATCH) / expr)
+    return -int(exponent) if exponent.is_Integer else None
+
+
+def _is_division(expr: sympy.Expr) -> bool:
+    return type(expr).__name__ in ("IntTrueDiv", "FloatTrueDiv")
+
+
+def batch_dims(value: torch.Tensor) -> list[tuple[int, int]]:
+    """(dimension, k) for the dimensions of size k*B."""
+    found = []
+    for dim, size in enumerate(value.shape):
+        k = factor(size)
+        if k is None:
+            raise Mixed(f"dimension {dim} of its result has size {size}, no multiple of the batch size")
+        if k:
+            found.append((dim, k))
+    return found
+
+
+def splits(dim: int, k: int) -> list[Layout]:
+    """Every layout of a dimension of size k*B, the likely ones first."""
+    divisors = [n for n in range(1, k + 1) if k % n == 0]
+    ends = sorted(divisors, key=lambda n: (n not in (1, k), n))
+    return [Layout(dim, outer, k // outer) for outer in ends]
+
+
+def dimension(dim: int, ndim: int) -> int:
+    return dim + ndim if dim < 0 else dim

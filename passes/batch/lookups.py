@@ -1,0 +1,114 @@
+"""Lookups by number: tables indexed by each sample's numbers, samples indexed by fixed ones."""
+
+import torch
+
+from passes.batch.layout import Call, Layout, Mixed, Result, State, batch_dims, dimension
+from passes.batch.rules import acted_dims, aligned, along, broadcast, moved, no_batch_numbers, shapes_of
+
+
+def embedding(call: Call) -> list[Result]:
+    if call.arguments["scale_grad_by_freq"]:
+        raise Mixed("scale_grad_by_freq scales gradients by counts over the batch", "turn scale_grad_by_freq off")
+    weight, indices = call.operands
+    layout = call.layout(indices)
+    if call.layout(weight) is not None or layout is None:
+        raise Mixed("it looks samples up by number")
+    return moved(call, layout)
+
+
+def gather(call: Call) -> list[Result]:
+    """A lookup along `dim`: entry by entry, unless the table is the same for every sample."""
+    table, index = call.operands
+    layout, dim = call.layout(index), dimension(call.arguments["dim"], max(table.meta["val"].ndim, 1))
+    if call.layout(table) is None and layout is not None and layout.dim == dim:
+        return moved(call, layout)
+    return along(call)
+
+
+def index_select(call: Call) -> list[Result]:
+    table, index = call.operands
+    layout = call.layout(table)
+    if layout is None:
+        return moved(call, call.layout(index) or Layout(0))
+    if call.layout(index) is not None or layout.dim in acted_dims(call, table.meta["val"].ndim):
+        raise Mixed("it looks samples up by number")
+    return moved(call, layout)
+
+
+def index(call: Call) -> list[Result]:
+    """Advanced indexing: of a table by each sample's numbers, of each sample by fixed numbers, or both by arange(B)."""
+    table, indices = call.operands[0], call.arguments["indices"]
+    layout, used = call.layout(table), [n for n in indices if n is not None]
+    if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in used):
+        raise Mixed("the size of its result depends on a mask's values", "use torch.where")
+    at = indices[layout.dim] if layout is not None and layout.dim < len(indices) else None
+    positions = [n for n in call.operands if call.states[n].form == "position"]  # type: ignore[union-attr]
+    if positions != ([at] if at is not None else []) or (at is not None and layout is not None and layout.factor != 1):
+        raise Mixed("it looks samples up by number")
+    if layout is None or at is not None:
+        return moved(call, broadcast(shapes_of(call, used)))
+    return moved(call, layout)
+
+
+def index_put(call: Call) -> list[Result]:
+    table, indices = next(call.tensors("self")), call.arguments["indices"]
+    (values,) = call.tensors("values")
+    layout, used = call.layout(table), [n for n in indices if n is not None]
+    if layout is None or (layout.dim < len(indices) and indices[layout.dim] is not None) or call.batched(used):
+        raise Mixed("it writes samples by number")
+    first = next(i for i, n in enumerate(indices) if n is not None)
+    written = table.meta["val"].ndim - len(used) + max(n.meta["val"].ndim for n in used)
+    if call.layout(values) is not None:
+        place = layout.dim if layout.dim < first else layout.dim - table.meta["val"].ndim + written
+        if call.layout(values) != layout.at(place + values.meta["val"].ndim - written):
+            raise Mixed("it writes one sample's values into another's")
+    elif values.meta["val"].ndim and any(s != 1 for s in values.meta["val"].shape[: layout.dim + 1]):
+        raise Mixed("it writes one sample's values into another's")
+    return moved(call, layout)
+
+
+def arange(call: Call) -> list[Result]:
+    """The numbers of the samples: drawn up on the whole batch, or counted within the micro-batch to index it."""
+    numbers = {name: call.number(name) for name in ("start", "end", "step")}
+    value = call.node.meta["val"]
+    if numbers["start"] in (None, 0) and numbers["step"] in (None, 1) and [(0, 1)] == batch_dims(value):
+        return [State(Layout(0), "position")]
+    raise Mixed("it counts over the batch")
+
+
+def bucketize(call: Call) -> list[Result]:
+    """`bucketize`, `searchsorted`: elementwise in the values, whole in the boundaries."""
+    values = next(call.tensors("self"), None)
+    layout = call.layout(values) if values is not None else None
+    if layout is None or call.batched(list(call.tensors("boundaries", "sorted_sequence"))):
+        raise Mixed("its boundaries differ from sample to sample")
+    return moved(call, layout)
+
+
+def at_numbers(call: Call) -> list[Result]:
+    """`index_add`, `index_copy`, `index_fill`: writes at fixed numbers along another dimension than the batch."""
+    no_batch_numbers(call)
+    layout = aligned(call, list(call.tensors("self", "source")))
+    if call.batched(list(call.tensors("index"))) or layout.dim in acted_dims(call, call.node.meta["val"].ndim):
+        raise Mixed("it writes samples by number")
+    return moved(call, layout)
+
+
+def select_scatter(call: Call) -> list[Result]:
+    no_batch_numbers(call)
+    value, part = call.operands
+    layout, dim = call.layout(value), dimension(call.arguments["dim"], value.meta["val"].ndim)
+    if layout is None or layout.dim == dim or call.layout(part) != layout.at(layout.dim - int(layout.dim > dim)):
+        raise Mixed("it writes one sample's values into another's")
+    return moved(call, layout)
+
+
+def slice_scatter(call: Call) -> list[Result]:
+    """A write into a slice: along the batch only of all of it, as in `x[:, 1] = y`."""
+    value, part = call.operands
+    layout, dim = call.layout(value), dimension(call.arguments["dim"], value.meta["val"].ndim)
+    if layout is None or layout.dim != dim:
+        return along(call)
+    if call.layout(part) != layout or call.arguments["step"] != 1:
+        raise Mixed("it writes some samples of the batch")
+    return moved(call, layout)

@@ -1,0 +1,95 @@
+"""Products that sum over shared dimensions: none of these may be the batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from passes.batch.layout import Call, Layout, Mixed, Result, State
+from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of
+
+Labels = list[Any]
+
+
+def _matrix_labels(a: int, b: int) -> tuple[Labels, Labels, Labels]:
+    lead_a: Labels = [("lead", j) for j in range(a - 2, 0, -1)]
+    lead_b: Labels = [("lead", j) for j in range(b - 2, 0, -1)]
+    first = [*lead_a, "n", "k"] if a > 1 else ["k"]
+    second = [*lead_b, "k", "m"] if b > 1 else ["k"]
+    out = max(lead_a, lead_b, key=len) + (["n"] if a > 1 else []) + (["m"] if b > 1 else [])
+    return first, second, out
+
+
+def contract(call: Call, terms: Sequence[tuple[fx.Node, Labels]], out: Labels) -> State:
+    """The state of a product that sums over the labels not in `out`; its layout counts dimensions from the end.
+
+    A sum over the batch is a sum over micro-batches, where every factor that has the batch holds it alike.
+    """
+    places = {(labels[at.dim], at.outer, at.inner) for node, labels in terms if (at := call.layout(node)) is not None}
+    if not places:
+        return State()
+    label, outer, inner = next(iter(places))
+    if len(places) != 1:
+        raise Mixed("it multiplies samples of the batch with one another")
+    for node, labels in terms:
+        if call.layout(node) is None and label in labels and node.meta["val"].shape[labels.index(label)] != 1:
+            raise Mixed("it combines the batch with another dimension of the same size")
+    if label not in out:
+        return State(form="partial")
+    return State(Layout(out.index(label) - len(out), outer, inner))
+
+
+def matmul(call: Call) -> list[Result]:
+    no_batch_numbers(call)
+    *bias, a, b = call.operands
+    first, second, out = _matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
+    state = contract(call, [(a, first), (b, second)], out)
+    if state.form == "partial":
+        if bias:
+            raise Mixed("it adds to a sum over the batch")
+        return [state]
+    layout = state.layout
+    product = [] if layout is None else [([2] * len(out), layout.at(layout.dim + len(out)))]
+    return moved(call, broadcast([*shapes_of(call, bias), *product]))
+
+
+def einsum(call: Call) -> list[Result]:
+    equation, nodes = call.arguments["equation"].replace(" ", ""), call.operands
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        letters = sorted(c for c in set(inputs) - set(",.") if inputs.count(c) == 1)
+        output = ("..." if "..." in inputs else "") + "".join(letters)
+    labels = []
+    for term, node in zip(terms, nodes, strict=True):
+        labels.append(_einsum_labels(term, node.meta["val"].ndim - len(term.replace("...", ""))))
+    dots = max((sum(isinstance(x, tuple) for x in one) for one in labels), default=0)
+    state = contract(call, list(zip(nodes, labels, strict=True)), _einsum_labels(output, dots))
+    return [state] if state.layout is None else moved(call, state.layout)
+
+
+def _einsum_labels(term: str, dots: int) -> Labels:
+    head, found, tail = term.partition("...")
+    middle: Labels = [("lead", j) for j in range(dots, 0, -1)] if found else []
+    return [*head, *middle, *tail]
+
+
+def attention(call: Call) -> list[Result]:
+    no_batch_numbers(call)
+    query, key, value, *mask = call.operands
+    lead: Labels = [("lead", j) for j in range(max(n.meta["val"].ndim for n in call.operands) - 2, 0, -1)]
+    last = zip([query, key, value, *mask], ("le", "se", "sv", "ls"), strict=False)
+    terms = [(node, [*lead, *two][-node.meta["val"].ndim :]) for node, two in last]
+    layout = contract(call, terms, [*lead, "v"]).layout
+    if layout is None or layout.dim == -1:
+        raise Mixed("it attends over the batch")
+    return moved(call, layout)
+
+
+def cdist(call: Call) -> list[Result]:
+    a, b = call.operands
+    first, second, out = _matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
+    layout = contract(call, [(a, first), (b, [*second[:-2], "m", "k"])], out).layout
+    if layout is None:
+        raise Mixed("it measures distances along the batch")
+    return moved(call, layout)

@@ -1,0 +1,112 @@
+"""Graph rewrites that let micro-batches add up, each equal to what it replaces.
+
+cross_entropy(x, y)              ->   cross_entropy(x, y, reduction="sum") / (y != ignore_index).sum()
+squeeze(x)                       ->   squeeze(x, dims of size 1)          a micro-batch of one keeps its batch
+(w*l).sum()/w.sum() + d.mean()   ->   ... + d.mean() * (b / B)            two sums over micro-batches
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.sizes import is_symbolic
+from passes.batch.layout import bind
+
+aten = torch.ops.aten
+_SUM, _MEAN = 2, 1
+_CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+
+
+def prepare(graph: fx.Graph, depends: set[fx.Node]) -> None:
+    """The rewrites that need no layout; `depends` are the nodes that depend on a parameter."""
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
+        call = bind(node, {})
+        if call.name == "squeeze":
+            _squeeze_named(graph, node)
+        elif call.name in _CLASS_LOSSES and call.arguments["reduction"] == _MEAN:
+            targets = [n for n in call.tensors("target", "weight") if n in depends]
+            if not targets and not call.arguments["target"].meta["val"].is_floating_point():
+                _divide_by_count(graph, node, call.arguments)
+
+
+def _squeeze_named(graph: fx.Graph, node: fx.Node) -> None:
+    value: Any = node.args[0]
+    shape = value.meta["val"].shape
+    named: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
+    dims = sorted(d % len(shape) for d in ([named] if isinstance(named, int) else named)) if shape else []
+    if not any(is_symbolic(shape[d]) for d in dims):
+        return
+    with graph.inserting_before(node):
+        ones = [d for d in dims if not is_symbolic(shape[d]) and shape[d] == 1]
+        new = add(graph, aten.squeeze.dims, (value, ones), node)
+    replace(graph, node, new)
+
+
+def _divide_by_count(graph: fx.Graph, node: fx.Node, arguments: Mapping[str, Any]) -> None:
+    """The mean of a class loss divides by the number (with weights: the sum of weights) of targets not ignored."""
+    target, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
+    with graph.inserting_before(node):
+        counted = add(graph, aten.ne.Scalar, (target, ignored), node)
+        if weight is not None:
+            skipped = add(graph, aten.eq.Scalar, (target, ignored), node)
+            classes = add(graph, aten.masked_fill.Scalar, (target, skipped, 0), node)
+            weights = add(graph, aten.index.Tensor, (weight, [classes]), node)
+            counted = add(graph, aten.mul.Tensor, (weights, counted), node)
+        count = add(graph, aten.sum.default, (counted,), node)
+        given = list({**arguments, "reduction": _SUM}.values())
+        total = add(graph, node.target, tuple(given), node)
+        total.meta["requires_grad"] = node.meta["requires_grad"]
+        mean = add(graph, aten.div.Tensor, (total, count), node)
+    replace(graph, node, mean)
+
+
+def share(graph: fx.Graph, like: fx.Node, size: torch.SymInt, source: fx.Node) -> fx.Node:
+    """b/B, which is 1 on the whole batch: B is a value made on the whole batch, b the size of an input, `source`."""
+    value = like.meta["val"]
+    samples = add(graph, aten.sym_size.int, (source, 0), like, size)
+    options = {"dtype": value.dtype, "device": value.device}
+    whole = add(graph, aten.full.default, ([], samples), like, kwargs=options)
+    return add(graph, aten.mul.Tensor, (add(graph, aten.reciprocal.default, (whole,), like), samples), like)
+
+
+def scale_terms(graph: fx.Graph, node: fx.Node, powers: Sequence[int], source: fx.Node) -> None:
+    """Multiply each term of the sum `node` by (b/B)**power, so that all become sums over micro-batches."""
+    listed = isinstance(node.args[0], list | tuple)  # of stack and cat
+    terms: Any = node.args[0] if listed else node.args[:2]
+    scaled = []
+    with graph.inserting_before(node):
+        for term, power in zip(terms, powers, strict=True):
+            for _ in range(power):
+                factor = share(graph, node, source.meta["val"].shape[0], source)
+                requires_grad = isinstance(term, fx.Node) and term.meta["requires_grad"]
+                term = add(graph, aten.mul.Tensor, (factor, term), node)
+                term.meta["requires_grad"] = requires_grad
+            scaled.append(term)
+    node.args = (scaled, *node.args[1:]) if listed else (*scaled, *node.args[2:])
+    if not listed:
+        node.target = getattr(aten, bind(node, {}).name).Tensor  # a scaled constant is a tensor
+
+
+def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    new.meta["requires_grad"] = old.meta["requires_grad"]
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def add(
+    graph: fx.Graph, target: Any, args: Any, at: fx.Node, value: Any = None, kwargs: Mapping[str, Any] | None = None
+) -> fx.Node:
+    """A node of the same module and regions as `at`, without gradient; its fake value is computed unless given."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = {**at.meta, "requires_grad": False}
+    if value is None:
+        tensors = [n.meta["val"] for n in (at, *node.all_input_nodes) if isinstance(n.meta["val"], torch.Tensor)]
+        mode: Any = getattr(tensors[0], "fake_mode", None)
+        assert mode is not None
+        given, named = fx.map_arg((tuple(args), dict(kwargs or {})), lambda n: n.meta["val"])
+        with mode, mode.shape_env.suppress_guards():
+            value = target(*given, **named)
+    node.meta["val"] = value
+    return node

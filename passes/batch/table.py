@@ -1,0 +1,117 @@
+"""Which rule follows the batch through which ATen operation, by the operation's name."""
+
+from passes.batch import lookups, products, rules, sums, views
+from passes.batch.layout import Call, Rule
+from passes.batch.rules import trailing
+
+
+def _names(text: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(text.split(), rule)
+
+
+def _spatial(call: Call, ndim: int) -> int:
+    return int(next(c for c in call.name if c in "123"))
+
+
+def _pad_count(call: Call, ndim: int) -> int:
+    if call.name.startswith(("reflection", "replication", "_pad_circular")):
+        return len(call.arguments.get("padding") or call.arguments["pad"]) // 2
+    pad = call.number("pad")
+    return max((i // 2 + 1 for i, p in enumerate(pad) if p != 0), default=0)
+
+
+def _normalized(call: Call, ndim: int) -> int:
+    return len(call.arguments["normalized_shape"])
+
+
+# Elementwise operations that ATen does not tag as such.
+_ELEMENTWISE = """
+    contiguous clone detach alias alias_copy lift lift_fresh lift_fresh_copy zeros_like ones_like full_like empty_like
+    fill masked_fill where rsub absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide multiply subtract
+    negative fix floor_divide greater greater_equal less less_equal not_equal hardswish log_sigmoid complex polar real
+    imag conj resolve_conj resolve_neg float_power square copy isclose isreal special_expit
+"""
+# Operations along the dimensions that their arguments dim, dims, dimension, dim1 and dim2 name; all without these.
+_ALONG = """
+    softmax log_softmax _softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk argsort kthvalue
+    median nanmedian mode glu flip roll amax amin aminmax max min argmax argmin prod var std var_mean std_mean norm
+    linalg_vector_norm frobenius_norm linalg_norm logsumexp all any count_nonzero nansum nanmean select unbind scatter
+    scatter_add scatter_reduce diff unfold linalg_cross diagonal fft_fft fft_ifft fft_rfft fft_irfft
+    fft_hfft fft_ihfft fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftshift
+    fft_ifftshift cosine_similarity
+"""
+# Operations on the last one, two or three dimensions, as their names say.
+_SPATIAL = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa avg_pool1d avg_pool2d avg_pool3d
+    max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_avg_pool1d
+    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+"""
+_LOSSES = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss
+"""
+
+RULES: dict[str, Rule] = {
+    **_names(_ELEMENTWISE, rules.pointwise),
+    **_names("to _to_copy type_as", rules.cast),
+    **_names("reshape view _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel", views.view),
+    **_names("permute transpose t numpy_T mT mH adjoint", rules.structural),
+    **_names("movedim moveaxis swapaxes swapdims view_as_real", rules.structural),
+    **_names("zeros ones full empty new_zeros new_ones new_full new_empty", views.factory),
+    **_names("expand expand_as broadcast_to", views.expand),
+    **_names("repeat tile", views.repeat),
+    **_names("split split_with_sizes chunk tensor_split", views.pieces),
+    **_names("unsafe_split unsafe_split_with_sizes unsafe_chunk", views.pieces),
+    **_names("slice narrow", views.cut),
+    **_names("matmul mm bmm mv dot addmm baddbmm addmv", products.matmul),
+    **_names(_ALONG, rules.along),
+    **_names(_SPATIAL, trailing(_spatial)),
+    **_names(
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+        trailing(lambda call, ndim: _spatial(call, ndim) + 1),
+    ),
+    **_names(
+        "group_norm instance_norm prelu channel_shuffle local_response_norm im2col col2im convolution",
+        trailing(lambda call, ndim: ndim - 1),
+    ),
+    **_names("grid_sampler grid_sampler_2d grid_sampler_3d", trailing(lambda call, ndim: ndim - 1, ("grid",))),
+    **_names(
+        "pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+        "replication_pad3d _pad_circular",
+        trailing(_pad_count),
+    ),
+    **_names("layer_norm rms_norm native_layer_norm", trailing(_normalized)),
+    **_names("pixel_shuffle pixel_unshuffle", trailing(lambda call, ndim: 3)),
+    **_names(
+        "tril triu linalg_inv inverse linalg_det det linalg_cholesky cholesky linalg_matrix_exp linalg_qr trace "
+        "linalg_pinv linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_eigh _linalg_svd",
+        trailing(lambda call, ndim: 2),
+    ),
+    **_names("linear view_as_complex", trailing(lambda call, ndim: 1)),
+    **_names("one_hot", trailing(lambda call, ndim: 0)),
+    **_names("index_add index_copy index_fill", lookups.at_numbers),
+    **_names("sum mean", sums.reduce),
+    **_names(_LOSSES, sums.loss),
+    **_names("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", sums.class_loss),
+    **_names("bucketize searchsorted", lookups.bucketize),
+    "arange": lookups.arange,
+    "batch_norm": rules.batch_norm,
+    "broadcast_tensors": views.broadcast_tensors,
+    "cat": views.cat,
+    "concat": views.cat,
+    "einsum": products.einsum,
+    "embedding": lookups.embedding,
+    "gather": lookups.gather,
+    "index": lookups.index,
+    "index_put": lookups.index_put,
+    "index_select": lookups.index_select,
+    "meshgrid": rules.meshgrid,
+    "repeat_interleave": views.repeat_interleave,
+    "cdist": products.cdist,
+    "slice_scatter": lookups.slice_scatter,
+    "select_scatter": lookups.select_scatter,
+    "scaled_dot_product_attention": products.attention,
+    "stack": rules.stack,
+}
