@@ -102,8 +102,8 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     wanted = {name for name, p in parameters.items() if p.requires_grad}
     graph, overwritten = functionalise.run(exported.graph)
     _drop_no_ops(graph)
-    graph.eliminate_dead_code()
     _mark_requires_grad(graph, wanted, tensors)
+    graph.eliminate_dead_code()
     functionalise.refuse_hidden_writes(overwritten)
     expand_attention_dropout(graph)
     draws = _hoist_draws(graph)
@@ -140,7 +140,7 @@ def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, to
             node.meta["kind"], node.meta["input"] = "input", next(names)
             private.rename(node, _identifier(node.meta["input"]))
         elif spec.kind is kinds.CONSTANT_TENSOR:
-            node.meta["kind"] = "constant"
+            node.meta["kind"], node.meta["state"] = "constant", str(spec.target).removeprefix("model.")
             constants[node.name] = program.constants[str(spec.target)]
         else:
             node.meta["kind"] = "parameter" if spec.kind is kinds.PARAMETER else "buffer"

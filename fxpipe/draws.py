@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe import private
 from fxpipe.errors import CaptureError
 from fxpipe.randomness import DROPOUTS, Draw
 from fxpipe.sizes import concrete
@@ -20,7 +21,7 @@ _FACTORIES = ("randn", "rand", "randint", "randperm", "normal")
 
 def passes_through(node: fx.Node) -> bool:
     """A dropout that drops nothing: it returns its first argument."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = private.packet_name(node.target)
     return name in DROPOUTS and name != "native_dropout" and (float(node.args[1]) == 0.0 or not node.args[2])  # type: ignore[arg-type]
 
 

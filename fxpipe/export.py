@@ -66,25 +66,29 @@ def export_step(
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
         return _trace(TrainingStep(model, inputs, loss_of, one_batch), inputs, _resized(inputs, examples, size), dynamic)
 
-    size = inputs.batch_size
-    if size == 1:
-        return _flat(trace(1, dynamic=False), inputs, "the batch has one sample")
+    def at_size(reason: str) -> Exported:
+        try:
+            return _flat(trace(inputs.batch_size, dynamic=False), inputs, reason)
+        except _Failed as error:
+            raise CaptureError(str(error)) from error.__cause__
+
+    if inputs.batch_size == 1:
+        return at_size("the batch has one sample")
     symbolic, fault = _attempt(trace, _free_size(model, inputs), inputs)
-    if fault is None:
+    if symbolic is not None and fault is None:
         return _flat(symbolic, inputs, None)
     settled = _settle(trace, inputs)
     if settled != inputs:
         return export_step(model, settled, examples, loss_of)
-    at_size, other = _attempt(trace, size, inputs)
-    if other is None:
-        return _flat(at_size, inputs, None)
-    fixed = _flat(trace(size, dynamic=False), inputs, fault)
+    traced, other = _attempt(trace, inputs.batch_size, inputs)
+    if traced is not None and other is None:
+        return _flat(traced, inputs, None)
+    fixed = at_size(fault or "")
     flexible = None if symbolic is None else _flat(symbolic, inputs, None)
-    return flexible if flexible is not None and _equal_at(flexible.graph, fixed.graph, size) else fixed
+    return flexible if flexible is not None and _equal_at(flexible.graph, fixed.graph, inputs.batch_size) else fixed
 
 
-def _flat(program: torch.export.ExportedProgram | None, inputs: InputSpec, fixed: str | None) -> Exported:
-    assert program is not None
+def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
     return Exported(program, private.inline_regions(program.graph_module), inputs, fixed)
 
 

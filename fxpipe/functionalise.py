@@ -6,9 +6,9 @@
     w = add(v, 1)                      v1 = view(x1, [-1])
                                        w  = add(v1, 1)
 
-Tensors that share memory form a family: a root and views of views of it. A write goes up to the root through inverses of
-the views (`fxpipe/views.py`); any other member is made again from the new root when it is next read. Which values share
-memory is read from the traced tensors. What has no inverse is refused, with its place.
+Tensors that share memory form a family: a root and views of views of it. A write goes up to the root through inverses
+of the views (`fxpipe/views.py`); any other member is made again from the new root when it is next read. What has no
+inverse is refused, with its place.
 """
 
 import operator
@@ -20,25 +20,36 @@ import torch
 from torch import fx
 
 from fxpipe import private
+from fxpipe.draws import passes_through
 from fxpipe.errors import CaptureError
-from fxpipe.views import inverse
+from fxpipe.views import inverse, shape_nodes
 
 aten = torch.ops.aten
 # In-place operations whose functional form has another name; what only changes a tensor's storage has none.
 _RENAMED = {"zero": "zeros_like", "normal": "normal_functional"}
 _REFUSED = ("set_", "resize_", "resize_as_")
-_DETACHES = {aten.detach.default, aten.detach_.default}
+# Operations that return a view where one is possible, else a copy.
+_PERHAPS_VIEWS = ("reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as")
+
+
+@dataclass
+class _Family:
+    """All that shows one memory: how often it was written, and under which identities export traced it."""
+
+    root: fx.Node
+    version: int = 0
+    storages: set[int] = field(default_factory=set)
 
 
 @dataclass
 class _Member:
-    """A value that may share memory: its present node, which version of the root that node shows, how it was made."""
+    """A value: its present node, how it was made, and which version of its family's memory it shows."""
 
     node: fx.Node
     source: fx.Node  # as traced: operation, arguments, marks
     made: fx.Node  # its first copy, with the arguments' copies
+    family: _Family
     parent: "_Member | None" = None
-    root_version: list[int] = field(default_factory=lambda: [0])  # one list for the whole family
     version: int = 0
 
 
@@ -82,30 +93,26 @@ class _Rewriter:
     def visit(self, node: fx.Node) -> None:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            if torch.Tag.inplace_view in target.tags and _name(node) not in _REFUSED:
+            if torch.Tag.inplace_view in target.tags and private.packet_name(node.target) not in _REFUSED:
                 node.target = _functional_target(node)
-            elif _name(node) == "requires_grad_":
+            elif private.packet_name(node.target) == "requires_grad_":
                 raise _refusal(node, "gradients inside the forward pass are not supported")
             else:
                 self._write(node)
                 return
         copy = self._copy(node)
         parent = self._parent(node)
-        if parent is None:
-            self.members[node] = _Member(copy, node, copy)
-        else:
-            versions = parent.root_version
-            self.members[node] = _Member(copy, node, copy, parent, versions, versions[0])
+        family = parent.family if parent is not None else _Family(node)
+        family.storages |= private.storages(node)
+        self.members[node] = _Member(copy, node, copy, family, parent, family.version)
 
     def _parent(self, node: fx.Node) -> _Member | None:
-        """The argument whose memory a node's result shows, if any."""
-        if node.target is operator.getitem:
-            pieces = self.members[node.args[0]]  # type: ignore[index]
-            return pieces if pieces.parent is not None else None
-        if node.op != "call_function" or node.target is aten.lift_fresh_copy.default:
+        """The value whose memory a node's result shows, if any: of a list of views (split, unbind), what was cut."""
+        made_by = node.args[0] if node.target is operator.getitem else node
+        if made_by.op != "call_function":  # type: ignore[union-attr]
             return None
-        shared = (argument for argument in node.all_input_nodes if private.same_memory(argument, node))
-        return next((self.members[argument] for argument in shared), None)
+        arguments = [self.members[argument] for argument in made_by.all_input_nodes]  # type: ignore[union-attr]
+        return next((member for member in arguments if _shows(node, made_by, member)), None)  # type: ignore[arg-type]
 
     def _copy(self, node: fx.Node) -> fx.Node:
         copy = self.graph.node_copy(node, lambda n: self._read(self.members[n]))
@@ -114,46 +121,40 @@ class _Rewriter:
 
     def _read(self, member: _Member) -> fx.Node:
         """The node that shows the member's present value."""
-        if member.version != member.root_version[0]:
+        if member.version != member.family.version:
             assert member.parent is not None
-            self._read(member.parent)
+            if member.source.target is operator.getitem:
+                pieces = self.members[member.source.args[0]]  # type: ignore[index]
+                pieces.node = self._copy(pieces.source)
             member.node = self._copy(member.source)
-            member.version = member.root_version[0]
+            member.version = member.family.version
         return member.node
 
     def _write(self, node: fx.Node) -> None:
         written = _written(node)
         member = self.members[written]
         value = self._functional(node, written)
-        _refuse_foreign(node, member)
-        member.root_version[0] += 1
-        version = member.root_version[0]
+        _refuse_foreign(node, member.family.root)
+        self.members[node] = member  # an in-place operation's result is what it wrote to
         hidden = bool(node.meta.get("no_grad"))
-        # An in-place operation's result is what it wrote to.
-        self.members[node] = member
-        below = None
-        while member is not None:
-            if below is not None:
-                old = self._stale(member, version)
-                value, hidden = self._up(node, below, old, value, hidden)
+        lineage: list[_Member] = [member]
+        while (above := lineage[-1].parent) is not None:
+            lineage.append(above)
+        before = [self._read(one) for one in lineage]
+        member.family.version += 1
+        for index, (one, old) in enumerate(zip(lineage, before, strict=True)):
+            if index:
+                value, hidden = self._up(node, lineage[index - 1], old, value, hidden)
             if hidden:
-                self.overwritten.append(Overwritten(member.node, value, node))
-            member.node, member.version = value, version
-            below, member = member, _above(member)  # type: ignore[assignment]
-
-    def _stale(self, member: _Member, version: int) -> fx.Node:
-        """The member's value before the write of `version`."""
-        member.root_version[0] = version - 1
-        node = self._read(member)
-        member.root_version[0] = version
-        return node
+                self.overwritten.append(Overwritten(old, value, node))
+            one.node, one.version = value, member.family.version
 
     def _up(
         self, write: fx.Node, view: _Member, base: fx.Node, value: fx.Node, hidden: bool
     ) -> tuple[fx.Node, bool]:
         """The base's new value, from the view's; and whether autograd sees the way."""
         source = view.source
-        if source.target in _DETACHES or source.meta.get("no_grad"):
+        if source.target is aten.detach.default or source.meta.get("no_grad"):
             hidden = True
         new = inverse(self.graph, view.made, base, value)
         if new is None:
@@ -165,13 +166,12 @@ class _Rewriter:
         return new, hidden
 
     def _functional(self, node: fx.Node, written: fx.Node) -> fx.Node:
-        target = _functional_target(node)
         schema = node.target._schema  # type: ignore[union-attr]
         outs = {a.name for a in schema.arguments if a.is_out}
-        kwargs = {k: v for k, v in node.kwargs.items() if k not in outs}
-        args = node.args[:1] if target is aten.zeros_like.default else node.args
-        load = lambda n: self._read(self.members[n])  # noqa: E731
-        new = self.graph.call_function(target, fx.map_arg(args, load), fx.map_arg(kwargs, load))
+        given = (node.args, {k: v for k, v in node.kwargs.items() if k not in outs})
+        args, kwargs = fx.map_arg(given, lambda n: self._read(self.members[n]))
+        target, args, kwargs = self._out_of_place(node, args, kwargs)
+        new = self.graph.call_function(target, args, kwargs)
         # In-place operations are never cast by autocast, their functional forms may be.
         new.meta = {key: value for key, value in node.meta.items() if key != "autocast"}
         wanted = written.meta["val"]
@@ -187,28 +187,42 @@ class _Rewriter:
         return new
 
 
-def _above(member: _Member) -> "_Member | None":
-    """The member that a write goes up to: a piece of a list of views (split, unbind) belongs to what was cut."""
-    parent = member.parent
-    return parent.parent if parent is not None and member.source.target is operator.getitem else parent
+    def _out_of_place(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """The functional call that gives what an in-place call leaves in its first argument."""
+        if node.target is aten.copy_.default:
+            shape = shape_nodes(self.graph, args[0])
+            return aten.expand.default, (args[1], shape), {}
+        if node.target is aten.zero_.default:
+            return aten.zeros_like.default, args, kwargs
+        if node.target is aten.index_put_.default and not kwargs and len(args) == 3 and len(args[1]) == 1:
+            mask, value = args[1][0].meta["val"], args[2].meta["val"]
+            if mask.dtype == torch.bool and value.ndim == 0:
+                return aten.masked_fill.Tensor, (args[0], self._trailing(args[1][0], args[0]), args[2]), {}
+        return _functional_target(node), args, kwargs
+
+
+    def _trailing(self, mask: fx.Node, like: fx.Node) -> fx.Node:
+        """A mask of the leading dimensions, with dimensions of one for the others."""
+        for _ in range(like.meta["val"].ndim - mask.meta["val"].ndim):
+            below, mask = mask, self.graph.call_function(aten.unsqueeze.default, (mask, -1))
+            value = private.fake_result(mask.target, mask.args, {}, below.meta["val"])
+            mask.meta = {**below.meta, "val": value}
+        return mask
 
 
 def _written(node: fx.Node) -> fx.Node:
     schema = node.target._schema  # type: ignore[union-attr]
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    if len(names) != 1 or not isinstance(given.get(names[0]), fx.Node) or _name(node) in _REFUSED:
+    if len(names) != 1 or not isinstance(given.get(names[0]), fx.Node) or private.packet_name(node.target) in _REFUSED:
         raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
     return given[names[0]]  # type: ignore[return-value]
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target.overloadpacket.__name__)  # type: ignore[union-attr]
-
-
 def _functional_target(node: fx.Node) -> Any:
     """The overload that takes the same arguments and writes to none of them."""
-    name = _name(node).removesuffix("_")
+    name = private.packet_name(node.target)
+    name = name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(aten, _RENAMED.get(name, name), None)
     if name == "zero":
         return aten.zeros_like.default
@@ -220,20 +234,40 @@ def _functional_target(node: fx.Node) -> Any:
     raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
 
 
-def _refuse_foreign(node: fx.Node, member: _Member) -> None:
+def _shows(node: fx.Node, made_by: fx.Node, argument: _Member) -> bool:
+    """Whether the value `node` shows the argument's memory; `made_by` is the operation, of several values perhaps.
+
+    Export gives a new identity to memory that an operation returned as it got it, and to constants.
+    """
+    one, other = (private.first_tensor(n.meta.get("val")) for n in (node, argument.source))
+    if one is None or other is None:
+        return False
+    name = private.packet_name(made_by.target)
+    inactive = passes_through(made_by)
+    if not inactive and name not in _PERHAPS_VIEWS and private.may_alias(made_by.target):
+        return name != "lift_fresh_copy"
+    if private.storages(node) & argument.family.storages:
+        return True
+    if not inactive and name not in _PERHAPS_VIEWS or private.argument(made_by, "copy"):
+        return False
+    same = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    constant = argument.family.root.meta.get("kind") == "constant"
+    return same or (constant and one.dtype == other.dtype)
+
+
+def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:
     """Refuse a write into what outlives the step."""
-    while member.parent is not None:
-        member = member.parent
-    root = member.source
-    if root.op != "placeholder":
-        return
-    if root.meta["kind"] == "input":
+    kind = root.meta.get("kind")
+    if kind == "input":
         raise _refusal(node, f"it writes into the input {root.meta['input']!r} in place; clone it first")
-    name = root.meta.get("state", root.name)
-    advice = "call .eval() on a normalisation with running statistics, or keep state outside forward"
-    raise _refusal(
-        node, f"it changes the {root.meta['kind']} {name!r}, which micro-batches would change in another way; {advice}"
-    )
+    if kind == "parameter":
+        raise _refusal(node, f"it changes the parameter {root.meta['state']!r}; do that after the optimizer's step")
+    if kind is not None:
+        raise _refusal(
+            node,
+            f"it changes the {kind} {root.meta['state']!r}, which micro-batches would change in another way; call .eval() "
+            "on a normalisation with running statistics, keep other state outside forward",
+        )
 
 
 def _refusal(node: fx.Node, why: str) -> CaptureError:

@@ -45,17 +45,26 @@ def may_alias(target: Any) -> bool:
     return schema is None or any(r.alias_info is not None for r in schema.returns) or target is operator.getitem
 
 
-def same_memory(argument: fx.Node, result: fx.Node) -> bool:
-    """Whether a traced operation's result (or the first of several) shows the memory of its argument."""
-    a, b = (_first_tensor(node.meta.get("val")) for node in (argument, result))
-    if a is None or b is None:
-        return False
-    if argument.meta.get("kind") == "constant":  # export shows constants on other memory than it traced with
-        return may_alias(result.target) and a.dtype == b.dtype
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+def packet_name(target: Any) -> str:
+    """An ATen operation's name without its overload; empty for anything else."""
+    return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
 
 
-def _first_tensor(value: Any) -> torch.Tensor | None:
+def argument(node: fx.Node, name: str) -> Any:
+    """An ATen call's argument by name, None where it is left out."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+
+
+def storages(node: fx.Node) -> set[int]:
+    """Identities of the memory that a traced value shows."""
+    tensor = first_tensor(node.meta.get("val"))
+    return set() if tensor is None else {tensor.untyped_storage()._cdata}
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """A traced value, or the first of several; None where it is no tensor."""
     items = value if isinstance(value, tuple | list) else [value]
     return next((item for item in items if isinstance(item, torch.Tensor)), None)
 

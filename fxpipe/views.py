@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe import private
+
 aten = torch.ops.aten
 _RESHAPING = (
     "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
@@ -31,9 +33,9 @@ def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
     """
     if view.target is operator.getitem:
         return _piece(graph, view, base, value)
-    name = getattr(getattr(view.target, "overloadpacket", None), "__name__", "")
+    name = private.packet_name(view.target)
     if name in _RESHAPING:
-        return graph.call_function(aten.reshape.default, (value, _shape(graph, base)))
+        return graph.call_function(aten.reshape.default, (value, shape_nodes(graph, base)))
     if name in _SWAPPING and not base.meta["val"].is_complex():
         return graph.call_function(view.target, (value, *view.args[1:]))  # type: ignore[arg-type]
     if name in _SPECIAL:
@@ -88,7 +90,7 @@ def _piece(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.
     cut, index = view.args
     assert isinstance(cut, fx.Node)
     assert isinstance(index, int)
-    name = getattr(getattr(cut.target, "overloadpacket", None), "__name__", "")
+    name = private.packet_name(cut.target)
     at = 1 if name == "unbind" else 2
     dim = cut.args[at] if len(cut.args) > at else cut.kwargs.get("dim", 0)
     if name == "unbind":
@@ -102,7 +104,8 @@ def _piece(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.
     return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + sizes[index]))
 
 
-def _shape(graph: fx.Graph, node: fx.Node) -> list[Any]:
+def shape_nodes(graph: fx.Graph, node: fx.Node) -> list[Any]:
+    """A value's shape as arguments of another call: numbers, and nodes where the batch is among them."""
     sizes: list[Any] = []
     for dim, size in enumerate(node.meta["val"].shape):
         if isinstance(size, int):
