@@ -94,8 +94,8 @@ class Transport(Protocol):
 
 def failure_text(rank: int, action: str, error: BaseException) -> str:
     """The sentence by which every rank reports the rank that failed first."""
-    kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-    return f"rank {rank} failed in {action}: {kind}{error}"
+    parts = ["" if isinstance(error, RunError) else type(error).__name__, str(error)]
+    return f"rank {rank} failed in {action}: {': '.join(filter(None, parts))}"
 
 
 def describe(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ Seen on torch 2.13's gloo, and relied on here:
   nobody; the timeout of another receive does, here and on the peers.
 """
 
+import itertools
 import os
 import time
 import zlib
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
 STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
+_num_transports = itertools.count()  # made by this process: every transport has keys of its own in the store
 
 
 def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -63,11 +65,11 @@ class DistributedTransport:
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
         self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._groups = [self._control, self._data]
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
         self._open: dict[int, _Receive] = {}
         self._sent_bytes: dict[Channel, int] = {}
-        self._owns_group = False
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
         watched.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._watchdog = Watchdog(
@@ -86,7 +88,7 @@ class DistributedTransport:
 
         `device`: the CPU when None; "cuda" without an index is the GPU of LOCAL_RANK. `timeout_seconds` bounds every
         wait for a message; a rank whose heartbeat stands still for `lost_after_seconds` counts as lost. A default
-        process group that exists is used and left open; otherwise one is made, and ended by `close`.
+        process group is made when there is none, and is not ended by `close`: the next transport uses it again.
         """
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -100,15 +102,12 @@ class DistributedTransport:
             is_master=rank == 0 and not launcher_hosts and not initialised, wait_for_workers=False,
         )  # fmt: skip
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"fxpipe/{attempt}", root)  # type: ignore[attr-defined]
+        prefix = f"fxpipe/{attempt}/{next(_num_transports)}"
+        store = dist.PrefixStore(prefix, root)  # type: ignore[attr-defined]
         if not initialised:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         host_rank = None if launcher_hosts else 0
-        transport = cls(
-            store, rank, world_size, where, host_rank, timeout_seconds, heartbeat_seconds, lost_after_seconds
-        )
-        transport._owns_group = not initialised
-        return transport
+        return cls(store, rank, world_size, where, host_rank, timeout_seconds, heartbeat_seconds, lost_after_seconds)
 
     def open_channels(self, channels: list[Channel]) -> None:
         """On NCCL one process group per channel, so that no channel waits for another; a first message of each, in list
@@ -120,6 +119,7 @@ class DistributedTransport:
             if self.rank not in (src, dst):
                 continue
             self._channels[src, dst] = group
+            self._groups.append(group)
             token = torch.zeros(1, device=self.device)
             with self._named(f"channel {src} -> {dst} to open", dst if self.rank == src else src):
                 work = dist.isend(token, dst, group=group) if self.rank == src else dist.irecv(token, src, group=group)
@@ -188,9 +188,10 @@ class DistributedTransport:
 
     def close(self) -> None:
         self._watchdog.close()
-        if self._owns_group and self._watchdog.failure is None:
-            dist.destroy_process_group()
-            self._owns_group = False
+        if self._watchdog.failure is None:
+            for group in self._groups:
+                dist.destroy_process_group(group)
+            self._groups.clear()
 
     def _group(self, channel: Channel) -> dist.ProcessGroup:
         if self.device.type != "cuda":

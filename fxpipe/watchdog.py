@@ -142,12 +142,11 @@ class Watchdog:
         ticks_left = None  # a number once this process is being terminated
         while not self._closed.is_set() and not self._failed.is_set():
             failure = None if self._is_blind else self._look()
+            if failure is None and ticks_left == 0:
+                failure = self.publish(f"rank {self.rank} was ended by SIGTERM in {self.action}")
             if failure is not None:
                 self._stop(failure)
                 break
-            if ticks_left == 0:
-                print(f"fxpipe: rank {self.rank} was ended by SIGTERM in {self.action}", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
             received = self._sleep()
             if signal.SIGINT in received:
                 self._interrupt()  # so that KeyboardInterrupt can be raised
