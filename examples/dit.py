@@ -18,7 +18,7 @@ def model() -> DiTTransformer2DModel:
         sample_size=8,
         in_channels=4,
         patch_size=2,
-        num_layers=8,
+        num_layers=6,
         num_attention_heads=4,
         attention_head_dim=8,
         num_embeds_ada_norm=10,

@@ -1,8 +1,8 @@
 """A training step of an unconditional U-Net on images: draw noise and time, predict the noise.
 
     python examples/unconditional_unet.py
-    fxpipe compile examples/unconditional_unet.py:step --world-size 4 --schedule wave --dump out/
-    torchrun --nproc-per-node 4 examples/unconditional_unet.py
+    fxpipe compile examples/unconditional_unet.py:step --world-size 2 --schedule wave --dump out/
+    torchrun --nproc-per-node 2 examples/unconditional_unet.py
 
 The wave schedule keeps both ends of every skip on one rank.
 """
@@ -52,4 +52,4 @@ def step() -> UnconditionalStep:
 if __name__ == "__main__":
     from examples.try_out import try_out
 
-    try_out(step().double(), world_size=4, schedule="wave")
+    try_out(step().double(), world_size=2, schedule="wave")
