@@ -132,8 +132,11 @@ def _compile(
         schedule = _read(Path(schedule), "give --schedule a schedule's name or the file of its text")
     step = load_model(model)
     batch = example_inputs(step, batch_size)
-    options = {"batch_size": batch_size, "microbatches": microbatches, "stages": stages, "schedule": schedule}
-    return fxpipe.compile(step, world_size, example_inputs=batch, **options), batch
+    program = fxpipe.compile(
+        step, world_size, example_inputs=batch, batch_size=batch_size, microbatches=microbatches, stages=stages,
+        schedule=schedule,
+    )  # fmt: skip
+    return program, batch
 
 
 def _launch(world_size: int | None) -> tuple[int, bool]:

@@ -148,7 +148,7 @@ class Engine(_Parameters):
         return self._transport.sent_bytes()
 
     def gather_state_dict(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
-        """Collective: parameters and buffers of all ranks by original name, on the CPU of rank `dst`; None elsewhere."""
+        """Collective: parameters and buffers of all ranks by name, on the CPU of rank `dst`; None elsewhere."""
         mine = {self._shown(n): t.detach().cpu() for n, t in self._state.items() if not n.startswith("_constants.")}
         parts = self._transport.gather_object(mine, dst)
         return None if parts is None else {name: t for part in reversed(parts) for name, t in part.items()}

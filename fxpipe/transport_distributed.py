@@ -131,6 +131,7 @@ class DistributedTransport:
         if self._watchdog.failure is not None:
             raise RunError(self._watchdog.failure)
         self._watchdog.action = action
+        self._sends = [send for send in self._sends if not send[0].is_completed()]  # frees what has been delivered
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
         assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"

@@ -20,7 +20,7 @@ Graphs = Mapping[tuple[str, int], Mapping[int, StageGraphs]]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is lowered: the graphs of every unit, ("F", stage) or ("T", component), by micro-batch size, and who runs it.
+    """What is lowered: graphs of every unit, ("F", stage) or ("T", component), by micro-batch size, and who runs them.
 
     `kinds` gives the kind of a value as read by a unit, by (value, unit).
     """
@@ -87,7 +87,7 @@ def plan_messages(layout: Layout, tied: Sequence["TiedGradient"]) -> tuple[Messa
 
 @dataclass(frozen=True)
 class TiedGradient:
-    """A parameter of several ranks: `givers` have a gradient for it, the first sums it and sends it to all `holders`."""
+    """A parameter of several ranks: `givers` have a gradient; the first sums them and sends the sum to all `holders`."""
 
     value: Value
     givers: tuple[int, ...]
