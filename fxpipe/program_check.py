@@ -5,6 +5,7 @@ abstract machine that reaches every rank's end proves that no timing can deadloc
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from torch import fx
 
@@ -15,18 +16,14 @@ from fxpipe.rank_program import Message, RankProgram
 
 def check_programs(programs: Sequence[RankProgram], messages: Sequence[Message]) -> list[str]:
     """The faults of the programs, each with its place; empty when they are right."""
-    sent, posted = _by_channel(programs, ops.send), _by_channel(programs, ops.recv)
     planned: dict[tuple[int, int], list[int]] = {}
     for message in messages:
         planned.setdefault(message.channel, []).append(message.edge)
-    faults = []
-    for channel in sorted({*sent, *posted, *planned}):
-        orders = [table.get(channel, []) for table in (planned, sent, posted)]
-        if orders[0] != orders[1] or orders[0] != orders[2]:
-            src, dst = channel
-            faults.append(
-                f"channel {src} -> {dst}: planned {orders[0]}, sent {orders[1]}, received {orders[2]} (edges in order)"
-            )
+    faults: list[str] = []
+    for end, function in enumerate((ops.send, ops.recv)):
+        found = _by_channel(programs, function)
+        for channel in sorted({*found, *planned}):
+            faults += _order_faults(programs[channel[end]], channel, planned.get(channel, []), found.get(channel, []))
     faults += _shape_faults(programs, messages)
     return faults or list(_stuck(programs))
 
@@ -37,16 +34,30 @@ def require_programs(programs: Sequence[RankProgram], messages: Sequence[Message
         raise CompileError("the rank programs are wrong; please report this\n" + "\n".join(faults))
 
 
-def _by_channel(programs: Sequence[RankProgram], function: object) -> dict[tuple[int, int], list[int]]:
-    """Edges in program order, for `send` or `recv`, of every directed channel."""
-    channels: dict[tuple[int, int], list[int]] = {}
+def _by_channel(programs: Sequence[RankProgram], function: object) -> dict[tuple[int, int], list[fx.Node]]:
+    """The sends or receives of every directed channel, in program order."""
+    channels: dict[tuple[int, int], list[fx.Node]] = {}
     for program in programs:
         for node in program.graph.nodes:
             if node.target is function:
-                peer, edge = (node.args[2], node.args[3]) if function is ops.send else (node.args[1], node.args[2])
-                channel = (program.rank, peer) if function is ops.send else (peer, program.rank)
-                channels.setdefault(channel, []).append(edge)
+                channel = (program.rank, node.args[2]) if function is ops.send else (node.args[1], program.rank)
+                channels.setdefault(channel, []).append(node)
     return channels
+
+
+def _order_faults(
+    program: RankProgram, channel: tuple[int, int], planned: Sequence[int], found: Sequence[fx.Node]
+) -> Iterator[str]:
+    """The first message of a channel that one end takes in another order than planned, in that end's program."""
+    src, dst = channel
+    edges = [node.args[3] if node.target is ops.send else node.args[2] for node in found]
+    for position, (edge, wanted) in enumerate(zip_longest(edges, planned)):
+        if edge != wanted:
+            (*_, end) = program.graph.nodes  # where it shows that one is missing
+            what = "sends" if program.rank == src else "receives"
+            orders = f"channel {src} -> {dst}: planned edges {list(planned)}, rank {program.rank} {what} {edges}"
+            yield f"{orders}\n{_at(program, found[position] if position < len(found) else end)}"
+            return
 
 
 def _shape_faults(programs: Sequence[RankProgram], messages: Sequence[Message]) -> Iterator[str]:
@@ -56,11 +67,11 @@ def _shape_faults(programs: Sequence[RankProgram], messages: Sequence[Message]) 
         for node in program.graph.nodes:
             if node.target is not ops.recv:
                 continue
-            message = by_edge[node.args[2]]
-            if (tuple(node.args[3]), node.args[4]) != (message.shape, message.dtype):
-                yield f"rank {program.rank}: {node.format_node()} receives another shape than {message}"
+            message = by_edge.get(node.args[2])
+            if message is not None and (tuple(node.args[3]), node.args[4]) != (message.shape, message.dtype):
+                yield f"rank {program.rank} receives another shape than {message}\n" + _at(program, node)
             if node not in waits:
-                yield f"rank {program.rank}: {node.name} is received and never waited for"
+                yield f"rank {program.rank} never waits for a message\n" + _at(program, node)
 
 
 def _stuck(programs: Sequence[RankProgram]) -> Iterator[str]:
@@ -89,6 +100,11 @@ def _can_run(node: fx.Node, sent: set[int]) -> bool:
     receive = node.args[0]
     assert isinstance(receive, fx.Node)
     return receive.args[2] in sent
+
+
+def _at(program: RankProgram, node: fx.Node) -> str:
+    nodes = list(program.graph.nodes)
+    return _around(nodes, nodes.index(node))
 
 
 def _around(nodes: Sequence[fx.Node], position: int) -> str:
