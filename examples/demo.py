@@ -7,6 +7,7 @@ Everything random is seeded: two runs print the same numbers.
 """
 
 import argparse
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,10 +137,10 @@ def show_files(console: Console, out: Path, program: Program) -> None:
     last = program.world_size - 1
     lines = (out / f"rank_{last}.py").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if f'begin(transport, "{last}F0")' in line)
-    stop = lines.index("", start)
-    console.print(f"rank_{last}.py, line {start + 1}: its first forward")
-    for line in lines[start:stop][:12]:
-        console.print(Text(line.removeprefix("      "), "cyan"), no_wrap=True, overflow="ellipsis")
+    stop = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
+    console.print(f"rank_{last}.py, from line {start + 1}, the last rank's first forward:\n")
+    for line in textwrap.dedent("\n".join(lines[start:stop])).splitlines()[:12]:
+        console.print(Text(line, "cyan"), no_wrap=True, overflow="ellipsis")
     table = columns("", "")
     table.add_row("rank_*.py", "every rank's program, then its stage graphs")
     table.add_row("plan.txt", "the stages; blocks.txt: what they are made of")
