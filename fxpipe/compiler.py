@@ -15,7 +15,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.inputs import describe
-from fxpipe.options import check_counts, given_schedule, microbatch_sizes, training_step
+from fxpipe.options import check_counts, given_device, given_schedule, microbatch_sizes, training_step
 from fxpipe.program import Plan, Program
 from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
@@ -72,6 +72,7 @@ def compile(
     see = observe or (lambda name, artefact: None)
     check_counts(world_size=world_size, batch_size=batch_size, microbatches=microbatches, stages=stages)
     seconds_of = _cost_model(cost_model)
+    where = given_device(device)
     asked = given_schedule(schedule, world_size)
     step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
 
@@ -107,7 +108,7 @@ def compile(
     see("stages", staged)
 
     # trace: forward and explicit backward graphs of every stage
-    traced = trace(captured, batch, graph, staged, sizes, torch.device(device))
+    traced = trace(captured, batch, graph, staged, sizes, where)
     see("stage graphs", traced)
 
     # schedule: the order of every rank's actions
@@ -117,14 +118,14 @@ def compile(
 
     # lower: one program per rank
     layout = traced.layout(ordered, graph, staged)
-    programs, messages = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, torch.device(device))
+    programs, messages = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
     require_programs(programs, messages)
     see("programs", programs)
 
     plan = Plan(staged, graph, sizes, times.total, (*captured.notes, *staged.notes))
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
-    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, torch.device(device))
+    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, where)
     return Program(step, captured, plan, step_plan, "model." if step is not model else "")
 
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.backbones import PredictionStep, is_backbone
@@ -17,6 +18,19 @@ def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise CompileError(f"{name} must be a positive integer, got {value!r}")
+
+
+def given_device(device: str | torch.device) -> torch.device:
+    """The device that ranks run on; stage graphs are traced for it, so it must be here."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise CompileError(f"device {device!r} is no torch device: {str(error).splitlines()[0]}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise CompileError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise CompileError(f"device {device!r} needs a CUDA build of torch and a visible GPU; use device='cpu'")
+    return found
 
 
 def given_schedule(schedule: str | Schedule, world_size: int) -> str | Schedule:

@@ -87,7 +87,7 @@ def plan_messages(layout: Layout, tied: Sequence["TiedGradient"]) -> tuple[Messa
 
 @dataclass(frozen=True)
 class TiedGradient:
-    """A parameter of several ranks: `givers` have a gradient; the first sums them and sends the sum to all `holders`."""
+    """A parameter of several ranks: `givers` have gradients, the first sums them and sends the sum to all `holders`."""
 
     value: Value
     givers: tuple[int, ...]

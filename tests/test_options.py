@@ -1,0 +1,78 @@
+"""Wrong options of `fxpipe.compile` and what the user is told."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.options import microbatch_sizes
+from tests.models import PEER_CASES
+
+
+def _step() -> nn.Module:
+    return PEER_CASES["crossed_skips"](torch.float64)
+
+
+class Silent(nn.Linear):
+    """A module without example inputs."""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, r"world_size must be a positive integer, got 0"),
+        ({"world_size": 2.0}, r"world_size must be a positive integer, got 2\.0"),
+        ({"world_size": True}, r"world_size must be a positive integer, got True"),
+        ({"batch_size": -4}, r"batch_size must be a positive integer, got -4"),
+        ({"microbatches": 0}, r"microbatches must be a positive integer, got 0"),
+        ({"microbatches": 9}, r"microbatches=9 exceeds the batch of 4"),
+        ({"stages": 3}, r"stages=3 is no multiple of world_size=2"),
+        ({"stages": 6, "schedule": "wave"}, r"schedule 'wave' has 2 stages per rank, 4 in all, not 6"),
+        ({"schedule": "fastest"}, r"unknown schedule 'fastest'; choose one of auto, gpipe, 1f1b"),
+        ({"schedule": 7}, r"schedule must be a name, a schedule's text or a Schedule, got int"),
+        ({"schedule": "rank 0: 0F0 0Q0"}, r"'0Q0' on rank 0 is no action"),
+        ({"schedule": "rank 0: 0F0 0B0"}, r"the schedule has 1 ranks, world_size is 2"),
+        ({"schedule": "rank 0: 0F0 0B0\nrank 1: 1F0 1B0", "microbatches": 2}, r"microbatches=2, but the schedule has 1"),
+        ({"device": "tpu9"}, r"device 'tpu9' is no torch device"),
+        ({"device": "meta"}, r"device 'meta' is not supported; use 'cpu' or 'cuda'"),
+        ({"cost_model": "abacus"}, r"abacus"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"world_size": 2, "batch_size": 4, **options}
+    with pytest.raises(ValueError, match=message):
+        fxpipe.compile(_step(), arguments.pop("world_size"), **arguments)
+
+
+def test_unknown_options_are_errors() -> None:
+    with pytest.raises(TypeError, match="micro_batches"):
+        fxpipe.compile(_step(), 2, micro_batches=2)  # type: ignore[call-arg]
+
+
+def test_a_model_without_inputs_is_told_how_to_give_them() -> None:
+    with pytest.raises(fxpipe.CompileError, match=r"Silent has no method example_inputs.*pass example_inputs="):
+        fxpipe.compile(Silent(2, 2), 2)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(fxpipe.CompileError, match=r"model must be an nn.Module.*got str"):
+        fxpipe.compile("unet", 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "microbatches", "world_size", "sizes"),
+    [
+        (8, 4, 2, (2, 2, 2, 2)),
+        (5, 3, 2, (2, 2, 1)),
+        (7, 7, 2, (1,) * 7),
+        (16, None, 4, (2,) * 8),
+        (12, None, 4, (2,) * 6),
+        (7, None, 2, (2, 2, 2, 1)),
+        (1, None, 8, (1,)),
+    ],
+)
+def test_microbatch_sizes(batch_size: int, microbatches: int | None, world_size: int, sizes: tuple[int, ...]) -> None:
+    assert microbatch_sizes(batch_size, microbatches, world_size, "auto") == sizes
+    assert sum(sizes) == batch_size
