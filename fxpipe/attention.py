@@ -40,8 +40,8 @@ def _written_out(
 ) -> fx.Node:
     shape = query.meta["val"].shape
     if enable_gqa or not isinstance(shape[-2], int):
-        path = node.meta.get("path") or "(the model itself)"
-        raise CaptureError(f"module {path}: attention with dropout over grouped queries, or over samples, is not supported")
+        why = "attention with dropout over grouped queries, or over samples, is not supported"
+        raise CaptureError(f"{private.where(node)}: {why}")
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(target, args, kwargs)

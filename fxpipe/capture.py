@@ -162,9 +162,8 @@ def _refuse_statistics(graph: fx.Graph) -> None:
         mean, training = _STATISTICS.get(node.target, (None, None))
         if mean is not None and node.args[mean] is not None and node.args[training]:
             raise CaptureError(
-                f"module {node.meta['path'] or '(the model itself)'}: batch statistics update its running mean and variance, "
-                "which micro-batches would change in another way; call .eval() on it, or use a normalisation without "
-                "running statistics"
+                f"{private.where(node)}: batch statistics update its running mean and variance, which micro-batches would "
+                "change in another way; call .eval() on it, or use a normalisation without running statistics"
             )
 
 
@@ -173,9 +172,8 @@ def _refuse_values(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and private.depends_on_values(node.meta.get("val")):
             raise CaptureError(
-                f"module {node.meta.get('path') or '(the model itself)'}: {node.target}: its result's size or value depends "
-                "on what a tensor holds; keep it a tensor of fixed size (a weighted sum or torch.where instead of a mask "
-                "index, no .item())"
+                f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; keep it a "
+                "tensor of fixed size (a weighted sum or torch.where instead of a mask index, no .item())"
             )
 
 

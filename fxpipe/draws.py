@@ -50,8 +50,7 @@ def draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Tens
 
 
 def _refusal(node: fx.Node, why: str) -> CaptureError:
-    path = node.meta.get("path") or "(the model itself)"
-    return CaptureError(f"module {path}: random operation {node.target}: {why}")
+    return CaptureError(f"{private.where(node)}: random operation {node.target}: {why}")
 
 
 def _on_ones(target: Any, like: torch.Tensor, args: Any, kwargs: Any) -> Callable[[int, torch.device], torch.Tensor]:

@@ -21,7 +21,7 @@ from fxpipe import private
 from fxpipe.errors import CaptureError
 from fxpipe.inputs import InputSpec, Leaf
 from fxpipe.randomness import PlainRandomCalls
-from fxpipe.sizes import concrete
+from fxpipe.sizes import concrete, is_symbolic
 from fxpipe.watch import watched
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -89,7 +89,7 @@ def export_step(
 
 
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
-    return Exported(program, private.inline_regions(program.graph_module), inputs, fixed)
+    return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed)
 
 
 def _attempt(
@@ -111,7 +111,7 @@ def _settle(trace: Callable[..., torch.export.ExportedProgram], inputs: InputSpe
         values = _batched_values(trace(inputs.batch_size, one_batch=False), inputs)
     except _Failed:
         return inputs
-    free = [isinstance(value.shape[0], torch.SymInt) for value in values]
+    free = [is_symbolic(value.shape[0]) for value in values]
     if not any(free):
         return inputs
     flags = iter(free)

@@ -271,5 +271,4 @@ def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:
 
 
 def _refusal(node: fx.Node, why: str) -> CaptureError:
-    path = node.meta.get("path") or "(the model itself)"
-    return CaptureError(f"module {path}: {node.target}: {why}")
+    return CaptureError(f"{private.where(node)}: {node.target}: {why}")

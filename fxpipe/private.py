@@ -9,7 +9,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
@@ -60,7 +62,10 @@ def argument(node: fx.Node, name: str) -> Any:
 def storages(node: fx.Node) -> set[int]:
     """Identities of the memory that a traced value shows."""
     tensor = first_tensor(node.meta.get("val"))
-    return set() if tensor is None else {tensor.untyped_storage()._cdata}
+    try:
+        return set() if tensor is None else {tensor.untyped_storage()._cdata}
+    except NotImplementedError:  # inside vmap
+        return set()
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
@@ -84,54 +89,66 @@ def rename(node: fx.Node, name: str) -> None:
         node.target = node.name
 
 
-def inline_regions(module: fx.GraphModule) -> fx.Graph:
-    """One flat graph of a `torch.export` graph module: no_grad and autocast regions inlined, their marks on the nodes."""
+@contextmanager
+def plain_regions() -> Iterator[None]:
+    """`torch.export` leaves the switches of autograd and autocast in the graph.
+
+    Wrapped into regions of their own, as it does otherwise, a no_grad inside an autocast is lost.
+    """
+    patched = [(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass")]
+    patched.append((replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass"))
+    originals = [getattr(module, name) for module, name in patched]
+    for module, name in patched:
+        setattr(module, name, lambda graph_module, signature: (graph_module, signature))
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(patched, originals, strict=True):
+            setattr(module, name, original)
+
+
+def flatten_regions(module: fx.GraphModule) -> fx.Graph:
+    """The graph of a `torch.export` graph module, its switches of autograd and autocast made marks on the nodes.
+
+    Marks: `no_grad` True, `autocast` (device, type, whether enabled) of the innermost region.
+    """
     flat = fx.Graph()
-    env: dict[fx.Node, Any] = {}
-    outputs = _copy_into(flat, module, env, {})
-    (output,) = module.graph.find_nodes(op="output")
-    flat.output(outputs[0] if isinstance(outputs, tuple | list) else outputs).meta = dict(output.meta)
+    env: dict[fx.Node, fx.Node] = {}
+    no_grad, autocasts = False, dict[fx.Node, tuple[Any, ...]]()
+    for node in module.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            no_grad = not node.args[0]
+        elif node.target is _enter_autocast:
+            autocasts[node] = _autocast(node, list(autocasts.values()))
+        elif node.target is _exit_autocast:
+            autocasts.pop(node.args[0])  # type: ignore[arg-type]
+        elif node.op == "output":
+            (loss,) = node.args[0]  # type: ignore[misc]
+            flat.output(env[loss]).meta = dict(node.meta)  # type: ignore[index]
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{where(node)}: {node.target.name()} cannot be compiled; write it as plain operations")
+        elif node.op != "get_attr":  # only the submodules of higher order operations
+            marks: dict[str, Any] = {"no_grad": True} if no_grad else {}
+            if autocasts:
+                marks["autocast"] = list(autocasts.values())[-1]
+            env[node] = flat.node_copy(node, lambda n: env[n])
+            env[node].meta = {"val": node.meta.get("val"), "path": _module_path(node), **marks}
     return flat
 
 
-def _copy_into(flat: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], marks: dict[str, Any]) -> Any:
-    for node in module.graph.nodes:
-        if node.op == "output":
-            return fx.map_arg(node.args[0], lambda n: env[n])
-        if node.op == "get_attr":
-            env[node] = getattr(module, str(node.target))
-        elif node.op == "placeholder" and node in env:
-            continue
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-            env[node] = _inline_region(flat, node, env, marks)
-        elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple | list):
-            env[node] = env[node.args[0]][node.args[1]]
-        else:
-            copy = flat.node_copy(node, lambda n: env[n])
-            copy.meta = {"val": node.meta.get("val"), "path": _module_path(node), **marks}
-            env[node] = copy
-    raise AssertionError("a graph without output")
+def _autocast(node: fx.Node, outer: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The state inside a new autocast region. One device at a time: what is off for another changes nothing."""
+    device, dtype, enabled = node.args[:3]
+    if not outer or outer[-1][0] == device:
+        return device, dtype, enabled
+    if enabled and outer[-1][2]:
+        raise CaptureError(f"{where(node)}: autocast for {device} inside autocast for {outer[-1][0]}; use one of them")
+    return (device, dtype, enabled) if enabled else outer[-1]
 
 
-def _inline_region(flat: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], marks: dict[str, Any]) -> Any:
-    name = node.target.name()  # type: ignore[union-attr]
-    values = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
-    if name == "wrap_with_set_grad_enabled":
-        enabled, inner, *operands = values
-        marks = {**marks, "no_grad": not enabled}
-    elif name == "wrap_with_autocast":
-        device, dtype, enabled, _, inner, *operands = values
-        outer = marks.get("autocast")
-        if outer is None or outer[0] == device:
-            marks = {**marks, "autocast": (device, dtype, enabled)}
-        elif enabled:
-            path = _module_path(node) or "(the model itself)"
-            raise CaptureError(f"module {path}: autocast for {device} inside autocast for {outer[0]}; use one of them")
-    else:
-        path = _module_path(node) or "(the model itself)"
-        raise CaptureError(f"module {path}: the construct {name} cannot be compiled; write it as plain operations")
-    inner_env = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
-    return _copy_into(flat, inner, inner_env, marks)
+def where(node: fx.Node) -> str:
+    """The module a node belongs to, for an error."""
+    return f"module {node.meta.get('path') or _module_path(node) or '(the model itself)'}"
 
 
 def _module_path(node: fx.Node) -> str:
@@ -151,6 +168,17 @@ def plain_checkpoints() -> Iterator[None]:
         yield
     finally:
         setattr(checkpoint, name, original)
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Autocast inside casts every weight anew."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
@@ -187,7 +215,7 @@ def dynamic_fault(exported: torch.export.ExportedProgram, values: Sequence[torch
         values: the traced inputs that have the batch as dimension 0.
     """
     env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    fixed = any(isinstance(value.shape[0], int) for value in values)
+    fixed = not all(_symbols(value.shape[0]) for value in values)
     symbols = {symbol for value in values for symbol in _symbols(value.shape[0])}
     for guard in env.guards:
         free = guard.expr.free_symbols

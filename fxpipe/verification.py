@@ -57,7 +57,8 @@ def reference_step(
     """One device's loss, gradients by (first) parameter name, and the number of random draws made."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
-    with torch.enable_grad(), attention, private.plain_checkpoints(), torch.random.fork_rng():
+    # Autocast's cache of weights loses the gradient of a weight that was first read under no_grad.
+    with torch.enable_grad(), attention, private.plain_checkpoints(), torch.random.fork_rng(), private.no_autocast_cache():
         with PlainRandomCalls(), SeededDraws(seed, step, device) as draws:
             loss = loss_of(model(*args, **kwargs))
         if not loss.requires_grad:

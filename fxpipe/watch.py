@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from fxpipe import private
@@ -31,7 +32,9 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(private.plain_regions())
         stack.enter_context(private.plain_checkpoints())
+        stack.enter_context(_unchecked_distributions())
         stack.enter_context(private.on_autograd_function(_refuse_function))
         stack.enter_context(_RefusedCalls())
         yield
@@ -62,6 +65,17 @@ def _refuse_outside(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if private.has_gradient_hooks(parameter):
             raise CaptureError(f"parameter {name}: a gradient hook cannot be captured; remove it")
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """torch.distributions look at their arguments' values, to raise errors only."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextmanager
