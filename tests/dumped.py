@@ -43,3 +43,13 @@ def run_dumped(program: Program, batch: Mapping[str, Any], step: int = 0) -> dic
         return {"loss": loss} | dict(zip(rank_program.gradients, gradients, strict=True))
 
     return {name: value for found in run_ranks(program.world_size, body) for name, value in found.items()}
+
+
+def assert_text_runs(program: Program, batch: Mapping[str, Any]) -> None:
+    """The dumped Python computes what the programs compute, bit for bit."""
+    expected = program.run_local(**batch)
+    found = run_dumped(program, batch)
+    assert torch.equal(found.pop("loss"), expected.loss)
+    assert found.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(gradient, found[name]), name

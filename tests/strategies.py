@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WEIGHTED = ("linear", "conv", "glu", "norm", "group_norm", "film", "cat")
-PLAIN = ("silu", "tanh", "gelu", "square", "chunk", "detach", "cond")
+WEIGHTED = ("linear", "conv", "glu", "norm", "group_norm", "film", "cat", "adapter")
+PLAIN = ("silu", "tanh", "gelu", "square", "chunk", "detach", "cond", "shared")
 SQUARE = ("transpose", "attention")  # of [batch, width, width] only
-TWO_VALUES = ("add", "sub", "gate", "cat")
+RANDOM = ("dropout", "noise", "same_noise")
+TWO_VALUES = ("add", "sub", "gate", "in_place", "cat")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", "auto", "custom", "custom")
 LOSSES = ("mean", "sum", "weighted", "mean of sums", "two terms", "weighted sum")
 
@@ -60,6 +61,7 @@ class RandomStep(nn.Module):
         self.time = nn.Linear(width, width).requires_grad_(not spec.frozen_condition)
         self.classes = nn.Embedding(5, width)
         self.register_buffer("table", torch.linspace(0.5, 1.5, width))
+        self.scale = nn.Parameter(torch.rand(width))
         self.layers = nn.ModuleList()
         for layer in spec.layers:
             self.layers.append(self._module(layer))
@@ -77,6 +79,7 @@ class RandomStep(nn.Module):
             "group_norm": lambda: nn.GroupNorm(2, width),
             "film": lambda: nn.Linear(width, 2 * width),
             "cat": lambda: nn.Linear(2 * width, width),
+            "adapter": lambda: nn.Linear(width, width, bias=False),
             "dropout": lambda: nn.Dropout(0.3),
         }.get(layer.kind, nn.Identity)()
         if layer.tied is not None:
@@ -87,26 +90,24 @@ class RandomStep(nn.Module):
 
     def forward(self, xs: Sequence[Tensor], condition: Tensor, label: Tensor, target: Tensor, weight: Tensor) -> object:
         spec = self.spec
-        condition = F.silu(self.time(condition)) + self.classes(label)
+        shared = Shared(F.silu(self.time(condition)) + self.classes(label), self.scale + self.table)
         values = list(xs)
         for layer, module in zip(spec.layers, self.layers, strict=True):
             with torch.set_grad_enabled(not layer.no_grad):
-                values.append(self._run(layer, module, [values[i] for i in layer.args], condition))
+                values.append(self._run(layer, module, [values[i] for i in layer.args], shared))
         loss = self._loss([values[i] for i in spec.outputs], target, weight)
         if spec.returns == "tensor":
             return loss
         return {"loss": loss, "unused": values[-1]} if spec.returns == "dict" else (loss, values[-1])
 
-    def _run(self, layer: Layer, module: nn.Module, args: list[Tensor], condition: Tensor) -> Tensor:
+    def _run(self, layer: Layer, module: nn.Module, args: list[Tensor], shared: "Shared") -> Tensor:
         x = args[0]
-        if self.spec.square:
-            condition = condition[:, :, None]
         match layer.kind:
             case "glu":
                 a, b = module(x).chunk(2, dim=-1)
                 return a * torch.sigmoid(b)
             case "film":
-                scale, shift = module(condition.squeeze(-1) if self.spec.square else condition).chunk(2, dim=-1)
+                scale, shift = module(shared.condition).chunk(2, dim=-1)
                 scale, shift = (t[:, :, None] if self.spec.square else t for t in (scale, shift))
                 return x * (1 + 0.1 * scale) + shift
             case "cat":
@@ -118,7 +119,15 @@ class RandomStep(nn.Module):
             case "gate":
                 return args[0] * torch.sigmoid(args[1])
             case "cond":
-                return x + condition
+                return x + (shared.condition[:, :, None] if self.spec.square else shared.condition)
+            case "shared":
+                return x * shared.scale
+            case "adapter":
+                return F.linear(x, module.weight.detach() + module.weight[:, :1] @ module.weight[:1])
+            case "in_place":
+                y = args[0] * 0.5
+                y += args[1]
+                return y.mul_(0.9)
             case "silu" | "tanh" | "gelu":
                 return getattr(F, layer.kind)(x)
             case "square":
@@ -134,6 +143,9 @@ class RandomStep(nn.Module):
                 return F.scaled_dot_product_attention(x, x, x)
             case "noise":
                 return x + 0.1 * torch.randn_like(x)
+            case "same_noise":
+                shared.noise = torch.randn_like(x) if shared.noise is None else shared.noise
+                return x + 0.1 * shared.noise
         return module(x)
 
     def _loss(self, outputs: list[Tensor], target: Tensor, weight: Tensor) -> Tensor:
@@ -168,7 +180,16 @@ class RandomStep(nn.Module):
     @property
     def draws(self) -> bool:
         """Whether a step makes random draws."""
-        return any(layer.kind in ("dropout", "noise") for layer in self.spec.layers)
+        return any(layer.kind in RANDOM for layer in self.spec.layers)
+
+
+@dataclass
+class Shared:
+    """What layers far apart read: a condition [batch, width], a scale [width], one draw of noise."""
+
+    condition: Tensor
+    scale: Tensor
+    noise: Tensor | None = None
 
 
 class _Writer:
@@ -178,7 +199,7 @@ class _Writer:
         self.draw, self.layers = draw, list[Layer]()
         self.num_inputs = draw(st.integers(1, 3))
         self.main = 0
-        self.kinds = (*WEIGHTED[:-1], *PLAIN, *(SQUARE if square else ()), "dropout", "noise", "add", "sub", "gate")
+        self.kinds = tuple(dict.fromkeys((*WEIGHTED, *PLAIN, *(SQUARE if square else ()), *RANDOM, *TWO_VALUES)))
 
     def run(self, most: int) -> None:
         for _ in range(self.draw(st.integers(0, most))):

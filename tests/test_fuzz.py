@@ -18,6 +18,7 @@ from fxpipe.capture import loss_of
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Program
 from fxpipe.schedule import Action, Schedule, Work
+from tests.dumped import assert_text_runs
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
 
 EXAMPLES = int(os.environ.get("FXPIPE_FUZZ_EXAMPLES", "25"))
@@ -49,6 +50,7 @@ def check(spec: StepSpec, split: Split) -> None:
     assert report.ok, str(report)
     assert report.tolerance == TOLERANCE
     assert_repeats(program, batch)
+    assert_text_runs(program, batch)
 
 
 def trains(model: RandomStep, batch: Mapping[str, Any]) -> bool:
