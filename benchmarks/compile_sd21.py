@@ -82,14 +82,15 @@ def main() -> None:
     for name, part in step.named_children():
         print(f"{name:<12} {sum(p.numel() for p in part.parameters()) / 1e6:6.1f} M weights")
 
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     program = fxpipe.compile(step, options.world_size, batch_size=options.batch_size)
-    compiled = time.perf_counter()
+    compiled, cpu = time.perf_counter(), time.process_time() - cpu
     with tempfile.TemporaryDirectory() as folder:
         size = sum(path.stat().st_size for path in program.dump(folder).iterdir())
     dumped = time.perf_counter()
     print(str(program.plan).partition("\n")[0])
-    print(f"compile {compiled - started:.1f} s, dump {dumped - compiled:.1f} s ({size / 2**20:.1f} MiB)")
+    print(f"compile {compiled - started:.1f} s, of which {cpu:.1f} s on a core")
+    print(f"dump {dumped - compiled:.1f} s, {size / 2**20:.1f} MiB")
     print(f"peak memory of the process {peak_bytes() / 2**30:.2f} GiB")
 
 

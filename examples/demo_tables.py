@@ -16,8 +16,8 @@ KINDS = {
     "gradient": "of all these, on the way back",
     "loss": "from the last stage to every rank",
 }
-FORWARD, BACKWARD = {"down": "bright_blue", "up": "bright_cyan"}, {"down": "green", "up": "bright_green"}
-FROZEN = "black on yellow"
+FORWARD, BACKWARD = {"down": "#8fc1ff", "up": "#4a90e8"}, {"down": "#a8e39a", "up": "#55b455"}
+INK, FROZEN = "#000000", "#000000 on #e8c34a"
 
 
 def num_skips(blocks: BlockGraph) -> int:
@@ -56,8 +56,8 @@ def legend() -> Table:
     """What the schedule's picture is made of."""
     table = columns("", "", "")
     for way, other in (("down", ("T", FROZEN, " frozen work, all ranks")), ("up", ("·", "dim", " nothing to do"))):
-        forward = Text.assemble(("3", f"black on {FORWARD[way]}"), f"  forward on the way {way}")
-        backward = Text.assemble(("3-", f"black on {BACKWARD[way]}"), " its backward")
+        forward = Text.assemble(("3", f"{INK} on {FORWARD[way]}"), f"  forward on the way {way}")
+        backward = Text.assemble(("3-", f"{INK} on {BACKWARD[way]}"), " its backward")
         table.add_row(forward, backward, Text.assemble(other[:2], other[2]))
     return table
 
@@ -90,7 +90,7 @@ def _cells(program: Program, rank: int, tokens: list[str]) -> Iterator[tuple[str
         elif kind == "-":
             yield "-", style
         else:
-            style = f"black on {(FORWARD if kind == 'F' else BACKWARD)[way]}"
+            style = f"{INK} on {(FORWARD if kind == 'F' else BACKWARD)[way]}"
             yield microbatch[-1], style
 
 
