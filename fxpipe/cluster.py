@@ -1,22 +1,178 @@
-"""The network a plan is made for."""
+"""The machines a plan is made for: equal devices, and the links between them level by level.
 
+    8x8xA100-80GB+EFA       level 0: 8 devices over NVSwitch-3       level 1: 8 nodes over EFA-400
+                            rank 0..7 are node 0's, 8..15 node 1's
+
+A message uses the ports of the lowest level that joins its two ranks: two devices of a node their own, two nodes the
+node's, which all its devices share. `fxpipe.network` turns ports into seconds.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fxpipe import network
+from fxpipe.errors import CompileError
+from fxpipe.links import INSIDE, Link, device_and_link, named_link
+from fxpipe.links import network as network_link
+
+_HELP = "write it as 8xA100-80GB, 2x8xV100+Ethernet-10, 4xA100-PCIe, or as TOML with device and [[level]] tables"
+
+
+@dataclass(frozen=True)
+class Level:
+    """`size` members joined by `link`: devices in a node, nodes in a cluster."""
+
+    size: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise CompileError(f"a level of a cluster has at least one member, got {self.size!r}")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal links between all ranks, each direction on its own.
+    """Equal devices by name, and the levels that join them, the innermost first. Ranks count through the inner ones."""
 
-    Defaults: A100 with NVSwitch, 600 GB/s per GPU, half of it each way (NVIDIA A100 datasheet, 2021).
-    """
-
-    bandwidth_bytes_per_second: float = 300e9
-    latency_seconds: float = 10e-6
+    device: str
+    levels: tuple[Level, ...]
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_second > 0 or not self.latency_seconds >= 0:
-            raise ValueError(f"{self}: bandwidth must be positive and latency not negative")
+        if not self.levels:
+            raise CompileError(f"a cluster of {self.device} needs at least one level of devices")
 
-    def transfer_seconds(self, num_bytes: float) -> float:
-        """Seconds for one message; zero bytes are no message."""
-        return self.latency_seconds + num_bytes / self.bandwidth_bytes_per_second if num_bytes else 0.0
+    @staticmethod
+    def parse(text: str) -> "Cluster":
+        """The cluster of a short text, of TOML text, or of a `.toml` file.
+
+        Raises:
+            CompileError: the text is none of these; says what was not understood.
+        """
+        if not isinstance(text, str):
+            raise CompileError(f"a cluster is a Cluster or its text, got {type(text).__name__}; {_HELP}")
+        if text.strip().endswith(".toml"):
+            path = Path(text.strip())
+            if not path.is_file():
+                raise CompileError(f"no cluster file {path}; {_HELP}")
+            return _from_toml(path.read_text())
+        return _from_toml(text) if "=" in text else _from_short(text.strip())
+
+    def __str__(self) -> str:
+        """The short text where there is one, else TOML; `parse` reads both."""
+        short = _short(self)
+        try:
+            if Cluster.parse(short) == self:
+                return short
+        except CompileError:
+            pass  # links of its own: only TOML can say that
+        return _toml(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(level.size for level in self.levels)
+
+    def require(self, world_size: int) -> "Cluster":
+        """This cluster, if it has `world_size` devices or more; the first ones are used.
+
+        Raises:
+            CompileError: it has fewer.
+        """
+        if world_size > self.num_ranks:
+            raise CompileError(
+                f"world_size={world_size}, but the cluster {_short(self)} has {self.num_ranks} devices; "
+                "use fewer ranks or a larger cluster"
+            )
+        return self
+
+    def transfer_seconds(self, source: int, target: int, num_bytes: float) -> float:
+        """Seconds for one message from rank to rank on idle links; no bytes, or to itself: no message."""
+        return network.transfer_seconds(self, source, target, num_bytes)
+
+    def concurrent_seconds(self, transfers: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
+        """When each of several messages (source, target, bytes) ends, all started at once and sharing links fairly."""
+        return network.concurrent_seconds(self, transfers)
+
+    def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds until all `ranks` hold the sum of their `num_bytes`."""
+        return network.all_reduce_seconds(self, ranks, num_bytes)
+
+    def all_gather_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds until all `ranks` hold all `num_bytes`, of which each had an equal part; a reduce-scatter's too."""
+        return network.all_gather_seconds(self, ranks, num_bytes)
+
+    def all_to_all_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds until each rank has sent an equal part of its own `num_bytes` to every other."""
+        return network.all_to_all_seconds(self, ranks, num_bytes)
+
+
+def _from_short(text: str) -> Cluster:
+    found = re.fullmatch(r"(\d+)\s*x\s*(?:(\d+)\s*x\s*)?([^+]+?)\s*(?:\+\s*([^+]+))?", text)
+    if found is None:
+        raise CompileError(f"cluster {text!r} is not understood; {_HELP}")
+    device, link = device_and_link(found[3])
+    if found[2] is None:
+        if found[4] is not None:
+            raise CompileError(f"cluster {text!r} has one node, so nothing for +{found[4]} to join; {_HELP}")
+        return Cluster(device, (Level(int(found[1]), link),))
+    outer = network_link(found[4] or "Ethernet")
+    return Cluster(device, (Level(int(found[2]), link), Level(int(found[1]), outer)))
+
+
+def _short(cluster: Cluster) -> str:
+    sizes = "x".join(str(level.size) for level in reversed(cluster.levels))
+    inner, *outer = (level.link.name for level in cluster.levels)
+    usual = INSIDE.get(cluster.device, ("",))[0] == inner
+    return "+".join([f"{sizes}x{cluster.device}{'' if usual else f'-{inner}'}", *outer])
+
+
+def _from_toml(text: str) -> Cluster:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CompileError(f"the cluster's TOML does not parse: {error}") from None
+    _known(table, {"device", "level"}, "a cluster")
+    if not isinstance(table.get("device"), str) or not isinstance(table.get("level"), list):
+        raise CompileError('a cluster\'s TOML has device = "..." and [[level]] tables, the innermost first')
+    return Cluster(table["device"], tuple(map(_level, table["level"])))
+
+
+def _level(table: Mapping[str, Any]) -> Level:
+    given = {"bandwidth_bytes_per_second", "latency_seconds", "duplex", "shared"}
+    _known(table, {"size", "link"} | given, "a level")
+    name, own = table.get("link", "custom"), {key: table[key] for key in given & set(table)}
+    if not own:
+        return Level(table.get("size", 0), named_link(str(name)))
+    for key, value in own.items():
+        kind = bool if key in ("duplex", "shared") else float | int
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise CompileError(f"{key} of link {name} cannot be {value!r}")
+    if not {"bandwidth_bytes_per_second", "latency_seconds"} <= set(own):
+        raise CompileError(f"link {name} needs both bandwidth_bytes_per_second and latency_seconds")
+    return Level(table.get("size", 0), Link(str(name), **own))
+
+
+def _known(table: Mapping[str, Any], keys: set[str], what: str) -> None:
+    if unknown := sorted(set(table) - keys):
+        raise CompileError(f"unknown key {unknown[0]!r} in {what}'s TOML; known are {', '.join(sorted(keys))}")
+
+
+def _toml(cluster: Cluster) -> str:
+    lines = [f'device = "{cluster.device}"']
+    for level in cluster.levels:
+        link = level.link
+        lines += [
+            "",
+            "[[level]]",
+            f"size = {level.size}",
+            f'link = "{link.name}"',
+            f"bandwidth_bytes_per_second = {link.bandwidth_bytes_per_second!r}",
+            f"latency_seconds = {link.latency_seconds!r}",
+            f"duplex = {str(link.duplex).lower()}",
+            f"shared = {str(link.shared).lower()}",
+        ]
+    return "\n".join(lines) + "\n"

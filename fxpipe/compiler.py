@@ -15,7 +15,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.inputs import describe
-from fxpipe.options import check_counts, given_device, given_schedule, microbatch_sizes, training_step
+from fxpipe.options import check_counts, given_cluster, given_device, given_schedule, microbatch_sizes, training_step
 from fxpipe.program import Plan, Program
 from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
@@ -43,7 +43,7 @@ def compile(
     microbatches: int | None = None,
     stages: int | None = None,
     schedule: str | Schedule = "auto",
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     device: str | torch.device = "cpu",
     observe: Observe | None = None,
@@ -60,8 +60,8 @@ def compile(
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of `world_size`.
         schedule: "auto", a name ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble"), a `Schedule` or its text.
-        cluster: the network to plan for.
-        cost_model: a device by name, or any `CostModel`; an A100-80GB where left out.
+        cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
+        cost_model: a device by name, or any `CostModel`; the cluster's device where left out.
         device: where the ranks run ("cpu", or "cuda" for one GPU a rank).
         observe: called with (step's name, its result) after every step of the compiler.
 
@@ -71,7 +71,8 @@ def compile(
     """
     see = observe or (lambda name, artefact: None)
     check_counts(world_size=world_size, batch_size=batch_size, microbatches=microbatches, stages=stages)
-    seconds_of = _cost_model(cost_model)
+    network = given_cluster(cluster, world_size)
+    seconds_of = _cost_model(network.device if cost_model is None else cost_model)
     where = given_device(device)
     asked = given_schedule(schedule, world_size)
     step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
@@ -104,7 +105,7 @@ def compile(
         _sums(graph.blocks, forward), _sums(graph.blocks, backward), _sums(graph.components, forward), max(sizes)
     )
     request = Request(asked, stages, world_size, len(sizes))
-    staged = place(graph, times, request, cluster or Cluster())
+    staged = place(graph, times, request, network)
     see("stages", staged)
 
     # trace: forward and explicit backward graphs of every stage
@@ -129,8 +130,8 @@ def compile(
     return Program(step, captured, plan, step_plan, "model." if step is not model else "")
 
 
-def _cost_model(given: CostModel | str | None) -> CostModel:
-    return roofline.device() if given is None else roofline.device(given) if isinstance(given, str) else given
+def _cost_model(given: CostModel | str) -> CostModel:
+    return roofline.device(given) if isinstance(given, str) else given
 
 
 def _sums(groups: Iterable[Block | Component], seconds: Mapping[str, float]) -> tuple[float, ...]:

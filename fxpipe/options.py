@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fxpipe.backbones import PredictionStep, is_backbone
+from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.inputs import call_of
 from fxpipe.schedule import Schedule
@@ -31,6 +32,13 @@ def given_device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise CompileError(f"device {device!r} needs a CUDA build of torch and a visible GPU; use device='cpu'")
     return found
+
+
+def given_cluster(cluster: Cluster | str | None, world_size: int) -> Cluster:
+    """A cluster of at least `world_size` devices; one node of A100-80GB where left out."""
+    if isinstance(cluster, Cluster):
+        return cluster.require(world_size)
+    return Cluster.parse(f"{world_size}xA100-80GB" if cluster is None else cluster).require(world_size)
 
 
 def given_schedule(schedule: str | Schedule, world_size: int) -> str | Schedule:

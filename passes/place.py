@@ -113,7 +113,8 @@ def _for_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, clus
 def _wave(graph: BlockGraph, times: BlockTimes, world_size: int, cluster: Cluster, hard: bool) -> Staged:
     pairs = skip_pairs(graph)
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
-    costs = [2 * cluster.transfer_seconds(size * times.num_samples) for size in pairs.values()]
+    # Which ranks is not known yet: mostly neighbours.
+    costs = [2 * _neighbour_seconds(cluster, world_size, size * times.num_samples) for size in pairs.values()]
     found = wave(times.total, list(pairs), world_size, hard, _cut_bytes(graph), costs)
     ranks = tuple(min(s, 2 * world_size - 1 - s) for s in range(2 * world_size))
     notes = []
@@ -128,6 +129,12 @@ def _wave(graph: BlockGraph, times: BlockTimes, world_size: int, cluster: Cluste
             f"{len(found.crossing)} of {len(pairs)} skips cross ranks, for balance ({found.max_over_mean:.3f} x mean)"
         )
     return Staged(found.boundaries, ranks, "wave", not found.crossing, world_size, tuple(notes))
+
+
+def _neighbour_seconds(cluster: Cluster, world_size: int, num_bytes: int) -> float:
+    """Seconds of one message between ranks next to each other, on average."""
+    pairs = [(rank, rank + 1) for rank in range(world_size - 1)]
+    return sum(cluster.transfer_seconds(*pair, num_bytes) for pair in pairs) / max(len(pairs), 1)
 
 
 def skip_pairs(graph: BlockGraph) -> dict[tuple[int, int], int]:
@@ -168,7 +175,8 @@ def predicted_seconds(
         if kind == "T" or staged.stage_ranks[source] == staged.stage_ranks[target]:
             return 0.0
         pair = (source, target) if kind == "F" else (target, source)
-        return cluster.transfer_seconds(moved.get(pair, 0) * times.num_samples)
+        ranks = staged.stage_ranks[source], staged.stage_ranks[target]
+        return cluster.transfer_seconds(*ranks, moved.get(pair, 0) * times.num_samples)
 
     tables = {"F": forward, "B": backward, "T": times.components, "I": _half(backward), "W": _half(backward)}
     return simulate(schedule, work, lambda a: tables[a.kind][a.stage], lag).makespan_seconds

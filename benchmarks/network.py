@@ -1,0 +1,94 @@
+"""Measures the links between processes of this machine, and prints them as a cluster that fxpipe reads.
+
+    python benchmarks/network.py > mine.toml                    2 processes, gloo
+    fxpipe compile MODEL --world-size 2 --cluster mine.toml
+
+    torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/network.py          the link between two machines
+
+Ping-pong between ranks 0 and 1 by gloo: latency is half the median round trip of 4 bytes, bandwidth what the median
+round trip of 16 MiB adds to it. Both directions at once then show whether they share the link. Rank 0 prints.
+"""
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist  # noqa: TID251 (measures what the transport runs on)
+
+from fxpipe.cluster import Cluster, Level
+from fxpipe.links import Link
+
+SMALL, LARGE = 4, 1 << 24
+WARM_UP, SMALL_ROUNDS, LARGE_ROUNDS = 20, 300, 30
+
+
+def main() -> None:
+    if "RANK" in os.environ:
+        measure(int(os.environ["RANK"]), "env://", int(os.environ["WORLD_SIZE"]))
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    torch.multiprocessing.spawn(measure, (address, 2), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def measure(rank: int, address: str, world_size: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    if rank < 2:
+        small = median_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
+        large = median_seconds(lambda: ping_pong(rank, LARGE), LARGE_ROUNDS) / 2
+        both = median_seconds(lambda: exchange(rank, LARGE), LARGE_ROUNDS)
+        if rank == 0:
+            report(small, LARGE / (large - small), both / large, world_size)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ping_pong(rank: int, num_bytes: int) -> None:
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    if rank == 0:
+        dist.send(message, 1)
+        dist.recv(message, 1)
+    else:
+        dist.recv(message, 0)
+        dist.send(message, 0)
+
+
+def exchange(rank: int, num_bytes: int) -> None:
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    request = dist.isend(sent, 1 - rank)
+    dist.recv(received, 1 - rank)
+    if request is not None:
+        request.wait()
+
+
+def median_seconds(run: Callable[[], None], rounds: int) -> float:
+    for _ in range(WARM_UP):
+        run()
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def report(latency: float, bandwidth: float, slowdown: float, world_size: int) -> None:
+    print(
+        f"latency {latency * 1e6:.1f} us, bandwidth {bandwidth / 1e9:.2f} GB/s; both directions at once take "
+        f"{slowdown:.2f} x one",
+        file=sys.stderr,
+    )
+    duplex = slowdown < 1.5
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+    link = Link("measured", round(bandwidth), round(latency, 9), duplex, shared=one_machine and not duplex)
+    print(Cluster("CPU", (Level(world_size, link),)), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Seconds of messages and collectives on a cluster's links.
+
+    0 -> 8 and 1 -> 9 on 2x8 devices    both leave by node 0's port and enter by node 1's: half the bandwidth each
+    0 -> 1 and 1 -> 0                   the two directions of a duplex link do not meet
+
+A message of n bytes takes latency + n / bandwidth (Hockney, Parallel Computing 20, 1994). Messages at the same time
+share each port max-min fairly (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). A collective is the
+cheapest of a ring, a tree and a hierarchical algorithm; additions are free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from math import ceil, inf, log2
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import CompileError
+
+if TYPE_CHECKING:
+    from fxpipe.cluster import Cluster
+    from fxpipe.links import Link
+
+Transfer = tuple[int, int, float]
+Port = tuple[int, str, int]
+
+
+def route(cluster: Cluster, source: int, target: int) -> tuple[Link, tuple[Port, ...]]:
+    """The link that joins two ranks, and the ports of it that a message between them uses."""
+    for rank in (source, target):
+        if not 0 <= rank < cluster.num_ranks:
+            raise CompileError(f"rank {rank} is not in the cluster of {cluster.num_ranks} devices")
+    span = 1
+    for index, level in enumerate(cluster.levels):
+        ends = source // span, target // span
+        span *= level.size
+        if source // span == target // span:
+            return level.link, _ports(level.link, index, ends, source // span)
+    raise AssertionError("the last level joins all ranks")
+
+
+def _ports(link: Link, level: int, ends: tuple[int, int], group: int) -> tuple[Port, ...]:
+    if link.shared:
+        return ((level, "bus", group),)
+    if link.duplex:
+        return (level, "out", ends[0]), (level, "in", ends[1])
+    return (level, "port", ends[0]), (level, "port", ends[1])
+
+
+def transfer_seconds(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+    """One message on idle links."""
+    if source == target or not num_bytes:
+        return 0.0
+    link, _ = route(cluster, source, target)
+    return link.latency_seconds + num_bytes / link.bandwidth_bytes_per_second
+
+
+def fair_rates(routes: Mapping[int, tuple[Link, tuple[Port, ...]]]) -> dict[int, float]:
+    """Bytes per second of every message under way, by progressive filling: the fullest port is shared out first."""
+    left = {port: link.bandwidth_bytes_per_second for link, ports in routes.values() for port in ports}
+    waiting, rates = dict(routes), {}
+    while waiting:
+        users = Counter(port for _, ports in waiting.values() for port in ports)
+        tightest = min(users, key=lambda port: left[port] / users[port])
+        share = left[tightest] / users[tightest]
+        for message in [m for m, (_, ports) in waiting.items() if tightest in ports]:
+            for port in waiting.pop(message)[1]:
+                left[port] -= share
+            rates[message] = share
+    return rates
+
+
+def concurrent_seconds(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple[float, ...]:
+    """The end of every message, all started together; a port is free for the others as soon as one ends."""
+    ends = [0.0] * len(transfers)
+    under_way = {i: route(cluster, a, b) for i, (a, b, size) in enumerate(transfers) if a != b and size}
+    left = {i: float(transfers[i][2]) for i in under_way}
+    now = 0.0
+    while under_way:
+        rates = fair_rates(under_way)
+        step = min(left[i] / rates[i] for i in under_way)
+        now += step
+        for i in list(under_way):
+            left[i] -= rates[i] * step
+            if left[i] <= 1e-9 * transfers[i][2]:
+                ends[i] = now + under_way.pop(i)[0].latency_seconds
+    return tuple(ends)
+
+
+def all_reduce_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
+    """The cheapest of three algorithms.
+
+    Ring: 2(n-1) steps of a part each (Patarasuk and Yuan, JPDC 69, 2009). Tree: up and down a pair of binary trees, all
+    bytes twice through every port (Sanders, Speck, Traff, Parallel Computing 35, 2009). Hierarchical: reduce-scatter
+    within the nodes, rings across them on every part, gather within (Cho et al., BlueConnect, SysML 2019).
+    """
+    ranks = _checked(ranks)
+    if len(ranks) < 2 or not num_bytes:
+        return 0.0
+    latency, busy = _ring(cluster, [ranks], num_bytes)
+    num = len(ranks)
+    ring = 2 * (num - 1) * (latency + busy / num)
+    tree = 2 * ceil(log2(num)) * latency + 2 * busy
+    return min(ring, tree, 2 * _hierarchical(cluster, ranks, num_bytes))
+
+
+def all_gather_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
+    """A ring of n-1 steps (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005), or one across nodes and one within."""
+    ranks = _checked(ranks)
+    if len(ranks) < 2 or not num_bytes:
+        return 0.0
+    latency, busy = _ring(cluster, [ranks], num_bytes)
+    return min((len(ranks) - 1) * (latency + busy / len(ranks)), _hierarchical(cluster, ranks, num_bytes))
+
+
+def all_to_all_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
+    """n-1 pairwise rounds (Thakur, Rabenseifner, Gropp, 2005) whose bytes never wait but for the busiest port."""
+    ranks = _checked(ranks)
+    if len(ranks) < 2 or not num_bytes:
+        return 0.0
+    latency, busy = _load(cluster, [(a, b, num_bytes / len(ranks)) for a in ranks for b in ranks if a != b])
+    return (len(ranks) - 1) * latency + busy
+
+
+def _checked(ranks: Sequence[int]) -> list[int]:
+    if len(set(ranks)) < len(ranks):
+        raise CompileError(f"a collective over ranks {list(ranks)} names one twice")
+    return sorted(ranks)
+
+
+def _ring(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float) -> tuple[float, float]:
+    """Latency of a step, and seconds of the busiest port if every rank of every ring sends `num_bytes` to the next."""
+    hops = [(ring[i - 1], ring[i], num_bytes) for ring in rings for i in range(len(ring))]
+    return _load(cluster, hops)
+
+
+def _load(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple[float, float]:
+    """The largest latency, and the largest sum of seconds over the ports: what fair shares of equal messages take."""
+    latency = 0.0
+    seconds: defaultdict[Port, float] = defaultdict(float)
+    for source, target, num_bytes in transfers:
+        link, ports = route(cluster, source, target)
+        latency = max(latency, link.latency_seconds)
+        for port in ports:
+            seconds[port] += num_bytes / link.bandwidth_bytes_per_second
+    return latency, max(seconds.values())
+
+
+def _hierarchical(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
+    """A gather (or a reduce-scatter): rings across the nodes, one per place in a node, then rings in all nodes at once.
+
+    Infinite where the ranks fill their nodes unevenly, or have only one.
+    """
+    span = cluster.num_ranks
+    for level in reversed(cluster.levels):
+        span //= level.size
+        groups: dict[int, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(rank // span, []).append(rank)
+        if len(groups) > 1:
+            break
+    nodes = list(groups.values())
+    inside, num = len(nodes[0]), len(nodes)
+    if inside == 1 or any(len(node) != inside for node in nodes):
+        return inf
+    latency, busy = _ring(cluster, list(zip(*nodes, strict=True)), num_bytes / inside)
+    within = max(all_gather_seconds(cluster, node, num_bytes) for node in nodes)
+    return (num - 1) * (latency + busy / num) + within
