@@ -139,10 +139,11 @@ def _folded(pieces: Sequence[str | _Group]) -> list[str]:
             lines[-1] += shown[0]
             lines += shown[1:]
         notes = [note for group in groups[count:] for note in group.notes if note]
-        lines[-1] += f"  # {', '.join(notes)}" if notes else ""
-        if max(map(len, lines)) <= _WIDTH:
+        note = f"  # {', '.join(notes)}" if notes else ""
+        # As on any line, one note may stand beyond the width; several may not.
+        if max(len(line) for line in [*lines, lines[-1] + note * (len(notes) > 1)]) <= _WIDTH:
             break
-    return lines
+    return [*lines[:-1], lines[-1] + note]
 
 
 # -- expressions
