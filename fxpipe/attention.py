@@ -1,6 +1,6 @@
 """Attention with dropout, written out, so that its mask is a draw like any other.
 
-    scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
+scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
 """
 
 from typing import Any

@@ -20,13 +20,12 @@ from torch import fx, nn
 
 from fxpipe import functionalise, private
 from fxpipe.attention import expand_attention_dropout
-from fxpipe.draws import draw_of, passes_through
+from fxpipe.draws import hoist_draws, passes_through
 from fxpipe.errors import CaptureError
 from fxpipe.export import Exported, export_step
 from fxpipe.inputs import InputSpec
-from fxpipe.randomness import Draw, is_random
+from fxpipe.randomness import Draw
 from fxpipe.sizes import expression
-
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,9 @@ def loss_of(output: Any) -> torch.Tensor:
     elif isinstance(output, tuple | list) and output:
         value = output[0]
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
-        found = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        found = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            found = f"{[size if isinstance(size, int) else 'batch' for size in value.shape]} {value.dtype}"
         raise CaptureError(
             f"the model's forward must return a scalar loss (or have one in .loss), got {found}; "
             "wrap the model in a module whose forward computes the loss"
@@ -106,7 +107,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     graph.eliminate_dead_code()
     functionalise.refuse_hidden_writes(overwritten)
     expand_attention_dropout(graph)
-    draws = _hoist_draws(graph)
+    draws = hoist_draws(graph)
     graph.eliminate_dead_code()
     _refuse_values(graph)
     _drop_unused_placeholders(graph)
@@ -135,7 +136,8 @@ def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, to
     constants: dict[str, torch.Tensor] = {}
     program, names = exported.program, iter(exported.inputs.tensor_names)
     kinds = torch.export.graph_signature.InputKind
-    for node, spec in zip(exported.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+    specs = program.graph_signature.input_specs
+    for node, spec in zip(exported.graph.find_nodes(op="placeholder"), specs, strict=True):
         if spec.kind is kinds.USER_INPUT:
             node.meta["kind"], node.meta["input"] = "input", next(names)
             private.rename(node, _identifier(node.meta["input"]))
@@ -162,8 +164,9 @@ def _refuse_statistics(graph: fx.Graph) -> None:
         mean, training = _STATISTICS.get(node.target, (None, None))
         if mean is not None and node.args[mean] is not None and node.args[training]:
             raise CaptureError(
-                f"{private.where(node)}: batch statistics update its running mean and variance, which micro-batches would "
-                "change in another way; call .eval() on it, or use a normalisation without running statistics"
+                f"{private.where(node)}: batch statistics update its running mean and variance, which "
+                "micro-batches would change in another way; call .eval() on it, or use a normalisation without running "
+                "statistics"
             )
 
 
@@ -172,8 +175,8 @@ def _refuse_values(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and private.depends_on_values(node.meta.get("val")):
             raise CaptureError(
-                f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; keep it a "
-                "tensor of fixed size (a weighted sum or torch.where instead of a mask index, no .item())"
+                f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; "
+                "keep it a tensor of fixed size (a weighted sum or torch.where instead of a mask index, no .item())"
             )
 
 
@@ -187,27 +190,6 @@ def _drop_no_ops(graph: fx.Graph) -> None:
         elif passes_through(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-def _hoist_draws(graph: fx.Graph) -> dict[str, Draw]:
-    """Make every random operation a placeholder `draw_<k>`; a dropout becomes a product with its drawn mask."""
-    random = [n for n in graph.nodes if n.op == "call_function" and is_random(n.target, n.args)]
-    first = next(iter(graph.nodes))
-    draws = {}
-    for index, node in enumerate(random):
-        draw, masks, value_of_draw = draw_of(node, index)
-        with graph.inserting_before(first):
-            placeholder = graph.placeholder(f"draw_{index}")
-        placeholder.meta = {"path": node.meta["path"], "kind": "draw", "val": value_of_draw}
-        draws[placeholder.name] = draw
-        value = placeholder
-        if masks is not None:
-            with graph.inserting_before(node):
-                value = graph.call_function(torch.ops.aten.mul.Tensor, (masks, placeholder))
-            value.meta = dict(node.meta)
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
-    return draws
 
 
 def _drop_unused_placeholders(graph: fx.Graph) -> None:

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxpipe import private
 from fxpipe.errors import CaptureError
-from fxpipe.randomness import DROPOUTS, Draw
+from fxpipe.randomness import DROPOUTS, Draw, is_random
 from fxpipe.sizes import concrete
 
 # Random operations whose result depends on a tensor argument's shape and type only, not on its values.
@@ -25,7 +25,28 @@ def passes_through(node: fx.Node) -> bool:
     return name in DROPOUTS and name != "native_dropout" and (float(node.args[1]) == 0.0 or not node.args[2])  # type: ignore[arg-type]
 
 
-def draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Tensor]:
+def hoist_draws(graph: fx.Graph) -> dict[str, Draw]:
+    """Make every random operation a placeholder `draw_<k>`; a dropout becomes a product with its drawn mask."""
+    random = [n for n in graph.nodes if n.op == "call_function" and is_random(n.target, n.args)]
+    first = next(iter(graph.nodes))
+    draws = {}
+    for index, node in enumerate(random):
+        draw, masks, value_of_draw = _draw_of(node, index)
+        with graph.inserting_before(first):
+            placeholder = graph.placeholder(f"draw_{index}")
+        placeholder.meta = {"path": node.meta["path"], "kind": "draw", "val": value_of_draw}
+        draws[placeholder.name] = draw
+        value = placeholder
+        if masks is not None:
+            with graph.inserting_before(node):
+                value = graph.call_function(torch.ops.aten.mul.Tensor, (masks, placeholder))
+            value.meta = dict(node.meta)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+    return draws
+
+
+def _draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Tensor]:
     """The draw; for a dropout the value that its mask multiplies; the draw's fake tensor."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
@@ -45,7 +66,8 @@ def draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Tens
     if len(tensors) == 1 and tensors[0] is node.args[0] and name in _SHAPE_ONLY and "Tensor" not in str(target):
         if name == "bernoulli" and len(node.args) < 2:
             raise _refusal(node, "its result depends on a tensor's values; compare torch.rand with the probabilities")
-        return Draw(index, str(target), _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)), None, node.meta["val"]
+        make = _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)
+        return Draw(index, str(target), make), None, node.meta["val"]
     raise _refusal(node, "its result depends on a tensor's values; draw with rand/randn/randint and transform")
 
 

@@ -1,9 +1,9 @@
 """Run `torch.export` on a training step: with any batch size where the model allows it, else at the call's.
 
-    1. batch as a symbol, traced at a size that no other dimension has
-    2. an input whose rows only happen to be as many as the samples keeps its size, and 1. again
-    3. batch as a symbol, traced at the call's size             (`if batch > 64`: the branch that the call takes)
-    4. the call's size alone; 1. after all, where it is the same graph at that size
+1. batch as a symbol, traced at a size that no other dimension has
+2. an input whose rows only happen to be as many as the samples keeps its size, and 1. again
+3. batch as a symbol, traced at the call's size             (`if batch > 64`: the branch that the call takes)
+4. the call's size alone; 1. after all, where it is the same graph at that size
 """
 
 import traceback
@@ -22,9 +22,11 @@ from fxpipe.errors import CaptureError
 from fxpipe.inputs import InputSpec, Leaf
 from fxpipe.randomness import PlainRandomCalls
 from fxpipe.sizes import concrete, is_symbolic
-from fxpipe.watch import watched
+from fxpipe.watch import buffers_kept, watched
 
 _TORCH = str(Path(torch.__file__).parent)
+LossOf = Callable[[Any], torch.Tensor]
+Trace = Callable[..., torch.export.ExportedProgram]
 _HERE = str(Path(__file__).parent)
 
 
@@ -41,7 +43,7 @@ class Exported:
 class TrainingStep(nn.Module):
     """The model, taking its tensor leaves positionally and returning the scalar loss alone."""
 
-    def __init__(self, model: nn.Module, inputs: InputSpec, loss_of: Callable[[Any], torch.Tensor], one_batch: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: InputSpec, loss_of: LossOf, one_batch: bool) -> None:
         super().__init__()
         self.model = model
         self._inputs, self._loss_of, self._one_batch = inputs, loss_of, one_batch
@@ -51,12 +53,11 @@ class TrainingStep(nn.Module):
         for tensor in batched[1:] if self._one_batch else ():
             torch._check(tensor.shape[0] == batched[0].shape[0])
         args, kwargs = self._inputs.rebuild(leaves)
-        return self._loss_of(self.model(*args, **kwargs))
+        with buffers_kept(self.model):
+            return self._loss_of(self.model(*args, **kwargs))
 
 
-def export_step(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], loss_of: Callable[[Any], torch.Tensor]
-) -> Exported:
+def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], loss_of: LossOf) -> Exported:
     """Trace `model`; only shapes and types of `examples` are used.
 
     Raises:
@@ -64,7 +65,8 @@ def export_step(
     """
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
-        return _trace(TrainingStep(model, inputs, loss_of, one_batch), inputs, _resized(inputs, examples, size), dynamic)
+        step = TrainingStep(model, inputs, loss_of, one_batch)
+        return _trace(step, inputs, _resized(inputs, examples, size), dynamic)
 
     def at_size(reason: str) -> Exported:
         try:
@@ -77,10 +79,10 @@ def export_step(
     symbolic, fault = _attempt(trace, _free_size(model, inputs), inputs)
     if symbolic is not None and fault is None:
         return _flat(symbolic, inputs, None)
-    settled = _settle(trace, inputs)
-    if settled != inputs:
-        return export_step(model, settled, examples, loss_of)
-    traced, other = _attempt(trace, inputs.batch_size, inputs)
+    free = _free_at_size(trace, inputs)
+    if any(free) and not all(free):
+        return export_step(model, _with_batched(inputs, free), examples, loss_of)
+    traced, other = _attempt(trace, inputs.batch_size, inputs) if all(free) else (None, fault)
     if traced is not None and other is None:
         return _flat(traced, inputs, None)
     fixed = at_size(fault or "")
@@ -92,29 +94,29 @@ def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str |
     return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed)
 
 
-def _attempt(
-    trace: Callable[..., torch.export.ExportedProgram], size: int, inputs: InputSpec
-) -> tuple[torch.export.ExportedProgram | None, str | None]:
+def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.ExportedProgram | None, str | None]:
     """A trace with the batch as a symbol, and what is wrong with it at the call's batch size."""
     try:
         exported = trace(size)
     except _Failed as error:
         return None, str(error)
-    return exported, private.dynamic_fault(exported, _batched_values(exported, inputs), inputs.batch_size)
+    return exported, private.dynamic_fault(_batched_values(exported, inputs), inputs.batch_size)
 
 
-def _settle(trace: Callable[..., torch.export.ExportedProgram], inputs: InputSpec) -> InputSpec:
-    """Inputs whose size the model fixes while the others' stay free are no batches: their rows only happen to be as many."""
-    if sum(leaf.batched for leaf in inputs.leaves) < 2:
-        return inputs
+def _free_at_size(trace: Trace, inputs: InputSpec) -> list[bool]:
+    """For each batched input, whether forward leaves its size free at the call's batch size.
+
+    Where some are free and others not, the others are no batches: their rows only happen to be as many.
+    """
     try:
         values = _batched_values(trace(inputs.batch_size, one_batch=False), inputs)
     except _Failed:
-        return inputs
-    free = [is_symbolic(value.shape[0]) for value in values]
-    if not any(free):
-        return inputs
-    flags = iter(free)
+        return [False]
+    return [is_symbolic(value.shape[0]) for value in values]
+
+
+def _with_batched(inputs: InputSpec, batched: Sequence[bool]) -> InputSpec:
+    flags = iter(batched)
     return replace(inputs, leaves=tuple(replace(f, batched=next(flags)) if f.batched else f for f in inputs.leaves))
 
 
@@ -214,7 +216,7 @@ def _calls(graph: fx.Graph, batch_size: int) -> list[Any]:
     def leaf(value: Any) -> Any:
         return numbers[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
 
-    calls = []
+    calls: list[Any] = []
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and not isinstance(value, torch.Tensor | tuple | list):

@@ -14,22 +14,19 @@ inverse is refused, with its place.
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fxpipe import private
-from fxpipe.draws import passes_through
 from fxpipe.errors import CaptureError
-from fxpipe.views import inverse, shape_nodes
+from fxpipe.views import inverse, shape_nodes, shows
 
 aten = torch.ops.aten
 # In-place operations whose functional form has another name; what only changes a tensor's storage has none.
 _RENAMED = {"zero": "zeros_like", "normal": "normal_functional"}
 _REFUSED = ("set_", "resize_", "resize_as_")
-# Operations that return a view where one is possible, else a copy.
-_PERHAPS_VIEWS = ("reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as")
 
 
 @dataclass
@@ -108,11 +105,12 @@ class _Rewriter:
 
     def _parent(self, node: fx.Node) -> _Member | None:
         """The value whose memory a node's result shows, if any: of a list of views (split, unbind), what was cut."""
-        made_by = node.args[0] if node.target is operator.getitem else node
-        if made_by.op != "call_function":  # type: ignore[union-attr]
+        made_by = cast(fx.Node, node.args[0]) if node.target is operator.getitem else node
+        if made_by.op != "call_function":
             return None
-        arguments = [self.members[argument] for argument in made_by.all_input_nodes]  # type: ignore[union-attr]
-        return next((member for member in arguments if _shows(node, made_by, member)), None)  # type: ignore[arg-type]
+        arguments = [self.members[argument] for argument in made_by.all_input_nodes]
+        shown = (m for m in arguments if shows(node, made_by, m.source, m.family.storages, m.family.root))
+        return next(shown, None)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         copy = self.graph.node_copy(node, lambda n: self._read(self.members[n]))
@@ -149,20 +147,18 @@ class _Rewriter:
                 self.overwritten.append(Overwritten(old, value, node))
             one.node, one.version = value, member.family.version
 
-    def _up(
-        self, write: fx.Node, view: _Member, base: fx.Node, value: fx.Node, hidden: bool
-    ) -> tuple[fx.Node, bool]:
+    def _up(self, write: fx.Node, view: _Member, base: fx.Node, value: fx.Node, hidden: bool) -> tuple[fx.Node, bool]:
         """The base's new value, from the view's; and whether autograd sees the way."""
         source = view.source
         if source.target is aten.detach.default or source.meta.get("no_grad"):
             hidden = True
         new = inverse(self.graph, view.made, base, value)
         if new is None:
-            raise _refusal(write, f"a write through the view {source.target} has no functional form; write out of place")
+            why = f"a write through the view {source.target} has no functional form; write out of place"
+            raise _refusal(write, why)
         if new is value:
             new = self.graph.call_function(aten.alias.default, (value,))
-        marks = {key: write.meta[key] for key in ("path", "no_grad") if key in write.meta}
-        new.meta = {**marks, **({"no_grad": True} if hidden else {}), "val": base.meta["val"]}
+        new.meta = {"path": write.meta["path"], "val": base.meta["val"]} | ({"no_grad": True} if hidden else {})
         return new, hidden
 
     def _functional(self, node: fx.Node, written: fx.Node) -> fx.Node:
@@ -186,7 +182,6 @@ class _Rewriter:
         new.meta["val"] = wanted
         return new
 
-
     def _out_of_place(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The functional call that gives what an in-place call leaves in its first argument."""
         if node.target is aten.copy_.default:
@@ -199,7 +194,6 @@ class _Rewriter:
             if mask.dtype == torch.bool and value.ndim == 0:
                 return aten.masked_fill.Tensor, (args[0], self._trailing(args[1][0], args[0]), args[2]), {}
         return _functional_target(node), args, kwargs
-
 
     def _trailing(self, mask: fx.Node, like: fx.Node) -> fx.Node:
         """A mask of the leading dimensions, with dimensions of one for the others."""
@@ -216,7 +210,7 @@ def _written(node: fx.Node) -> fx.Node:
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     if len(names) != 1 or not isinstance(given.get(names[0]), fx.Node) or private.packet_name(node.target) in _REFUSED:
         raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
-    return given[names[0]]  # type: ignore[return-value]
+    return cast(fx.Node, given[names[0]])
 
 
 def _functional_target(node: fx.Node) -> Any:
@@ -234,27 +228,6 @@ def _functional_target(node: fx.Node) -> Any:
     raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
 
 
-def _shows(node: fx.Node, made_by: fx.Node, argument: _Member) -> bool:
-    """Whether the value `node` shows the argument's memory; `made_by` is the operation, of several values perhaps.
-
-    Export gives a new identity to memory that an operation returned as it got it, and to constants.
-    """
-    one, other = (private.first_tensor(n.meta.get("val")) for n in (node, argument.source))
-    if one is None or other is None:
-        return False
-    name = private.packet_name(made_by.target)
-    inactive = passes_through(made_by)
-    if not inactive and name not in _PERHAPS_VIEWS and private.may_alias(made_by.target):
-        return name != "lift_fresh_copy"
-    if private.storages(node) & argument.family.storages:
-        return True
-    if not inactive and name not in _PERHAPS_VIEWS or private.argument(made_by, "copy"):
-        return False
-    same = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    constant = argument.family.root.meta.get("kind") == "constant"
-    return same or (constant and one.dtype == other.dtype)
-
-
 def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:
     """Refuse a write into what outlives the step."""
     kind = root.meta.get("kind")
@@ -265,8 +238,8 @@ def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:
     if kind is not None:
         raise _refusal(
             node,
-            f"it changes the {kind} {root.meta['state']!r}, which micro-batches would change in another way; call .eval() "
-            "on a normalisation with running statistics, keep other state outside forward",
+            f"it changes the {kind} {root.meta['state']!r}, which micro-batches would change in another way; "
+            "call .eval() on a normalisation with running statistics, keep other state outside forward",
         )
 
 

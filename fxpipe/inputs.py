@@ -1,4 +1,4 @@
-"""A step's inputs, bound by name: the same call in any mix of positional and keyword arguments gives the same leaves."""
+"""A step's inputs, bound by name: a call gives the same leaves in any mix of positional and keyword arguments."""
 
 import enum
 import inspect
@@ -55,7 +55,7 @@ class InputSpec:
         named, tree = _flatten(self.signature, args, kwargs)
         if tree != self.tree:
             expected, given = [leaf.name for leaf in self.leaves], list(named)
-            raise CompileError(f"inputs {given} do not match the captured {expected}; pass the same arguments as compiled")
+            raise CompileError(f"inputs {given} are not the compiled ones, {expected}; pass the same arguments")
         tensors = {leaf.name: named[leaf.name] for leaf in self.leaves if leaf.is_tensor}
         for leaf in self.leaves:
             _check_leaf(leaf, named[leaf.name])
@@ -76,7 +76,8 @@ def _check_leaf(leaf: Leaf, value: Any) -> None:
     if not leaf.is_tensor:
         if not _same(leaf.constant, value):
             got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise CompileError(f"input {leaf.name} was compiled as {leaf.constant!r}, called with {got}; compile again with it")
+            was = f"input {leaf.name} was compiled as {leaf.constant!r}"
+            raise CompileError(f"{was}, called with {got}; compile again with it")
         return
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
@@ -115,10 +116,10 @@ def describe(
 
 def _check_constant(name: str, value: Any) -> None:
     """A constant must be what it says: an object could hide tensors, or change unseen."""
-    if not isinstance(value, _CONSTANTS) and not callable(value) or isinstance(value, nn.Module | torch.Generator):
+    if isinstance(value, nn.Module) or not (isinstance(value, _CONSTANTS) or callable(value)):
         raise CompileError(
-            f"input {name} is a {type(value).__name__}: an input must be a tensor, a plain value, or tuples, lists, dicts and "
-            "dataclasses of these"
+            f"input {name} is a {type(value).__name__}: an input must be a tensor, a plain value, or tuples, lists, "
+            "dicts and dataclasses of these"
         )
 
 
@@ -146,11 +147,12 @@ def _flatten(
     call = (tuple(bound.args), dict(sorted(bound.kwargs.items())))
     _register_dataclasses(call)
     paths, tree = pytree.tree_flatten_with_path(call)
-    positional = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {_leaf_name(path, positional): value for path, value in paths}
-    if len(named) != len(paths):
-        raise CompileError(f"two inputs have one name among {[_leaf_name(path, positional) for path, _ in paths]}; rename keys")
-    return named, tree
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    names = [_leaf_name(path, positional) for path, _ in paths]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise CompileError(f"two inputs have the name {twice[0]}; rename a key")
+    return dict(zip(names, (value for _, value in paths), strict=True)), tree
 
 
 def _register_dataclasses(call: Any) -> None:

@@ -121,10 +121,10 @@ def flatten_regions(module: fx.GraphModule) -> fx.Graph:
         elif node.target is _enter_autocast:
             autocasts[node] = _autocast(node, list(autocasts.values()))
         elif node.target is _exit_autocast:
-            autocasts.pop(node.args[0])  # type: ignore[arg-type]
+            autocasts.pop(node.args[0])
         elif node.op == "output":
-            (loss,) = node.args[0]  # type: ignore[misc]
-            flat.output(env[loss]).meta = dict(node.meta)  # type: ignore[index]
+            (loss,) = node.args[0]
+            flat.output(env[loss]).meta = dict(node.meta)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CaptureError(f"{where(node)}: {node.target.name()} cannot be compiled; write it as plain operations")
         elif node.op != "get_attr":  # only the submodules of higher order operations
@@ -190,11 +190,11 @@ def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> It
         check(cls.__name__, [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
         return original.__func__(cls, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
@@ -208,7 +208,7 @@ def depends_on_values(value: Any) -> bool:
     return bool(free_unbacked_symbols(value)) if value is not None else False
 
 
-def dynamic_fault(exported: torch.export.ExportedProgram, values: Sequence[torch.Tensor], batch_size: int) -> str | None:
+def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None:
     """Why a trace with a dynamic batch is not what the model does at `batch_size`; None where it is.
 
     Args:

@@ -51,7 +51,7 @@ class SeededDraws(TorchDispatchMode):
     """Runs a model eagerly with every random operation seeded as the compiled program seeds it; counts them."""
 
     def __init__(self, seed: int, step: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.step, self.device, self.count = seed, step, device, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +63,7 @@ class SeededDraws(TorchDispatchMode):
 
 
 def _draw_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
-    """The draw in the order of contiguous memory: torch fills in the order of the strides, which layouts need not share."""
+    """The draw in the order of contiguous memory: torch fills in the order of strides, which layouts need not share."""
     if not args or not isinstance(args[0], torch.Tensor):
         return func(*args, **kwargs)
     drawn = func(args[0].contiguous(), *args[1:], **kwargs)
@@ -93,10 +93,15 @@ def _normal(func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> 
     if not tensors:
         return func(mean, std, *args, **kwargs)  # type: ignore[no-any-return]
     like = torch.broadcast_tensors(*tensors)[0]
-    return mean + std * torch.randn(like.shape, dtype=like.dtype, device=like.device)
+    drawn: torch.Tensor = mean + std * torch.randn(like.shape, dtype=like.dtype, device=like.device)
+    return drawn
 
 
-_REWRITTEN = {torch.bernoulli: _bernoulli, torch.Tensor.bernoulli: _bernoulli, torch.normal: _normal}
+_REWRITTEN: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.normal: _normal,
+}
 
 
 def is_random(func: Any, args: Any) -> bool:

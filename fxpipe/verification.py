@@ -43,8 +43,9 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else "NOT EXACT"
+        losses = f"loss {self.loss:.12g} against {self.reference_loss:.12g} on one device"
         lines = [
-            f"{verdict}: loss {self.loss:.12g} against {self.reference_loss:.12g} on one device (error {self.loss_error:.1e}), "
+            f"{verdict}: {losses} (error {self.loss_error:.1e}), "
             f"{len(self.gradients)} gradients within {self.max_grad_error:.1e}, tolerance {self.tolerance:.0e}"
         ]
         bad = sorted(((e, n) for n, e in self.gradients.items() if not e <= self.tolerance), reverse=True)
@@ -58,7 +59,13 @@ def reference_step(
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
     # Autocast's cache of weights loses the gradient of a weight that was first read under no_grad.
-    with torch.enable_grad(), attention, private.plain_checkpoints(), torch.random.fork_rng(), private.no_autocast_cache():
+    with (
+        torch.enable_grad(),
+        attention,
+        private.plain_checkpoints(),
+        torch.random.fork_rng(),
+        private.no_autocast_cache(),
+    ):
         with PlainRandomCalls(), SeededDraws(seed, step, device) as draws:
             loss = loss_of(model(*args, **kwargs))
         if not loss.requires_grad:

@@ -1,27 +1,52 @@
-"""Inverses of views: the base's new value, after a view of it was given a new value.
+"""Views: which values show one memory, and the base's new value after a view of it was given a new value.
 
-    v = slice(x, 1, 0, 2)     x' = slice_scatter(x, v', 1, 0, 2)
-    v = view(x, [-1])         x' = reshape(v', shape of x)
-    v = transpose(x, 1, 2)    x' = transpose(v', 1, 2)
-    _, v = split(x, 2)        x' = slice_scatter(x, v', 0, 2, 4)
+v = slice(x, 1, 0, 2)     x' = slice_scatter(x, v', 1, 0, 2)
+v = view(x, [-1])         x' = reshape(v', shape of x)
+v = transpose(x, 1, 2)    x' = transpose(v', 1, 2)
+_, v = split(x, 2)        x' = slice_scatter(x, v', 0, 2, 4)
 """
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fxpipe import private
+from fxpipe.draws import passes_through
 
 aten = torch.ops.aten
+# Operations that return a view where one is possible, else a copy.
+_PERHAPS_VIEWS = ("reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as")
 _RESHAPING = (
     "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
     "unsqueeze_", "squeeze_",
 )  # fmt: skip
 _SWAPPING = ("transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "matrix_H", "transpose_", "t_", "swapaxes_")
 _PIECES = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
+
+
+def shows(node: fx.Node, made_by: fx.Node, argument: fx.Node, storages: set[int], root: fx.Node) -> bool:
+    """Whether the value `node` shows the memory of an argument of the operation `made_by` that it is a result of.
+
+    Export gives memory a new identity where an operation returns what it got, and to constants: `storages` are all
+    identities of the argument's memory, `root` is the node that made it.
+    """
+    one, other = (private.first_tensor(n.meta.get("val")) for n in (node, argument))
+    if one is None or other is None:
+        return False
+    name = private.packet_name(made_by.target)
+    inactive = passes_through(made_by)
+    if not inactive and name not in _PERHAPS_VIEWS and private.may_alias(made_by.target):
+        return name != "lift_fresh_copy"
+    if private.storages(node) & storages:
+        return True
+    if (not inactive and name not in _PERHAPS_VIEWS) or private.argument(made_by, "copy"):
+        return False
+    same = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    constant = root.meta.get("kind") == "constant"
+    return same or (constant and one.dtype == other.dtype)
 
 
 def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
@@ -41,8 +66,9 @@ def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
     if name in _SPECIAL:
         return _SPECIAL[name](graph, view, base, value)
     # What returns its argument unchanged: detach, a cast to the type it has, an inactive dropout, ...
-    same, other = base.meta["val"], view.meta["val"]
-    return value if same.shape == other.shape and same.stride() == other.stride() and same.dtype == other.dtype else None
+    one, other = base.meta["val"], view.meta["val"]
+    unchanged = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return value if unchanged else None
 
 
 def _slice(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
@@ -53,12 +79,12 @@ def _narrow(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
     dim, start, length = view.args[1:]
     if not isinstance(start, int) or not isinstance(length, int):
         return None
-    start %= int(base.meta["val"].shape[dim])  # type: ignore[call-overload]
+    start %= int(base.meta["val"].shape[dim])
     return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + length))
 
 
 def _select(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
-    return graph.call_function(aten.select_scatter.default, (base, value, *view.args[1:]))  # type: ignore[arg-type]
+    return graph.call_function(aten.select_scatter.default, (base, value, *view.args[1:]))
 
 
 def _diagonal(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
@@ -67,7 +93,7 @@ def _diagonal(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> 
 
 def _permute(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
     count = base.meta["val"].ndim
-    order = [dim % count for dim in view.args[1]]  # type: ignore[union-attr,operator]
+    order = [dim % count for dim in cast(list[int], view.args[1])]
     return graph.call_function(aten.permute.default, (value, [order.index(dim) for dim in range(count)]))
 
 

@@ -51,7 +51,8 @@ class _RefusedCalls(TorchFunctionMode):
 
 def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        remedy = "use_reentrant=False" if name == "CheckpointFunction" else "operations of torch, such as y + (x - y).detach()"
+        remedy = "operations of torch, such as y + (x - y).detach()"
+        remedy = "use_reentrant=False" if name == "CheckpointFunction" else remedy
         raise CaptureError(f"the autograd function {name} hides its gradient from the trace; use {remedy}")
 
 
@@ -91,6 +92,16 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Refuse a forward that puts other tensors in its buffers' places."""
+    before = dict(model.named_buffers())
+    yield
+    for name, buffer in model.named_buffers():
+        if before.get(name) is not buffer:
+            raise CaptureError(f"forward replaces its buffer {name!r}, which a graph cannot; keep it outside forward")
+
+
+@contextmanager
 def _no_python_random() -> Iterator[None]:
     python, array = random.getstate(), numpy.random.get_state(legacy=False)
     try:
@@ -98,8 +109,8 @@ def _no_python_random() -> Iterator[None]:
         now = numpy.random.get_state(legacy=False)
         if random.getstate() != python or str(now) != str(array):
             raise CaptureError(
-                "forward draws from Python's or numpy's random, which a graph would fix to one outcome; draw with torch "
-                "and choose with torch.where"
+                "forward draws from Python's or numpy's random, which a graph would fix to one outcome; draw with "
+                "torch and choose with torch.where"
             )
     finally:
         random.setstate(python)
