@@ -17,6 +17,16 @@ EXAMPLES = ROOT / "examples"
 EXACT = re.compile(r"^exact: loss .* gradients within \S+, tolerance 1e-10$", re.MULTILINE)
 
 
+TOY_SCRIPT = """
+import torch
+from examples.try_out import try_out
+from tests.toy_model import toy
+
+torch.manual_seed(0)
+try_out(toy(), world_size=8)
+"""
+
+
 def trains(shown: str) -> bool:
     losses = [float(line.split()[-1]) for line in shown.splitlines() if line.startswith("step ")]
     return len(losses) == 3 and losses[1] < losses[0]
@@ -28,7 +38,7 @@ def skips(shown: str) -> tuple[int, int]:
     return int(found[0]), int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", ["dit", "controlnet"])
+@pytest.mark.parametrize("name", ["unconditional_unet", "dit", "controlnet"])
 def test_script_shows_its_plan_is_exact_and_trains(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,21 +49,27 @@ def test_script_shows_its_plan_is_exact_and_trains(
     assert "rank 0  0" in shown  # the schedule's grid
     assert EXACT.search(shown)
     assert trains(shown)
+    if name != "dit":  # a U-Net
+        assert skips(shown) == ({"unconditional_unet": 6, "controlnet": 9}[name], 0)
     if name == "controlnet":
         assert "frozen unet" in shown
-        assert skips(shown) == (9, 0)
     assert warned == ""
 
 
-def test_script_under_torchrun_shows_its_plan_once_and_trains() -> None:
+def test_try_out_under_torchrun_shows_the_plan_once_and_trains(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TOY_SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     launched = subprocess.run(
-        [*launcher, str(EXAMPLES / "unconditional_unet.py")],
-        capture_output=True, text=True, timeout=200, env=environment | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [*launcher, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
     assert launched.returncode == 0, launched.stderr
-    assert skips(launched.stdout) == (6, 0)
+    assert launched.stdout.count("stage  1 on rank 1") == 1
     assert trains(launched.stdout)
 
 
