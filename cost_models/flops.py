@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
 from cost_models.measured import Measured, is_composite, measure, refuse_uncounted
 from cost_models.operands import Call, Dim, Gradient, Operand, call_of
-from fxpipe.costs import COUNT_NAMES, NodeCost, total_cost
+from fxpipe.costs import COUNT_NAMES, Kind, NodeCost, total_cost
 from fxpipe.errors import CompileError
 
 FREE = NodeCost()
@@ -142,8 +142,9 @@ def _with_bytes(call: Call, flops: Measured, formula: Formula | None) -> NodeCos
         saved = _saved(call, formula, part) if name not in GATHERS else inputs[1:]
         backward.append(written + _num_bytes(saved) + _num_bytes(wanted) if wanted else 0)
     counts = (flops.forward, flops.backward_input, flops.backward_weight, read, written, *backward)
-    dtype = call.outputs[0].dtype if flops.forward != 0 else None
-    return NodeCost(**dict(zip(COUNT_NAMES, map(sympy.sympify, counts), strict=True)), dtype=dtype)
+    kind: Kind | None = None if flops.forward == 0 else formula.kind if formula else "matrix"
+    dtype = call.outputs[0].dtype
+    return NodeCost(**dict(zip(COUNT_NAMES, map(sympy.sympify, counts), strict=True)), dtype=dtype, kind=kind)
 
 
 def _saved(call: Call, formula: Formula | None, part: Gradient) -> Iterable[Operand]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_models.operands import Call, Dim, Operand, product
+from fxpipe.costs import Kind
 
 Flops = Callable[[tuple[Any, ...], Operand], Dim]
 
@@ -27,6 +28,7 @@ class Formula:
     forward: Flops
     operands: tuple[int, ...] = (0, 1)
     backward: Flops | None = None
+    kind: Kind = "matrix"
 
 
 def bound_arguments(call: Call) -> tuple[Any, ...]:
@@ -101,9 +103,9 @@ def _encoder_layer(arguments: tuple[Any, ...], out: Operand) -> Dim:
 
 MATMUL = Formula(_matmul)
 ADDMM = Formula(_addmm, (1, 2))
-CONVOLUTION = Formula(_convolution)
-TRANSPOSED = Formula(_transposed_convolution)
-ATTENTION = Formula(_attention, (0, 1, 2), _attention_backward)
+CONVOLUTION = Formula(_convolution, kind="convolution")
+TRANSPOSED = Formula(_transposed_convolution, kind="convolution")
+ATTENTION = Formula(_attention, (0, 1, 2), _attention_backward, "attention")
 
 FORMULAS: dict[str, Formula] = {
     "aten::linear": Formula(_linear),
@@ -115,12 +117,12 @@ FORMULAS: dict[str, Formula] = {
     "aten::bilinear": Formula(_bilinear, (0, 1, 2)),
     **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d"), CONVOLUTION),
     **dict.fromkeys((f"aten::conv_transpose{n}" for n in ("1d", "2d", "3d")), TRANSPOSED),
-    **dict.fromkeys(("aten::convolution", "aten::_convolution"), Formula(_any_convolution)),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution"), Formula(_any_convolution, kind="convolution")),
     "aten::scaled_dot_product_attention": ATTENTION,
     "aten::_scaled_dot_product_flash_attention": ATTENTION,
     "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
     "aten::_scaled_dot_product_efficient_attention": ATTENTION,
     "aten::_scaled_dot_product_cudnn_attention": ATTENTION,
-    "aten::_native_multi_head_attention": Formula(_native_multi_head, ()),
+    "aten::_native_multi_head_attention": Formula(_native_multi_head, (), kind="attention"),
     "aten::_transformer_encoder_layer_fwd": Formula(_encoder_layer, ()),
 }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cost_models import roofline
+from cost_models import devices
 from cost_models.flops import node_costs
 from fxpipe.block_graph import Block, Component
 from fxpipe.block_graph_check import require as require_block_graph
@@ -131,7 +131,7 @@ def compile(
 
 
 def _cost_model(given: CostModel | str) -> CostModel:
-    return roofline.device(given) if isinstance(given, str) else given
+    return devices.device(given) if isinstance(given, str) else given
 
 
 def _sums(groups: Iterable[Block | Component], seconds: Mapping[str, float]) -> tuple[float, ...]:

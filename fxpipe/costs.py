@@ -1,7 +1,7 @@
 """What a node costs, as functions of the batch size, and the protocol that turns costs into seconds.
 
 Counts are sympy expressions of the batch symbol; every free symbol stands for the number of samples. One
-multiply-accumulate is two FLOPs. Types only: formulas are in `cost_models.flops`, devices in `cost_models.roofline`.
+multiply-accumulate is two FLOPs. Types only: formulas are in `cost_models.flops`, devices in `cost_models.devices`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import sympy
 import torch
+
+Kind = Literal["convolution", "matrix", "attention"]
+"""What multiplies: devices reach another part of their peak with each."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -44,8 +47,9 @@ class NodeCost:
     """FLOPs and bytes of one graph node, or of several added up.
 
     The backward is in two parts: gradients of activations (*input*) and of parameters (*weight*). The forward's bytes
-    are split into read and written; a backward part has one number for both. `dtype` is the type the FLOPs are done
-    in (the widest one in a sum); None where there are none.
+    are split into read and written; a backward part has one number for both. `dtype` is the type of the result, in
+    which FLOPs are done (the widest one in a sum); None where nothing is computed. `kind` is None without FLOPs, and in
+    a sum of several kinds.
     """
 
     forward_flops: sympy.Expr = sympy.S.Zero
@@ -56,6 +60,7 @@ class NodeCost:
     backward_input_bytes: sympy.Expr = sympy.S.Zero
     backward_weight_bytes: sympy.Expr = sympy.S.Zero
     dtype: torch.dtype | None = None
+    kind: Kind | None = None
 
     def __add__(self, other: NodeCost) -> NodeCost:
         return total_cost((self, other))
@@ -75,7 +80,9 @@ def total_cost(costs: Iterable[NodeCost]) -> NodeCost:
     for term in terms:
         if term.dtype is not None:
             dtype = term.dtype if dtype is None else torch.promote_types(dtype, term.dtype)
-    return NodeCost(**{name: sympy.Add(*(getattr(term, name) for term in terms)) for name in COUNT_NAMES}, dtype=dtype)
+    kinds = {term.kind for term in terms if term.kind is not None}
+    sums = {name: sympy.Add(*(getattr(term, name) for term in terms)) for name in COUNT_NAMES}
+    return NodeCost(**sums, dtype=dtype, kind=kinds.pop() if len(kinds) == 1 else None)
 
 
 class CostModel(Protocol):

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models.devices import DEVICES
 from fxpipe.cluster import Cluster, Level
 from fxpipe.errors import CompileError
-from fxpipe.links import FAMILIES, INSIDE, Link
+from fxpipe.links import FAMILIES, INSIDE, LINKS, Link
 from fxpipe.network import fair_rates, route
 
 FAST, SLOW = Link("fast", 100.0, 1.0), Link("slow", 10.0, 5.0)
@@ -93,6 +94,11 @@ def test_wrong_text_is_refused(text: str, says: str) -> None:
     with pytest.raises(CompileError) as caught:
         Cluster.parse(text)
     assert says in str(caught.value)
+
+
+def test_devices_of_clusters_have_rooflines() -> None:
+    assert set(INSIDE) == set(DEVICES)
+    assert {link for links in INSIDE.values() for link in links} == set(LINKS)
 
 
 def test_a_cluster_may_be_larger_than_the_world() -> None:

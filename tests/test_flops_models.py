@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from cost_models.devices import device
 from cost_models.flops import graph_cost, node_costs
-from cost_models.roofline import device
 from fxpipe.backbones import PredictionStep, example_inputs
 from fxpipe.capture import capture
 from fxpipe.costs import total_cost

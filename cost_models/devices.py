@@ -1,0 +1,102 @@
+"""Devices by name, as rooflines; every number with its source.
+
+Peaks are dense: without structured sparsity. float32 is the TF32 peak where there is one: torch's convolutions use it
+by default, its matrix products under `torch.set_float32_matmul_precision("high")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from cost_models.calibrate import measured
+from cost_models.roofline import Roofline
+from fxpipe.errors import CompileError
+
+# Fitted, with one set of values for all GPUs: an A100-80GB at bfloat16 has DiffusionPipe's (Tian et al., MLSys 2024)
+# shares of Stable Diffusion 2.1's frozen part, 38, 41, 43 and 44 % at batches of 8, 16, 32, 64, within a
+# percentage point; `benchmarks/calibration.py` prints them. On other GPUs these values are assumed, not measured.
+# The fit leaves open which of them to raise; it was held near what is published: attention's 0.35 near FlashAttention's
+# 30 to 50 % forward and 25 to 35 % backward on an A100 (Dao, "FlashAttention-2", 2023, section 1), memory's 0.85 near
+# what copies reach on GPUs (Deakin et al., "BabelStream", IJCSE 17, 2018). Launch and ramp are those of an eager step
+# under autocast, where an operator is often two kernels, the operator's and a cast's.
+_CONVOLUTION, _MATRIX, _ATTENTION, _MEMORY = 0.65, 0.5, 0.35, 0.85
+_LAUNCH_SECONDS, _RAMP_SECONDS = 10e-6, 20e-6
+
+
+def _gpu(half: float, single: float, double: float, bandwidth: float, gigabytes: int, brain: bool = True) -> Roofline:
+    """Tera-FLOP/s of half (and bfloat16, where the device has it), single and double precision; GB/s; GB."""
+    halves = (torch.float16, torch.bfloat16) if brain else (torch.float16,)
+    peaks = {**dict.fromkeys(halves, half * 1e12), torch.float32: single * 1e12, torch.float64: double * 1e12}
+    if not brain:
+        peaks[torch.bfloat16] = single * 1e12
+    return Roofline(
+        peak_flops=peaks,
+        bandwidth=bandwidth * 1e9,
+        matrix_efficiency=_MATRIX,
+        memory_efficiency=_MEMORY,
+        launch_seconds=_LAUNCH_SECONDS,
+        convolution_efficiency=_CONVOLUTION,
+        attention_efficiency=_ATTENTION,
+        ramp_seconds=_RAMP_SECONDS,
+        memory_bytes=gigabytes * 10**9,
+    )
+
+
+DEVICES: Mapping[str, Roofline] = {
+    # NVIDIA A100 data sheet, 2021, SXM: 312, 156 (TF32), 19.5 (tensor cores); HBM2e, 2,039 GB/s.
+    "A100-80GB": _gpu(312, 156, 19.5, 2039, 80),
+    # NVIDIA A100 data sheet, 2020, SXM 40 GB: the same peaks; HBM2, 1,555 GB/s.
+    "A100-40GB": _gpu(312, 156, 19.5, 1555, 40),
+    # NVIDIA H100 data sheet, 2022, SXM: 1,979 and 989 (TF32) with sparsity, half of it without; 67; 3,350 GB/s.
+    "H100": _gpu(989.4, 494.7, 67, 3350, 80),
+    # NVIDIA H200 data sheet, 2024, SXM: the peaks of the H100; HBM3e, 4,800 GB/s, 141 GB.
+    "H200": _gpu(989.4, 494.7, 67, 4800, 141),
+    # NVIDIA V100 data sheet, 2018, SXM2 32 GB: 125 (tensor cores, float16 only), 15.7, 7.8; 900 GB/s.
+    "V100-32GB": _gpu(125, 15.7, 7.8, 900, 32, brain=False),
+    # NVIDIA L20 product brief, 2023: 119.5, 59.8 (TF32), 864 GB/s, 48 GB. Double precision assumed at 1/64 of 59.8, as
+    # on the other Ada devices.
+    "L20": _gpu(119.5, 59.8, 0.93, 864, 48),
+    # NVIDIA Ada GPU architecture white paper, 2022, appendix A, RTX 4090: 165.2 (float32 accumulation), 82.6 (TF32),
+    # 1.29; 1,008 GB/s, 24 GB.
+    "RTX-4090": _gpu(165.2, 82.6, 1.29, 1008, 24),
+    # One core with AVX2: 3 GHz * 8 float32 lanes * 2 FMA ports * 2 FLOPs = 96 GFLOP/s; half that in float64. 10 GB/s is
+    # a core's share of two channels of DDR4-2666 (42.7 GB/s by JESD79-4) on a quad core. No half-precision units: as
+    # float32. Efficiencies and launch are assumed; "measured" calibrates the machine at hand.
+    "CPU": Roofline(
+        peak_flops={torch.float32: 96e9, torch.float64: 48e9, torch.bfloat16: 96e9, torch.float16: 96e9},
+        bandwidth=10e9,
+        matrix_efficiency=0.7,
+        memory_efficiency=0.8,
+        launch_seconds=5e-6,
+    ),
+}
+
+MEASURED = "measured"
+
+
+def device(name: str = "A100-80GB") -> Roofline:
+    """The device of that name, spelled freely; `H100@bfloat16` costs a float32 graph as bfloat16.
+
+    "measured" is the machine at hand, calibrated now, in seconds.
+
+    Raises:
+        CompileError: there is none; lists them.
+    """
+    wanted, _, precision = name.partition("@")
+    names = {key.lower(): key for key in DEVICES}
+    key = "-".join(wanted.split()).lower()
+    if key != MEASURED and key not in names:
+        known = ", ".join((*DEVICES, MEASURED))
+        raise CompileError(f"unknown device {wanted!r}; known are {known}, or make a Roofline of your own")
+    found = measured() if key == MEASURED else DEVICES[names[key]]
+    return replace(found, compute_dtype=_dtype(precision)) if "@" in name else found
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in dtypes:
+        raise CompileError(f"unknown precision {name!r} after '@'; choose one of {', '.join(dtypes)}")
+    return dtypes[name]
