@@ -1,0 +1,152 @@
+"""Reorder a window of a schedule with CP-SAT, optimally where time allows; the whole schedule is one window, too.
+
+    rank 0:  fixed order | free | fixed order       before the window: when a rank and a value are there
+    rank 1:  fixed order | free | fixed order       after it: how long what follows takes
+
+What is before and after a window keeps its order, so that the window alone decides: the least over all its orders of
+the largest (end + what follows) is the makespan.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from passes.job_shop import JobShop, Orders, Run, run, within_limits
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Orders no worse than those given, what they take, and what no order of the window goes below."""
+
+    orders: Orders
+    ticks: int
+    bound_ticks: int
+    spent: float = 0.0  # deterministic seconds
+
+
+def reorder(
+    shop: JobShop,
+    orders: Orders,
+    window: frozenset[int],
+    *,
+    limit: float,
+    seed: int = 0,
+    bound_ticks: int = 0,
+    prove: bool = False,
+) -> Solved:
+    """Search the orders of `window` for `limit` deterministic seconds; the result depends on the arguments alone.
+
+    `window` holds the operations that start in an interval of time. `bound_ticks` is a known lower bound; `prove`
+    spends more on raising it. Equally good orders may differ from those given.
+    """
+    known = run(shop, orders)
+    heads, tails, fixed = _surroundings(shop, orders, window, known)
+    floor = max(fixed, bound_ticks)
+    if known.ticks <= floor:
+        return Solved(orders, known.ticks, floor)
+    model = cp_model.CpModel()
+    latest = {i: known.ticks - tails[i] - shop.ticks[i] for i in sorted(window)}
+    begins = {i: model.new_int_var(heads[i], latest[i], "") for i in latest}
+    makespan = model.new_int_var(floor, known.ticks, "")
+    for i, begin in begins.items():
+        for need, lag in shop.needs[i]:
+            if need in begins:
+                model.add(begin >= begins[need] + (shop.ticks[need] + lag))
+        inner = max((lag + shop.ticks[u] + tails[u] for u, lag in shop.users[i] if u in begins), default=-1)
+        if tails[i] > inner:
+            model.add(makespan >= begin + (shop.ticks[i] + tails[i]))
+        model.add_hint(begin, known.start[i])
+    for rank, order in enumerate(orders):
+        free = [i for i in order if i in begins]
+        model.add_no_overlap([model.new_fixed_size_interval_var(begins[i], shop.ticks[i], "") for i in free])
+        _limit_memory(model, shop, rank, order, begins, known.ticks)
+    model.add_hint(makespan, known.ticks)
+    model.minimize(makespan)
+    return _solve(shop, model, begins, Solved(orders, known.ticks, floor), limit, seed, prove)
+
+
+def _solve(
+    shop: JobShop, model: Any, begins: dict[int, Any], known: Solved, limit: float, seed: int, prove: bool
+) -> Solved:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.linearization_level = 1 if prove else 0  # the relaxation raises bounds, and halves the speed
+    solver.parameters.max_deterministic_time = limit
+    status = solver.solve(model)
+    spent = solver.response_proto.deterministic_time
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return replace(known, spent=spent)
+    bound = max(known.bound_ticks, round(solver.best_objective_bound))
+    value = {i: solver.value(begin) for i, begin in begins.items()}
+    found = tuple(_merged(shop, order, value) for order in known.orders)
+    ticks = run(shop, found).ticks
+    if ticks > known.ticks or not within_limits(shop, found):
+        found, ticks = known.orders, known.ticks
+    return Solved(found, ticks, min(bound, ticks), spent)
+
+
+def _merged(shop: JobShop, order: tuple[int, ...], value: dict[int, int]) -> tuple[int, ...]:
+    """The order with its window sorted by start; among equals an operation of no length goes first."""
+    middle = sorted((i for i in order if i in value), key=lambda i: (value[i], shop.ticks[i] > 0, i))
+    first = next((k for k, i in enumerate(order) if i in value), 0)
+    return (*order[:first], *middle, *order[first + len(middle) :])
+
+
+def _limit_memory(
+    model: Any, shop: JobShop, rank: int, order: tuple[int, ...], begins: dict[int, Any], horizon: int
+) -> None:
+    """A forward's bytes are held until the end of the last backward of its stage and micro-batch."""
+    if shop.limits is None:
+        return
+    frees = {(shop.actions[i].stage, shop.actions[i].microbatch): i for i in order if shop.freed[i]}
+    room, boxes, demands = shop.limits[rank], [], []
+    first = next((k for k, i in enumerate(order) if i in begins), len(order))
+    done = set(order[:first])
+    for i in order[: first + sum(i in begins for i in order)]:
+        last = frees.get((shop.actions[i].stage, shop.actions[i].microbatch))
+        if not shop.taken[i] or last in done:
+            continue
+        if i in done and last not in begins:
+            room -= shop.taken[i]
+            continue
+        start = begins[i] if i in begins else 0
+        end = begins[last] + shop.ticks[last] if last in begins else horizon
+        boxes.append(model.new_interval_var(start, model.new_int_var(0, horizon, ""), end, ""))
+        demands.append(shop.taken[i])
+    if sum(demands) > room:
+        model.add_cumulative(boxes, demands, room)
+
+
+def _surroundings(
+    shop: JobShop, orders: Orders, window: frozenset[int], known: Run
+) -> tuple[list[int], list[int], int]:
+    """Heads and tails with everything outside the window in its order, and the longest path that this leaves."""
+    before, after = _neighbours(shop, orders, window)
+    heads, tails = [0] * len(shop), [0] * len(shop)
+    for i in known.visited:
+        previous = (heads[p] + shop.ticks[p] for p in before[i])
+        heads[i] = max([0, *previous, *(heads[n] + shop.ticks[n] + lag for n, lag in shop.needs[i])])
+    for i in reversed(known.visited):
+        following = (shop.ticks[n] + tails[n] for n in after[i])
+        tails[i] = max([0, *following, *(lag + shop.ticks[u] + tails[u] for u, lag in shop.users[i])])
+    return heads, tails, max(heads[i] + shop.ticks[i] + tails[i] for i in range(len(shop)))
+
+
+def _neighbours(shop: JobShop, orders: Orders, window: frozenset[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """What is right before and right after every operation on its rank; the window is one step of any order."""
+    before: list[list[int]] = [[] for _ in range(len(shop))]
+    after: list[list[int]] = [[] for _ in range(len(shop))]
+    for order in orders:
+        free = [i for i in order if i in window]
+        steps = [[i] for i in order if i not in window]
+        if free:
+            steps.insert(order.index(free[0]), free)
+        for step, following in pairwise(steps):
+            for i in step:
+                for k in following:
+                    before[k].append(i)
+                    after[i].append(k)
+    return before, after

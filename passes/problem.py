@@ -1,0 +1,125 @@
+"""What a synthesised schedule is asked for, and which schedules answer it.
+
+work, stage_rank           seconds of F B I W T, lag       activation bytes, limit per rank
+0F0 1F0 1B0 0B0 ...        how long, how far apart         F of a stage takes, B (or W) gives back
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.errors import CompileError
+from fxpipe.schedule import KINDS, Action, Schedule, Work
+from fxpipe.simulator import Lag, Timeline, no_lag, simulate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Work, its placement and its costs.
+
+    Args:
+        work: what has to be done.
+        stage_rank: the rank of every stage. Frozen work of micro-batch m is on rank m % `num_ranks`.
+        seconds: kind -> seconds per stage ("T": per component). The backward may be split where "I" and "W" are given.
+        num_ranks: number of ranks; those that `stage_rank` names where left out.
+        lag: seconds a value travels, as in `fxpipe.simulator.simulate`.
+        activation_bytes: bytes that a micro-batch holds on a stage, from the start of F to the end of B or W.
+        memory_limit_bytes: for these bytes, per rank; nothing is limited where left out.
+    """
+
+    work: Work
+    stage_rank: tuple[int, ...]
+    seconds: Mapping[str, Sequence[float]]
+    num_ranks: int = 0
+    lag: Lag = no_lag
+    activation_bytes: tuple[int, ...] = ()
+    memory_limit_bytes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        work = self.work
+        if not self.num_ranks:
+            object.__setattr__(self, "num_ranks", max(self.stage_rank, default=0) + 1)
+        if len(self.stage_rank) != work.num_stages or not all(0 <= r < self.num_ranks for r in self.stage_rank):
+            raise CompileError(
+                f"stage_rank={self.stage_rank} places {work.num_stages} stages on {self.num_ranks} ranks; "
+                f"give every stage one rank below {self.num_ranks}"
+            )
+        wanted = {"F", "B"} | ({"T"} if work.num_components else set()) | ({"I", "W"} & self.seconds.keys())
+        wanted |= {"I", "W"} if wanted & {"I", "W"} else set()
+        for kind in sorted(wanted):
+            count = work.num_components if kind == "T" else work.num_stages
+            times = self.seconds.get(kind, ())
+            if len(times) != count or not all(0 <= t < float("inf") for t in times):
+                raise CompileError(
+                    f"seconds[{kind!r}] = {list(times)} for {KINDS[kind]}; give {count} finite numbers, none negative"
+                )
+        if len(self.activation_bytes) not in (0, work.num_stages):
+            raise CompileError(
+                f"activation_bytes has {len(self.activation_bytes)} entries for {work.num_stages} stages"
+            )
+        limits = self.memory_limit_bytes
+        if limits is not None and (len(limits) != self.num_ranks or not self.activation_bytes):
+            raise CompileError(
+                f"memory_limit_bytes has {len(limits)} entries for {self.num_ranks} ranks; give one per rank, and "
+                f"activation_bytes with it"
+            )
+
+    @property
+    def splittable(self) -> frozenset[int]:
+        """The stages whose backward may be I and W: elsewhere that gains nothing."""
+        return self.work.input_grad & self.work.weight_grad if "I" in self.seconds else frozenset()
+
+    def duration(self, action: Action) -> float:
+        """Seconds of an action."""
+        return float(self.seconds[action.kind][action.stage])
+
+    def simulate(self, schedule: Schedule) -> Timeline:
+        """When every action of `schedule` runs."""
+        return simulate(schedule, self.work, self.duration, self.lag)
+
+    def actions(self, split: frozenset[int]) -> list[Action]:
+        """All actions, with I (and W) in place of B on the stages of `split`."""
+        found = []
+        for microbatch in range(self.work.num_microbatches):
+            found += [Action(component, "T", microbatch) for component in range(self.work.num_components)]
+            for stage in self.work.stages:
+                found += [Action(stage, kind, microbatch) for kind in "F" + self.backward_kinds(stage, split)]
+        return found
+
+    def backward_kinds(self, stage: int, split: frozenset[int]) -> str:
+        """The letters of a stage's backward, the last of which frees its activations; empty without gradients."""
+        if stage not in self.work.backward:
+            return ""
+        return "IW" if stage in split else "B"
+
+    def rank(self, action: Action) -> int:
+        return action.microbatch % self.num_ranks if action.kind == "T" else self.stage_rank[action.stage]
+
+    def bytes_taken(self, action: Action) -> int:
+        """What `action` adds to its rank's memory at its start."""
+        holds = action.kind == "F" and action.stage in self.work.backward and self.activation_bytes
+        return self.activation_bytes[action.stage] if holds else 0
+
+    def bytes_freed(self, action: Action, split: frozenset[int]) -> int:
+        """What `action` gives back at its end."""
+        frees = action.kind != "T" and self.activation_bytes and self.backward_kinds(action.stage, split)
+        return self.activation_bytes[action.stage] if frees and frees[-1] == action.kind else 0
+
+
+def peak_bytes(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
+    """The most activation bytes every rank holds. A rank's own order decides, whatever the others do."""
+    split = frozenset(a.stage for actions in schedule.ranks for a in actions if a.kind == "W")
+    peaks = []
+    for actions in schedule.ranks:
+        held = peak = 0
+        for action in actions:
+            held += problem.bytes_taken(action)
+            peak = max(peak, held)
+            held -= problem.bytes_freed(action, split)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def fits(problem: Problem, schedule: Schedule) -> bool:
+    """Whether no rank holds more than its limit."""
+    limits = problem.memory_limit_bytes
+    return limits is None or all(p <= limit for p, limit in zip(peak_bytes(problem, schedule), limits, strict=True))
