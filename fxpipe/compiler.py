@@ -16,6 +16,7 @@ from fxpipe.costs import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.inputs import describe
 from fxpipe.options import check_counts, given_cluster, given_device, given_schedule, microbatch_sizes, training_step
+from fxpipe.prediction import Costing
 from fxpipe.program import Plan, Program
 from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
@@ -25,6 +26,7 @@ from fxpipe.step import StepPlan
 from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
+from passes.call_costs import call_costs
 from passes.lower import lower
 from passes.place import BlockTimes, Request, place, stage_seconds
 from passes.schedule import make_schedule
@@ -127,7 +129,8 @@ def compile(
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
     step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, where)
-    return Program(step, captured, plan, step_plan, "model." if step is not model else "")
+    costing = Costing(call_costs(layout, traced.sources, costs, graph), seconds_of, network)
+    return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
 
 
 def _cost_model(given: CostModel | str) -> CostModel:

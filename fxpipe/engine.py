@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from fxpipe.errors import RunError
 from fxpipe.inputs import Batch, call_of
+from fxpipe.observe import Observe, Observed
 from fxpipe.rank_program import RankProgram
 from fxpipe.step import StepPlan
 from fxpipe.transport import Transport, run_ranks
@@ -25,8 +26,11 @@ def run_rank(
     transport: Transport,
     random: Callable[[int], torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
+    observe: Observe | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One step of one rank: the loss of the whole batch and this rank's gradients by parameter name."""
+    if observe is not None:
+        transport = Observed(transport, observe)
     with torch.no_grad():
         loss, gradients = module(transport, random, *(tensors[name] for name in program.inputs))
     transport.flush()
@@ -70,9 +74,14 @@ class LocalEngine(_Parameters):
     """All ranks in this process, on the model's own parameters."""
 
     def __init__(
-        self, plan: StepPlan, state: Mapping[str, torch.Tensor], seed: int = 0, shown: Callable[[str], str] = str
+        self,
+        plan: StepPlan,
+        state: Mapping[str, torch.Tensor],
+        seed: int = 0,
+        shown: Callable[[str], str] = str,
+        observe: Observe | None = None,
     ) -> None:
-        self._plan, self.seed, self.step_index, self._shown = plan, seed, 0, shown
+        self._plan, self.seed, self.step_index, self._shown, self._observe = plan, seed, 0, shown, observe
         self._modules = [program.bind({n: state[n] for n in program.state}) for program in plan.programs]
         held = {name for program in plan.programs for name in program.state}
         self.parameters_by_name = _trainable({name: state[name] for name in state if name in held}, shown)
@@ -91,7 +100,7 @@ class LocalEngine(_Parameters):
 
         def body(transport: Transport) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[tuple[int, int], int]]:
             program = self._plan.programs[transport.rank]
-            result = run_rank(self._modules[transport.rank], program, transport, draws, tensors)
+            result = run_rank(self._modules[transport.rank], program, transport, draws, tensors, self._observe)
             return *result, transport.sent_bytes()
 
         results = run_ranks(len(self._plan.programs), body)
@@ -117,7 +126,9 @@ class Engine(_Parameters):
         transport: Transport,
         seed: int = 0,
         shown: Callable[[str], str] = str,
+        observe: Observe | None = None,
     ) -> None:
+        self._observe = observe
         self._plan, self._transport, self.seed, self.step_index, self._shown = plan, transport, seed, 0, shown
         self.rank, self.device = transport.rank, plan.device
         self._program = plan.programs[self.rank]
@@ -135,7 +146,7 @@ class Engine(_Parameters):
             if self.step_index == 0:
                 self._agree("first batch", {name: _checksum(t) for name, t in tensors.items()})
             draws = Draws(self._plan, self.seed, self.step_index, self.device)
-            loss, gradients = run_rank(self._module, self._program, self._transport, draws, tensors)
+            loss, gradients = run_rank(self._module, self._program, self._transport, draws, tensors, self._observe)
         except BaseException as error:
             self._transport.abort(error)
             raise

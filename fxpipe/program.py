@@ -1,7 +1,7 @@
 """A compiled program: what the user inspects, verifies and runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,18 @@ from torch import nn
 
 from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.capture import Capture
+from fxpipe.cluster import Cluster
+from fxpipe.costs import CostModel
 from fxpipe.engine import Engine, LocalEngine
 from fxpipe.errors import CompileError
+from fxpipe.memory import ADAMW_BYTES
+from fxpipe.observe import Observe
+from fxpipe.prediction import Costing, predict
 from fxpipe.rank_program import Traffic
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.step import StepPlan
+from fxpipe.timeline import Timeline
 from fxpipe.verification import TOLERANCES, Verification, compare, reference_step
 
 
@@ -82,6 +88,7 @@ class Program:
     capture: Capture
     plan: Plan
     step: StepPlan
+    costing: Costing
     prefix: str = ""
 
     @property
@@ -96,6 +103,24 @@ class Program:
         """Bytes per step, by directed channel and by kind."""
         return Traffic(self.step.messages)
 
+    def simulate(
+        self,
+        cost_model: CostModel | None = None,
+        cluster: Cluster | str | None = None,
+        optimizer_bytes: int = ADAMW_BYTES,
+    ) -> Timeline:
+        """Predict one step: time, bubbles, traffic and memory of every rank.
+
+        Args:
+            cost_model: seconds of compute; the one compiled for where left out.
+            cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
+            optimizer_bytes: of optimizer state per trained parameter; AdamW's two float32 averages where left out.
+        """
+        network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.costing.cluster
+        network.require(self.world_size)
+        costing = replace(self.costing, model=cost_model or self.costing.model, cluster=network)
+        return predict(self.step, self.capture, costing, optimizer_bytes)
+
     def run_local(self, *args: Any, seed: int = 0, step: int = 0, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is. Random draws are those of (seed, step)."""
         engine = LocalEngine(self.step, self.state, seed, self._shown)
@@ -108,19 +133,21 @@ class Program:
         shown = {self._shown(name): g for name, g in gradients.items()}
         return compare(result.loss, result.gradients, (loss, shown, draws), len(self.capture.draws), self.tolerance)
 
-    def local_engine(self, seed: int = 0) -> LocalEngine:
-        """All ranks as threads of this process, training the model's own parameters."""
-        return LocalEngine(self.step, self.state, seed, self._shown)
+    def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
+        """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
+        return LocalEngine(self.step, self.state, seed, self._shown, observe)
 
-    def engine(self, device: str | torch.device | None = None, seed: int = 0) -> Engine:
-        """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA)."""
+    def engine(
+        self, device: str | torch.device | None = None, seed: int = 0, observe: Observe | None = None
+    ) -> Engine:
+        """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA); `observe` sees its events."""
         from fxpipe.transport_distributed import DistributedTransport
 
         transport = DistributedTransport.from_environment(device=device)
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        return Engine(self.step, self.state, transport, seed, self._shown)
+        return Engine(self.step, self.state, transport, seed, self._shown, observe)
 
     @cached_property
     def state(self) -> dict[str, torch.Tensor]:
@@ -153,6 +180,12 @@ class Program:
         from fxpipe.dump import dump
 
         return dump(self, Path(directory))
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the predicted step as a Chrome trace, for Perfetto; `write_trace` does it for a recorded one."""
+        from fxpipe.trace_format import write_trace
+
+        return write_trace(self.simulate(), path)
 
     def __str__(self) -> str:
         traffic = self.traffic()

@@ -62,6 +62,11 @@ def _tied_gradients(layout: Layout) -> list[TiedGradient]:
     ]
 
 
+def graph_name(layout: Layout, graphs: StageGraphs, part: str) -> str:
+    """What programs call one of a unit's graphs; micro-batches of several sizes have graphs of their own."""
+    return f"{graphs.unit.name}_{part}" + (f"_b{graphs.batch_size}" if len(set(layout.sizes)) > 1 else "")
+
+
 class _Rank:
     """One rank's program, written action by action; the dictionaries hold what exists at this point of it."""
 
@@ -148,9 +153,7 @@ class _Rank:
         action: Action,
     ) -> list[fx.Node]:
         """Call one of a unit's graphs; its results are lists."""
-        uneven = len(set(self.layout.sizes)) > 1
-        name = f"{graphs.unit.name}_{part}" + (f"_b{graphs.batch_size}" if uneven else "")
-        result = self.writer.call_module(name, body, args)
+        result = self.writer.call_module(graph_name(self.layout, graphs, part), body, args)
         return [self.writer.item(result, i, f"{kind}_{action}") for i, kind in enumerate(results)]
 
     def _tangent(self, value: Value, microbatch: int) -> fx.Node:

@@ -1,0 +1,215 @@
+"""Memory of one rank over a step, from the liveness of its program: FX frees each value after its last use.
+
+    wait h_mb0        transfers +h                       held for good: parameters, buffers, optimizer states
+    stage_1_forward   activations +saved +returned       held for the step: whole-batch inputs and draws
+    stage_1_backward  gradients +new, saved ones let go  held while in use: all the rest
+
+Counted are tensors by storage. What kernels and the allocator need beside is not: a device needs some more.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.graph_memory import ARGUMENT, NEW, SAVED, CallMemory, Storage, call_memory
+from fxpipe.rank_program import RankProgram
+from fxpipe.timeline import RankMemory
+
+ADAMW_BYTES = 8
+"""Optimizer state per trained parameter: two float32 averages."""
+
+
+class Meter:
+    """Bytes held now by category, and the most there ever was."""
+
+    def __init__(self, held: Mapping[str, int]) -> None:
+        self.live = dict(held)
+        self.at_peak = dict(held)
+        self.recent = self.total = self.peak = sum(held.values())
+
+    def add(self, category: str, num_bytes: int) -> None:
+        self.live[category] = self.live.get(category, 0) + num_bytes
+        self.total += num_bytes
+        self.see(0)
+
+    def see(self, temporary: int) -> None:
+        """Note `temporary` bytes beside what is held."""
+        self.recent = max(self.recent, self.total + temporary)
+        if self.total + temporary > self.peak:
+            self.peak = self.total + temporary
+            self.at_peak = {**self.live, "temporaries": temporary}
+
+
+class Buffer:
+    """Memory that is held as long as anything refers to it: Python's own reference counts do the bookkeeping."""
+
+    __slots__ = ("_category", "_meter", "num_bytes")
+
+    def __init__(self, meter: Meter, category: str, num_bytes: int) -> None:
+        self._meter, self._category, self.num_bytes = meter, category, num_bytes
+        meter.add(category, num_bytes)
+
+    def __del__(self) -> None:
+        self._meter.add(self._category, -self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Times:
+    """When each node of a rank's program starts and ends, and when the messages it sends have arrived."""
+
+    nodes: Sequence[tuple[float, float]]
+    arrivals: Mapping[int, float]
+
+
+def rank_memory(
+    program: RankProgram,
+    calls: Mapping[str, CallMemory],
+    whole_bytes: Mapping[str | int, int],
+    times: Times,
+    optimizer_bytes: int = ADAMW_BYTES,
+) -> RankMemory:
+    """Walk one rank's program.
+
+    Args:
+        calls: of every graph the program calls, by name.
+        whole_bytes: of every whole-batch input by name, and of every draw by index.
+        optimizer_bytes: of optimizer state, per element of a parameter that has a gradient.
+    """
+    trained = sum(program.state[name].numel() for name in program.gradients)
+    held = {"state": sum(t.nbytes for t in program.state.values()), "optimizer": trained * optimizer_bytes}
+    meter = Meter(held)
+    points = list(_Walk(program, calls, whole_bytes, meter).run(times))
+    return RankMemory(program.rank, tuple(_changes(points)), {k: v for k, v in meter.at_peak.items() if v})
+
+
+def graphs_memory(programs: Sequence[RankProgram]) -> dict[str, CallMemory]:
+    """The memory of every graph that some rank calls."""
+    return {name: call_memory(graph) for name, graph in {k: g for p in programs for k, g in p.modules.items()}.items()}
+
+
+def _changes(points: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """The points at which the curve changes; of several at one time the last."""
+    before = None
+    for position, (seconds, size) in enumerate(points):
+        if position + 1 < len(points) and points[position + 1][0] == seconds:
+            continue
+        if size != before or position + 1 == len(points):
+            yield seconds, size
+        before = size
+
+
+class _Walk:
+    """The values of a program, as buffers, at one point of it."""
+
+    def __init__(
+        self, program: RankProgram, calls: Mapping[str, CallMemory], whole_bytes: Mapping[str | int, int], meter: Meter
+    ) -> None:
+        self._program, self._calls, self._whole_bytes, self._meter = program, calls, whole_bytes, meter
+        self._values: dict[fx.Node, Any] = {}
+        self._sent: list[tuple[float, Any]] = []  # a transport keeps what it sends until it has arrived
+        self._kept: list[Buffer] = []  # the caller keeps inputs and draws to the end of the step
+        self._handlers: dict[Any, Callable[[fx.Node], Any]] = {
+            ops.draw: lambda node: self._whole(node.args[1]),  # type: ignore[arg-type]
+            ops.slice_batch: self._slice,
+            ops.constant: self._filled,
+            ops.recv: self._filled,
+            ops.wait: lambda node: self._values[node.all_input_nodes[0]],
+            ops.accumulate: self._total,
+            ops.add_weighted: partial(self._like, "activations"),
+            torch.ops.aten.add.Tensor: partial(self._like, "gradients"),
+            operator.getitem: lambda node: self._values[node.all_input_nodes[0]][node.args[1]],
+        }
+
+    def run(self, times: Times) -> Iterator[tuple[float, int]]:
+        """(seconds, bytes) wherever bytes may change: the most during each node at its start, the rest at its end."""
+        last_use: dict[fx.Node, fx.Node] = {}
+        for node in self._program.graph.nodes:
+            last_use |= dict.fromkeys((node, *node.all_input_nodes), node)
+        dies: dict[fx.Node, list[fx.Node]] = {}
+        for value, user in last_use.items():
+            dies.setdefault(user, []).append(value)
+        for node, (start, end) in zip(self._program.graph.nodes, times.nodes, strict=True):
+            self._meter.recent = self._meter.total
+            if node.op == "output":
+                break
+            self._values[node] = self._run(node, start, times)
+            yield start, self._meter.recent
+            for value in dies.get(node, ()):
+                del self._values[value]
+            yield end, self._meter.total
+
+    def _run(self, node: fx.Node, start: float, times: Times) -> Any:
+        if node.op == "placeholder":
+            return self._whole(str(node.target)) if node.target in self._program.inputs else None
+        if node.op == "call_module":
+            return self._call(node)
+        if node.target is ops.begin:
+            self._sent = [(arrival, value) for arrival, value in self._sent if arrival > start]
+            return None
+        if node.target is ops.send:
+            self._sent.append((times.arrivals[node.args[3]], self._values[node.args[1]]))  # type: ignore[index]
+            return None
+        return self._handlers[node.target](node)
+
+    def _call(self, node: fx.Node) -> Any:
+        """Follow a stage graph's segments, then own what it returns."""
+        call, meter = self._calls[str(node.target)], self._meter
+        values = [self._values[argument] for argument in node.args]  # type: ignore[index]
+        saved = values[0] if values and isinstance(values[0], list) else []
+        inputs = list(saved)
+        for segment in call.segments:
+            meter.see(segment.peak_bytes)
+            if segment.releases is not None:
+                saved[segment.releases] = inputs[segment.releases] = None
+        part = str(node.target)
+        made: dict[int, Buffer] = {}
+        results = []
+        for position, storages in enumerate(call.outputs):
+            is_gradient = "_backward" in part and position == len(call.outputs) - 1 and "_backward_input" not in part
+            category = "gradients" if is_gradient else "activations"
+            results.append([self._own(storage, category, values, inputs, made) for storage in storages])
+        return tuple(results)
+
+    def _own(
+        self, storage: Storage, category: str, arguments: list[Any], saved: list[Any], made: dict[int, Buffer]
+    ) -> Buffer | None:
+        if storage.owner == NEW:
+            if storage.index not in made:
+                made[storage.index] = Buffer(self._meter, category, storage.num_bytes)
+            return made[storage.index]
+        return {ARGUMENT: arguments, SAVED: saved}[storage.owner][storage.index] if storage.owner != "state" else None
+
+    def _whole(self, key: str | int) -> Buffer:
+        buffer = Buffer(self._meter, "inputs", self._whole_bytes[key])
+        self._kept.append(buffer)
+        return buffer
+
+    def _slice(self, node: fx.Node) -> Buffer:
+        """A narrow range of dimension 0 is a view; any other is copied to be contiguous."""
+        arguments: Any = node.args
+        whole, dim, outer, _, start, stop, batch_size = arguments
+        buffer: Buffer = self._values[whole]
+        if dim == 0 and outer == 1:
+            return buffer
+        return Buffer(self._meter, "inputs", buffer.num_bytes * (stop - start) // batch_size)
+
+    def _filled(self, node: fx.Node) -> Buffer:
+        """A tensor of the shape and type among the arguments: a receive's buffer, or a constant."""
+        arguments: Any = node.args
+        shape, dtype = arguments[3:5] if node.target is ops.recv else arguments[1:3]
+        category = "transfers" if node.target is ops.recv else "activations"
+        return Buffer(self._meter, category, dtype.itemsize * torch.Size(shape).numel())
+
+    def _like(self, category: str, node: fx.Node) -> Buffer:
+        return Buffer(self._meter, category, self._values[node.all_input_nodes[-1]].num_bytes)
+
+    def _total(self, node: fx.Node) -> Any:
+        """Weight gradients are added up in place."""
+        total, new = (self._values[argument] for argument in node.args)  # type: ignore[index]
+        return total or new

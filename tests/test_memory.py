@@ -1,0 +1,195 @@
+"""Memory over a step, predicted from liveness, against the tensors that are really alive in a run on the CPU."""
+
+import operator
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import fxpipe
+import fxpipe.engine
+from fxpipe import ops, private
+from fxpipe.cluster import Cluster, Level
+from fxpipe.graph_memory import Segment, Storage, call_memory
+from fxpipe.links import Link
+from fxpipe.rank_program import RankProgram
+from fxpipe.transport import Pending, Transport
+from tests.models import ZOO
+from tests.unet import TinyUNet
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations of this thread have seen and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._seen: dict[int, int] = {}
+
+    def see(self, values: Any) -> None:
+        for tensor in pytree.tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._seen:
+                storage = tensor.untyped_storage()
+                self._seen[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata)
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._seen.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see((args, kwargs, result))
+        return result
+
+
+class OwnBuffers:
+    """A transport between threads with the memory of one between processes whose messages arrive at once: a receive has
+    a buffer of its own from when it is posted, what is sent is kept until the next action."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._sent: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def set_action(self, action: str) -> None:
+        self._sent.clear()
+        self._transport.set_action(action)
+
+    def send(self, tensor: Tensor, dst: int, edge: int) -> None:
+        self._sent.append(tensor)
+        with _disable_current_modes():
+            self._transport.send(tensor.clone(), dst, edge)
+
+    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+        pending = self._transport.recv(src, edge, shape, dtype, device)
+        return _Received(pending, torch.empty(shape, dtype=dtype, device=device))
+
+
+class _Received:
+    def __init__(self, pending: Pending, buffer: Tensor) -> None:
+        self._pending, self._buffer = pending, buffer
+
+    def wait(self) -> Tensor:
+        with _disable_current_modes():
+            return self._buffer.copy_(self._pending.wait())
+
+
+def measured_peaks(program: fxpipe.Program, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The most bytes alive on every rank in one step."""
+    found: dict[int, int] = {}
+    original = fxpipe.engine.run_rank
+
+    def run_rank(
+        module: fx.GraphModule,
+        of_rank: RankProgram,
+        transport: Transport,
+        random: Callable[[int], Tensor],
+        tensors: Mapping[str, Tensor],
+        **options: Any,
+    ) -> Any:
+        with LiveBytes() as live:
+            live.see([program.state[name] for name in of_rank.state])
+            live.see([tensors[name] for name in of_rank.inputs])
+            result = original(module, of_rank, OwnBuffers(transport), random, tensors, **options)
+        found[of_rank.rank] = live.peak
+        return result
+
+    monkeypatch.setattr(fxpipe.engine, "run_rank", run_rank)
+    program.run_local(**batch)  # type: ignore[arg-type]
+    return [found[rank] for rank in range(program.world_size)]
+
+
+class Wide(nn.Module):
+    """A residual network on flat vectors, activations larger than weights; views and an in-place-able tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x)).transpose(1, 2).reshape(x.shape)
+        return torch.nn.functional.mse_loss(x, target)
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch_size, 8, 16), "target": torch.randn(batch_size, 8, 16)}
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "wide": Wide,
+    "unet": lambda: TinyUNet("no_grad"),
+    "sd": lambda: ZOO["sd"](torch.float32),
+}
+IDLE_NETWORK = Cluster("A100-80GB", (Level(2, Link("idle", 1e18, 0.0)),))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "schedule"),
+    [("wide", 1, "1f1b"), ("wide", 2, "zero-bubble"), ("unet", 1, "gpipe"), ("unet", 2, "wave"), ("sd", 2, "1f1b")],
+)
+def test_prediction_against_run(name: str, world_size: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[name]()
+    program = fxpipe.compile(model, world_size, batch_size=6, microbatches=3, schedule=schedule)
+    timeline = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
+    measured = measured_peaks(program, model.example_inputs(6), monkeypatch)
+    assert list(timeline.peak_bytes) == pytest.approx(measured, rel=0.1)
+    for memory in timeline.memory:
+        assert max(size for _, size in memory.points) <= memory.peak_bytes
+        assert memory.at_peak["state"] == sum(t.nbytes for t in program.step.programs[memory.rank].state.values())
+
+
+def graph_of(function: Callable[..., Any], *args: Tensor) -> fx.Graph:
+    graph = make_fx(function, tracing_mode="fake")(*args).graph
+    (output,) = graph.find_nodes(op="output")
+    output.args = (([*output.args[0]],),)
+    return graph
+
+
+def test_values_are_freed_after_their_last_use() -> None:
+    # 4 bytes x 10: a, b and the sum are alive together, then only the result is.
+    found = call_memory(graph_of(lambda x: [(x.exp() + x.sin()).t().neg()], torch.zeros(5, 2)))
+    (segment,) = found.segments
+    assert (segment.peak_bytes, segment.end_bytes, segment.releases) == (120, 40, None)
+    assert found.outputs == ((Storage("new", 3, 40),),)
+
+
+def test_views_and_arguments_cost_nothing() -> None:
+    found = call_memory(graph_of(lambda x, y: [x.t(), y.view(-1)[1:], x.t() + 1], torch.zeros(5, 2), torch.zeros(4)))
+    assert found.segments[-1].peak_bytes == 40
+    assert found.outputs == ((Storage("argument", 0), Storage("argument", 1), Storage("new", 0, 40)),)
+
+
+def test_saved_values_are_let_go_after_their_last_use() -> None:
+    graph = fx.Graph()
+    saved = graph.placeholder("saved")
+    items = [graph.call_function(operator.getitem, (saved, index)) for index in range(2)]
+    graph.call_function(ops.release, (saved,))
+    with private.fake_mode():
+        values = [torch.zeros(10) for _ in range(4)]
+    for node, value in zip(items, values, strict=False):
+        node.meta["val"] = value
+    first = graph.call_function(torch.ops.aten.neg.default, (items[1],))
+    second = graph.call_function(torch.ops.aten.add.Tensor, (first, items[0]))
+    first.meta["val"], second.meta["val"] = values[2:]
+    graph.output(([second],))
+    found = call_memory(graph)
+    assert found.segments == (Segment(40, 40, 1), Segment(80, 40, 0), Segment(40, 40, None))
+
+
+def test_optimizer_states_are_counted_where_parameters_are_trained() -> None:
+    program = fxpipe.compile(TinyUNet("frozen"), 2, batch_size=4, microbatches=2, schedule="1f1b")
+    with_states, without = program.simulate(optimizer_bytes=8), program.simulate(optimizer_bytes=0)
+    for of_rank, more, less in zip(program.step.programs, with_states.memory, without.memory, strict=True):
+        trained = sum(of_rank.state[name].numel() for name in of_rank.gradients)
+        assert more.peak_bytes - less.peak_bytes == 8 * trained > 0

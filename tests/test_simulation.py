@@ -1,0 +1,141 @@
+"""The simulator: small machines by hand, and predictions that have the actions and bytes of their programs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.cluster import Cluster, Level
+from fxpipe.links import Link
+from fxpipe.rank_program import Message
+from fxpipe.schedule import Action
+from fxpipe.simulation import Op, noisy_makespans, walk
+from fxpipe.timeline import END, Event, RankMemory, Timeline
+from tests.unet import TinyUNet
+
+
+def message(edge: int, src: int, dst: int, num_bytes: int = 4) -> Message:
+    return Message(edge, src, dst, Action(0, "F", 0), "h", 0, "main", (num_bytes,), torch.uint8)
+
+
+def send(edge: int, src: int, dst: int) -> Op:
+    return Op("send", message=message(edge, src, dst))
+
+
+def wait(edge: int, src: int, dst: int) -> Op:
+    return Op("wait", message=message(edge, src, dst))
+
+
+def begin(action: str) -> Op:
+    return Op("begin", action)
+
+
+RUN = Op("run", "stage")
+ONE_SECOND = {"stage": 1.0}
+
+
+def one_second(source: int, target: int, num_bytes: int) -> float:
+    return 1.0
+
+
+def test_a_wait_ends_when_the_message_has_arrived() -> None:
+    ranks = [
+        [begin("0F0"), RUN, send(0, 0, 1), begin(END)],
+        [begin("1F0"), wait(0, 0, 1), RUN, begin(END)],
+    ]
+    events = walk(ranks, ONE_SECOND, one_second).events
+    assert Event(0, "0F0", "F", 0.0, 1.0) in events
+    assert Event(0, "0F0", "transfer", 1.0, 2.0, 1, 0, 4, "h[0] main [4]") in events
+    assert Event(1, "1F0", "wait", 0.0, 2.0, 0, 0, 4, "h[0] main [4]") in events
+    assert Event(1, "1F0", "F", 0.0, 3.0) in events
+    timeline = Timeline(events, 2)
+    assert timeline.makespan_seconds == 3.0
+    assert timeline.busy_seconds == (1.0, 1.0)
+    assert timeline.bubble_ratio == pytest.approx(1 - 2 / 6)
+    assert timeline.channel_bytes == {(0, 1): 4}
+
+
+def test_a_channel_sends_one_message_at_a_time_and_both_directions_at_once() -> None:
+    ranks = [
+        [begin("0F0"), send(0, 0, 1), send(1, 0, 1), wait(2, 1, 0), begin(END)],
+        [begin("1F0"), send(2, 1, 0), wait(0, 0, 1), wait(1, 0, 1), begin(END)],
+    ]
+    arrivals = walk(ranks, {}, one_second).arrival_seconds
+    assert arrivals == {0: 1.0, 1: 2.0, 2: 1.0}
+
+
+def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
+    ranks = [
+        [begin("0F0"), RUN, send(0, 0, 1), RUN, begin(END)],
+        [begin("1F0"), RUN, RUN, RUN, wait(0, 0, 1), begin(END)],
+    ]
+    walked = walk(ranks, ONE_SECOND, one_second)
+    assert walked.node_seconds[0][-1] == (2.0, 2.0)
+    assert walked.node_seconds[1][4] == (3.0, 3.0)
+
+
+def test_a_deadlock_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"wait forever for edges \[0\]"):
+        walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, one_second)
+
+
+def test_noise_is_reproducible_and_bounded() -> None:
+    ranks = [[begin("0F0"), RUN, RUN, begin(END)]]
+    found = noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, one_second, 50, seed=3)
+    assert found == noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, one_second, 50, seed=3)
+    assert found == tuple(sorted(found))
+    assert 1.8 <= found[0] < 2.0 < found[-1] <= 2.2
+
+
+@pytest.fixture(scope="module", params=[("1f1b", 2), ("wave", 2), ("zero-bubble", 3)], ids=lambda p: p[0])
+def program(request: Any) -> fxpipe.Program:
+    schedule, world_size = request.param
+    return fxpipe.compile(TinyUNet("no_grad"), world_size, batch_size=5, microbatches=3, schedule=schedule)
+
+
+def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.Program) -> None:
+    timeline = program.simulate()
+    for rank, actions in enumerate(program.schedule.ranks):
+        simulated = [event.action for event in timeline.actions if event.rank == rank]
+        assert simulated == [*map(str, actions), END]
+    assert timeline.channel_bytes == program.traffic().channels
+    assert sum(event.num_bytes for event in timeline.waits) == program.traffic().total_bytes
+    assert 0 < timeline.bubble_ratio < 1
+    assert timeline.spread[0] <= timeline.makespan_seconds * 1.1
+    assert timeline.spread[-1] >= timeline.makespan_seconds * 0.9
+    assert len(timeline.peak_bytes) == program.world_size
+    assert f"rank {program.world_size - 1}: busy" in str(timeline)
+
+
+def test_every_graph_that_programs_call_has_a_cost(program: fxpipe.Program) -> None:
+    called = {name for of_rank in program.step.programs for name in of_rank.modules}
+    assert called <= set(program.costing.calls)
+
+
+def equal_links(bandwidth: float, latency: float) -> Cluster:
+    return Cluster("A100-80GB", (Level(8, Link("test", bandwidth, latency)),))
+
+
+class Doubled:
+    """A cost model that takes twice as long as another."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: 2 * getattr(self._inner, name)(*args)
+
+
+def test_time_follows_the_cost_model_and_the_cluster(program: fxpipe.Program) -> None:
+    fast = equal_links(1e18, 0.0)
+    base = program.simulate(cluster=fast)
+    slow: Any = Doubled(program.costing.model)
+    assert program.simulate(slow, fast).makespan_seconds == pytest.approx(2 * base.makespan_seconds)
+    slower_network = program.simulate(cluster=equal_links(1e6, 1e-4))
+    assert slower_network.makespan_seconds > base.makespan_seconds
+    assert slower_network.busy_seconds == pytest.approx(base.busy_seconds)
+
+
+def test_a_peak_is_the_sum_of_its_parts() -> None:
+    assert RankMemory(0, ((0.0, 3),), {"state": 3, "transfers": 4}).peak_bytes == 7
