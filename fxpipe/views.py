@@ -34,12 +34,12 @@ def shows(node: fx.Node, made_by: fx.Node, argument: fx.Node, storages: set[int]
     identities of the argument's memory, `root` is the node that made it.
     """
     one, other = (private.first_tensor(n.meta.get("val")) for n in (node, argument))
-    if one is None or other is None:
-        return False
     name = private.packet_name(made_by.target)
+    if one is None or other is None or name == "lift_fresh_copy":
+        return False
     inactive = passes_through(made_by)
     if not inactive and name not in _PERHAPS_VIEWS and private.may_alias(made_by.target):
-        return name != "lift_fresh_copy"
+        return True
     if private.storages(node) & storages:
         return True
     if (not inactive and name not in _PERHAPS_VIEWS) or private.argument(made_by, "copy"):

@@ -5,6 +5,7 @@ random and what forward keeps on its modules are not among them.
 """
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,9 @@ def watched(model: nn.Module) -> Iterator[None]:
     """Trace inside: gradients on, checkpoints run plainly, the modules' attributes as before on leaving."""
     _refuse_outside(model)
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        for message in ("The tensor attribute", "Using `torch.compile"):  # both are dealt with here
+            warnings.filterwarnings("ignore", message=message)
         stack.enter_context(_attributes_kept(model))
         stack.enter_context(_no_python_random())
         stack.enter_context(torch.random.fork_rng(devices=[]))

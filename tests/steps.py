@@ -1,0 +1,50 @@
+"""A training step around one function, and whether its compiled form is exact."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.inputs import call_of
+from fxpipe.program import Program
+
+Middle = Callable[["Step", Tensor, Tensor], Tensor]
+
+
+class Step(nn.Module):
+    """mse(b(middle(a(x), y)), y) on [batch, 4], with things that a middle might use."""
+
+    def __init__(self, middle: Middle, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.middle = middle
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("scale", torch.rand(4))
+        self.to(dtype)
+        self.table = torch.ones(4, dtype=dtype)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.b(self.middle(self, self.a(x), y)), y)
+
+
+def batch(size: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """x and y of a `Step`."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(size, 4, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return x, y
+
+
+def exact(model: nn.Module, inputs: Any, **options: Any) -> Program:
+    """The compiled step, after asserting that its loss and gradients are one device's."""
+    program = fxpipe.compile(model, 2, example_inputs=inputs, **options)
+    args, kwargs = call_of(inputs)
+    report = program.verify(*args, **kwargs)
+    assert report.ok, report
+    assert report.gradients, "nothing was compared"
+    return program

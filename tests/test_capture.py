@@ -1,0 +1,388 @@
+"""Capture: inputs, outputs, batch sizes, regions; what a graph cannot say is refused in one clear sentence."""
+
+import random
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.capture import Capture, capture
+from fxpipe.errors import CaptureError, CompileError
+from fxpipe.inputs import call_of, describe
+from fxpipe.verification import compare
+from tests.steps import Middle, Step, batch, exact
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def captured(model: nn.Module, inputs: Any) -> Capture:
+    return capture(model, *describe(model, *call_of(inputs), None))
+
+
+class Small(nn.Module):
+    """Two layers; a test gives the rest of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.b(F.silu(self.a(x)))  # type: ignore[no-any-return]
+
+
+# Batch sizes
+
+
+def per_sample(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    for _ in [(2, 2)] * h.shape[0]:
+        h = h * 1.1
+    return h
+
+
+def when(test: Callable[[int], bool]) -> Middle:
+    return lambda s, h, y: h * 2 if test(h.shape[0]) else h * 3
+
+
+@pytest.mark.parametrize(
+    ("middle", "fixed"),
+    [
+        (per_sample, True),
+        (lambda s, h, y: torch.cat([h[i : i + 1] * (i + 1) for i in range(h.shape[0])]), True),
+        (when(lambda size: size == 6), True),
+        (when(lambda size: size == 5), False),
+        (when(lambda size: size > 4), False),
+        (when(lambda size: size > 9), False),
+        (when(lambda size: size % 2 == 0), False),
+    ],
+)
+def test_batch_sizes_that_forward_asks_for(middle: Middle, fixed: bool) -> None:
+    program = exact(Step(middle), batch())
+    assert len(program.plan.microbatch_sizes) == (1 if fixed else 3)
+    assert (not program.capture.batch) == fixed
+    if fixed:
+        assert "only batches of 6, in one micro-batch" in program.capture.notes[0]
+        assert "test_capture.py:" in program.capture.notes[0]
+        assert program.capture.notes[0] in program.plan.notes
+
+
+def test_fixed_batch_takes_one_microbatch() -> None:
+    with pytest.raises(CompileError, match=r"only batches of 6.*cut into 2 micro-batches: pass microbatches=1"):
+        fxpipe.compile(Step(per_sample), 2, example_inputs=batch(), microbatches=2)
+
+
+@pytest.mark.parametrize(("size", "microbatches"), [(1, None), (2, 2), (5, 3), (7, 4)])
+def test_any_batch_in_any_microbatches(size: int, microbatches: int | None) -> None:
+    exact(Step(lambda s, h, y: h.softmax(-1)), batch(size), microbatches=microbatches)
+
+
+class WithTable(Small):
+    """The table's rows are as many as the samples in some of the tests."""
+
+    def forward(self, x: Tensor, table: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.run(x) + table[None], y)
+
+
+def test_unbatched_input_with_as_many_rows_as_samples() -> None:
+    program = exact(WithTable(), (noise(6, 6, 4), noise(6, 4), noise(6, 6, 4)))
+    assert [leaf.name for leaf in program.capture.inputs.leaves if leaf.batched] == ["x", "y"]
+    assert len(program.plan.microbatch_sizes) == 3
+
+
+# Inputs
+
+
+@dataclass
+class Inputs:
+    x: Tensor
+    extra: dict[str, Tensor]
+    scale: float = 1.0
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Nested(Small):
+    def forward(self, inputs: Inputs, pairs: list[Any], *rest: Tensor) -> Tensor:
+        x = self.run(inputs.x) * inputs.scale + inputs.extra["text"]
+        for value in rest:
+            x = x * value
+        return F.mse_loss(x + pairs[0].x, pairs[0].y)
+
+
+def test_nested_inputs() -> None:
+    inputs = Inputs(noise(6, 4), {"text": noise(6, 4)}, 2.0)
+    program = exact(Nested(), (inputs, [Pair(noise(6, 4), noise(6, 4))], noise(6, 4)))
+    names = ["inputs.x", "inputs.extra.text", "inputs.scale", "pairs.0.x", "pairs.0.y", "args_2"]
+    assert [leaf.name for leaf in program.capture.inputs.leaves] == names
+
+
+class Options(Small):
+    def forward(self, x: Tensor, *, y: Tensor, mode: str = "a", weight: Tensor | None = None, **more: Any) -> Tensor:
+        x = self.run(x) * 2 if mode == "b" else self.run(x)
+        return F.mse_loss(x if weight is None else x * weight, y)
+
+
+GOOD = {"x": noise(6, 4), "y": noise(6, 4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mode": "b"}, "input mode was compiled as 'a', called with 'b'"),
+        ({"weight": noise(6, 4)}, r"input weight was compiled as None, called with a tensor \[6, 4\]"),
+        ({"extra": noise(6, 4)}, r"inputs \['x', 'extra', .*\] are not the compiled ones"),
+        ({"x": noise(6, 5)}, r"input x must be \['batch', 4\] torch.float64, got \[6, 5\]"),
+        ({"x": noise(6, 4).float()}, r"got \[6, 4\] torch.float32"),
+        ({"x": None}, "input x must be a tensor, got NoneType"),
+        ({"x": noise(5, 4)}, "inputs disagree on the batch size"),
+        ({"x": noise(5, 4), "y": noise(5, 4)}, "the batch has 5 samples, the program was compiled for 6"),
+    ],
+)
+def test_calls_that_differ_from_the_compiled_one(change: dict[str, Any], says: str) -> None:
+    program = fxpipe.compile(Options(), 1, example_inputs=GOOD)
+    with pytest.raises(CompileError, match=says):
+        program.run_local(**GOOD | change)
+    with pytest.raises(CompileError, match="missing a required"):
+        program.run_local(y=noise(6, 4))
+
+
+@pytest.mark.parametrize("value", [nn.Linear(2, 2), object(), noise(6, 4).numpy(), {1, 2}])
+def test_inputs_that_hide_what_is_inside_are_refused(value: Any) -> None:
+    with pytest.raises(CompileError, match=f"input extra is a {type(value).__name__}: an input must be"):
+        fxpipe.compile(Options(), 2, example_inputs=GOOD | {"extra": value})
+
+
+class Mixed(Small):
+    def forward(self, x: Tensor, t: Tensor, i: Tensor, none: None, flag: bool, y: Tensor) -> Tensor:
+        return F.mse_loss(self.run(x) * t + i, y * 2 if flag else y)
+
+
+@pytest.mark.parametrize(
+    "x", [noise(6, 4).requires_grad_(), noise(4, 6).t(), noise(1, 4).expand(6, 4), noise(6, 8)[:, ::2]]
+)
+def test_example_tensors_of_any_kind(x: Tensor) -> None:
+    exact(Mixed(), (x, noise(), torch.arange(6)[:, None], None, True, noise(6, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_models_of_any_precision(dtype: torch.dtype) -> None:
+    exact(Step(lambda s, h, y: h.sigmoid(), dtype), batch(dtype=dtype))
+
+
+# Outputs
+
+
+class Returns(Small):
+    def __init__(self, output: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.output(F.mse_loss(self.run(x), y), x)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda loss, x: {"loss": loss, "x": x},
+        lambda loss, x: (loss, x),
+        lambda loss, x: loss[None],
+        lambda loss, x: namedtuple("Output", "x loss")(x, loss),  # type: ignore[call-arg]
+        lambda loss, x: OrderedDict(x=x, loss=loss),
+    ],
+)
+def test_losses_in_any_wrapping(output: Callable[[Tensor, Tensor], Any]) -> None:
+    exact(Returns(output), (noise(6, 4), noise(6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (lambda loss, x: x, r"\['batch', 4\] torch.float64"),
+        (lambda loss, x: None, "NoneType"),
+        (lambda loss, x: loss.long(), r"\[\] torch.int64"),
+        (lambda loss, x: (x, loss), r"\['batch', 4\]"),
+    ],
+)
+def test_outputs_without_a_loss_are_refused(output: Callable[[Tensor, Tensor], Any], found: str) -> None:
+    with pytest.raises(CaptureError, match=f"must return a scalar loss .*got {found}"):
+        fxpipe.compile(Returns(output), 2, example_inputs=(noise(6, 4), noise(6, 4)))
+
+
+# Regions
+
+
+def autocast(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            frozen = s.a(h)
+        with torch.autocast("cpu", enabled=False):
+            squares = (h.view(-1, 2, 2) @ h.view(-1, 2, 2)).flatten(1)
+        out = s.a(squares)
+        out += 1
+        out[:, 0] = frozen[:, 0]
+    with torch.autocast("cuda", enabled=False):
+        return h + out + frozen
+
+
+def test_no_grad_and_autocast_inside_autocast() -> None:
+    program = exact(Step(autocast, torch.float32), batch(dtype=torch.float32))
+    marks = [(bool(n.meta.get("no_grad")), n.meta.get("autocast")) for n in program.capture.graph.nodes]
+    assert (True, ("cpu", torch.bfloat16, True)) in marks
+    assert (False, ("cpu", torch.bfloat16, False)) in marks
+
+
+def test_surroundings_of_compile_do_not_matter() -> None:
+    with torch.no_grad():
+        exact(Step(lambda s, h, y: h * 2), batch())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match=r"outside torch.autocast"):
+        fxpipe.compile(Step(lambda s, h, y: h), 2, example_inputs=batch())
+
+
+class Remembers(Small):
+    """Keeps what it once computed."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self, "angles"):
+            self.angles = torch.arange(4).double().cos()
+        return F.mse_loss(self.run(x) * self.angles, y)
+
+
+def test_model_is_as_before() -> None:
+    model, inputs = Remembers(), (noise(6, 4), noise(6, 4))
+    model.b.eval()
+    state = random.getstate(), torch.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
+    program = fxpipe.compile(model, 2, example_inputs=inputs)
+    assert not hasattr(model, "angles")
+    assert program.verify(*inputs).ok
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert (model.training, model.b.training) == (True, False)
+    assert random.getstate() == state[0]
+    assert torch.equal(torch.get_rng_state(), state[1])
+    assert all(torch.equal(t, state[2][n]) for n, t in model.state_dict().items())
+
+
+# Refusals
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def hooked(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: 2 * gradient)
+    return h
+
+
+def penalty(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(h.sum(), s.a.weight, create_graph=True)
+    return h + gradient.sum()
+
+
+def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.scale = s.scale * 0.9 + h.detach().mean(0)
+    return h * s.scale
+
+
+@pytest.mark.parametrize(
+    ("middle", "says"),
+    [
+        (lambda s, h, y: s.norm(h), "module norm: batch statistics update its running mean and variance"),
+        (
+            lambda s, h, y: F.batch_norm(h, s.norm.running_mean, s.norm.running_var, training=True),
+            r"batch statistics update its running mean and variance.*call .eval\(\)",
+        ),
+        (lambda s, h, y: h if y.sum() > 0 else 2 * h, r"decides by the value of a tensor at .*test_capture.py:\d+"),
+        (lambda s, h, y: h * y.sum().item(), "aten.item.default: its result's size or value depends"),
+        (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
+        (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
+        (lambda s, h, y: Straight.apply(h), "the autograd function Straight hides its gradient from the trace"),
+        (hooked, "a gradient hook on a tensor cannot be captured"),
+        (penalty, "gradients computed inside forward"),
+        (replaced_buffer, "forward replaces its buffer 'scale'"),
+        (lambda s, h, y: s.a(h[:, :3]), r"module a: forward fails at .*linear.py:|module a: forward fails"),
+    ],
+)  # fmt: skip
+def test_refusals(middle: Middle, says: str) -> None:
+    with pytest.raises(CaptureError, match=says) as error:
+        captured(Step(middle), batch())
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+    assert str(error.value).startswith("module ")
+
+
+@pytest.mark.parametrize("middle", [lambda s, h, y: h + Straight.apply(y), lambda s, h, y: s.norm.eval()(h)])
+def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:
+    exact(Step(middle), batch())
+
+
+def test_hooks_on_parameters_and_modules_are_refused() -> None:
+    step = Step(lambda s, h, y: h)
+    handle = step.a.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(CaptureError, match=r"parameter a.weight: a gradient hook"):
+        captured(step, batch())
+    handle.remove()
+    step.a.register_full_backward_hook(lambda *arguments: None)
+    with pytest.raises(CaptureError, match="module a: a backward hook"):
+        captured(step, batch())
+
+
+# Verification
+
+
+def planted(**changes: Any) -> Any:
+    """A verification of two gradients, with something changed on our side."""
+    reference = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[3.0]])}
+    ours = {name: g for name, g in {**reference, **changes.get("gradients", {})}.items() if g is not None}
+    theirs = {name: g for name, g in {**reference, **changes.get("theirs", {})}.items() if g is not None}
+    loss = torch.tensor(changes.get("loss", 1.0))
+    return compare(loss, ours, (torch.tensor(changes.get("their_loss", 1.0)), theirs, 0), 0, 1e-6)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": NAN},
+        {"loss": NAN, "their_loss": NAN},
+        {"loss": float("inf"), "their_loss": float("inf")},
+        {"loss": 1.001},
+        {"gradients": {"a": torch.tensor([1.0, NAN])}},
+        {"gradients": {"a": torch.tensor([1.0, NAN])}, "theirs": {"a": torch.tensor([1.0, NAN])}},
+        {"gradients": {"a": torch.tensor([1.0, -2.1])}},
+        {"gradients": {"a": None}},
+        {"theirs": {"a": None}},
+        {"gradients": {"a": None, "a.": torch.tensor([1.0, -2.0])}},
+        {"gradients": {"a": torch.tensor(1.0)}, "theirs": {"a": torch.tensor([1.0, 1.0])}},
+        {"gradients": {"b": torch.tensor([[3.0]]).double()}},
+        {"gradients": {"tiny": None}, "theirs": {"tiny": torch.tensor([1e-12])}},
+    ],
+)
+def test_verification_sees_what_is_wrong(changes: dict[str, Any]) -> None:
+    report = planted(**changes)
+    assert not report.ok
+    assert "NOT EXACT" in str(report)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradients": {"zero": torch.zeros(2)}}, {"theirs": {"zero": torch.zeros(2)}}])
+def test_verification_accepts_what_is_right(changes: dict[str, Any]) -> None:
+    report = planted(**changes)
+    assert report.ok
+    assert report.max_grad_error == 0.0

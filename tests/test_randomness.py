@@ -1,0 +1,159 @@
+"""Random draws: the compiled step draws what one device draws, by (seed, step, place), and nothing else changes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe.errors import CaptureError
+from fxpipe.randomness import SeededDraws
+from tests.steps import Middle, Step, batch, exact
+
+
+def tokens(h: Tensor, y: Tensor) -> Tensor:
+    """[batch, 3, 4]"""
+    return h[:, None].expand(-1, 3, -1) * y[:, None]
+
+
+def square(h: Tensor) -> Tensor:
+    """[batch, 1 head, 2, 2]"""
+    return h.view(-1, 1, 2, 2)
+
+
+def attend(h: Tensor, **options: Any) -> Tensor:
+    q = square(h)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3, **options).flatten(1)
+
+
+def unused(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    torch.randn(3)
+    torch.randn_like(h)
+    F.dropout(h)
+    return h + torch.randn_like(h)
+
+
+def distributions(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    sample = torch.distributions.Normal(h, torch.ones_like(h)).rsample()
+    return sample * torch.distributions.Bernoulli(torch.sigmoid(y)).sample()
+
+
+EXACT: dict[str, tuple[Middle, int]] = {
+    "noise": (lambda s, h, y: h + torch.randn_like(h), 1),
+    "noise of a shape": (lambda s, h, y: h + torch.randn(h.shape[0], 4), 1),
+    "noise in place": (lambda s, h, y: h + torch.empty_like(h).normal_(0, 0.1), 1),
+    "timesteps": (lambda s, h, y: h * torch.randint(0, 10, (h.shape[0],))[:, None], 1),
+    "randint_like": (lambda s, h, y: h + torch.randint_like(y, 5), 1),
+    "stochastic depth": (lambda s, h, y: torch.where(torch.rand(h.shape[0], 1) < 0.3, 0.0, h), 1),
+    "one number for all samples": (lambda s, h, y: h * torch.rand(()), 1),
+    "permutation of the batch": (lambda s, h, y: h + y[torch.randperm(y.shape[0])], 1),
+    "gumbel": (lambda s, h, y: F.gumbel_softmax(h, hard=True), 1),
+    "exponential": (lambda s, h, y: h * h.new_empty(h.shape[0], 1).exponential_(), 1),
+    "bernoulli": (lambda s, h, y: h * torch.bernoulli(torch.full_like(h, 0.3), 0.3), 1),
+    "bernoulli of probabilities": (lambda s, h, y: h * torch.bernoulli(torch.sigmoid(y)), 1),
+    "normal of tensors": (lambda s, h, y: h + torch.normal(y, y.abs()), 1),
+    "distributions": (distributions, 2),
+    "dropout": (lambda s, h, y: s.drop(h), 1),
+    "dropout in place": (lambda s, h, y: F.dropout(h, 0.5, inplace=True) + h, 1),
+    "dropout of everything": (lambda s, h, y: h + F.dropout(h, 1.0), 0),
+    "dropout in evaluation": (lambda s, h, y: s.drop.eval()(h), 0),
+    "dropout of a transposed value": (lambda s, h, y: s.drop(h.view(-1, 2, 2).transpose(1, 2)).flatten(1), 1),
+    "dropout of channels": (lambda s, h, y: F.dropout2d(square(h).expand(-1, 3, -1, -1), 0.4).mean(1).flatten(1), 1),
+    "attention": (lambda s, h, y: attend(h), 1),
+    "causal attention": (lambda s, h, y: attend(h, is_causal=True), 1),
+    "masked attention": (lambda s, h, y: attend(h, attn_mask=torch.tensor([[True, False], [False, False]])), 1),
+    "biased attention": (lambda s, h, y: attend(h, attn_mask=square(y), scale=0.7), 1),
+    "multihead": (lambda s, h, y: s.attention(*[tokens(h, y)] * 3, need_weights=False)[0].mean(1), 1),
+    "checkpoint": (lambda s, h, y: checkpoint(lambda t: s.drop(F.gelu(t)), h, use_reentrant=False), 1),
+    "draws that nobody reads": (unused, 4),
+    "draw under no_grad": (lambda s, h, y: h + torch.no_grad()(s.drop)(h), 1),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_draws_are_those_of_one_device(name: str) -> None:
+    middle, num_draws = EXACT[name]
+    step = Step(middle)
+    before = torch.get_rng_state()
+    program = exact(step, batch())
+    assert len(program.capture.draws) == num_draws
+    assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
+    seeds = [program.run_local(*batch(), seed=seed, step=step).loss for seed, step in ((0, 0), (1, 0), (0, 1), (0, 0))]
+    assert torch.equal(seeds[0], seeds[3])
+    if num_draws and name != "masked attention":  # few outcomes there
+        assert not torch.equal(seeds[0], seeds[1])
+        assert not torch.equal(seeds[0], seeds[2])
+
+
+def test_draws_do_not_depend_on_the_layout() -> None:
+    step = Step(lambda s, h, y: s.drop(h) + torch.randn_like(h) * torch.rand(()))
+    losses = []
+    for world_size, microbatches in ((1, 1), (2, 4), (4, 6)):
+        program = fxpipe.compile(step, world_size, example_inputs=batch(), microbatches=microbatches)
+        losses.append(float(program.run_local(*batch(), seed=3, step=5).loss))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-14)
+
+
+def test_every_draw_has_its_own_numbers() -> None:
+    with SeededDraws(0, 0, torch.device("cpu")) as draws:
+        first, second = torch.randn(8), torch.randn(8)
+    assert draws.count == 2
+    assert not torch.equal(first, second)
+
+
+def test_steps_of_an_engine_draw_anew() -> None:
+    engine = fxpipe.compile(Step(lambda s, h, y: s.drop(h)), 2, example_inputs=batch()).local_engine(seed=1)
+    assert float(engine.step(batch())) != float(engine.step(batch()))
+
+
+class Conditional(nn.Module):
+    """Draws in one call and not in the next, which no graph can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.noisy = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.layer(x)
+        return F.mse_loss(x + torch.randn_like(x) if self.noisy else x, y)
+
+
+def test_another_number_of_draws_is_no_verification() -> None:
+    model, inputs = Conditional(), batch(dtype=torch.float32)
+    program = fxpipe.compile(model, 2, example_inputs=inputs)
+    model.noisy = False
+    with pytest.raises(fxpipe.CompileError, match="made 0 random draws, the captured graph 1"):
+        program.verify(*inputs)
+
+
+def python_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    import random
+
+    return h * random.random()
+
+
+def numpy_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    import numpy
+
+    return h * float(numpy.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("middle", "says"),
+    [
+        (lambda s, h, y: h + torch.randn(4, generator=torch.Generator()), "a torch.Generator passed inside"),
+        (lambda s, h, y: F.alpha_dropout(h, 0.3, training=True), "alpha_dropout is not supported; use nn.Dropout"),
+        (lambda s, h, y: h * torch.multinomial(y.abs(), 1), "aten.multinomial.default: its result depends on a tensor"),
+        (lambda s, h, y: h * torch.poisson(y.abs()), "aten.poisson.default: its result depends on a tensor's values"),
+        (python_random, "Python's or numpy's random"),
+        (numpy_random, "Python's or numpy's random"),
+        (lambda s, h, y: checkpoint(s.drop, h, use_reentrant=True), "CheckpointFunction hides its gradient.*reentrant=False"),
+    ],
+)  # fmt: skip
+def test_draws_that_a_graph_cannot_say_are_refused(middle: Middle, says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        fxpipe.compile(Step(middle), 2, example_inputs=batch())
