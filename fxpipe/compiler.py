@@ -36,6 +36,7 @@ Observe = Callable[[str, Any], None]
 _MIN_BLOCKS, _BLOCKS_PER_STAGE = 24, 4  # fine enough to balance, coarse enough to read
 
 
+@torch.enable_grad()  # what surrounds the call is not part of the step
 def compile(
     model: nn.Module,
     world_size: int,

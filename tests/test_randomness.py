@@ -151,7 +151,7 @@ def numpy_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * torch.poisson(y.abs()), "aten.poisson.default: its result depends on a tensor's values"),
         (python_random, "Python's or numpy's random"),
         (numpy_random, "Python's or numpy's random"),
-        (lambda s, h, y: checkpoint(s.drop, h, use_reentrant=True), "CheckpointFunction hides its gradient.*reentrant=False"),
+        (lambda s, h, y: checkpoint(s.drop, h, use_reentrant=True), "CheckpointFunction hides its gradient"),
     ],
 )  # fmt: skip
 def test_draws_that_a_graph_cannot_say_are_refused(middle: Middle, says: str) -> None:
