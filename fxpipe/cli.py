@@ -1,4 +1,4 @@
-"""The command line: `fxpipe compile`, `fxpipe show`, `fxpipe run`.
+"""The command line: `fxpipe compile`, `show`, `run`; `cost` and `profile` are in `fxpipe.cli_costing`.
 
 MODEL is `file.py:factory` or `module:factory`: an nn.Module, or a callable without arguments that returns one. A module
 that is not a diffusers backbone says what it trains on by a method `example_inputs(batch_size)`: a tuple or dict of
@@ -19,6 +19,7 @@ from rich.rule import Rule
 from rich.table import Table
 from typer.core import TyperGroup
 
+from fxpipe.cli_costing import BatchSize, DeviceModel, Model, cost, profile
 from fxpipe.errors import CompileError, FxpipeError
 
 
@@ -36,13 +37,15 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
 WorldSize = Annotated[int, typer.Option(min=1, help="number of ranks")]
 OptionalWorldSize = Annotated[int | None, typer.Option(min=1, help="number of ranks; under torchrun, its own")]
-BatchSize = Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")]
 Microbatches = Annotated[int | None, typer.Option(min=1, help="micro-batches in one step; chosen where left out")]
 Stages = Annotated[int | None, typer.Option(min=1, help="number of stages; chosen where left out")]
 ScheduleName = Annotated[str, typer.Option(help="a schedule's name, or a .txt file with its text")]
+ClusterText = Annotated[str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")]
+
+app.command()(cost)
+app.command()(profile)
 
 
 def main() -> None:
@@ -54,7 +57,7 @@ def main() -> None:
 def _root(context: typer.Context) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
     if context.invoked_subcommand is None:
-        raise CompileError("no command given; one of compile, show, run (fxpipe --help tells more)")
+        raise CompileError("no command given; one of compile, show, run, cost, profile (fxpipe --help tells more)")
 
 
 @app.command("compile")
@@ -65,12 +68,15 @@ def compile_command(
     microbatches: Microbatches = None,
     stages: Stages = None,
     schedule: ScheduleName = "auto",
+    cluster: ClusterText = None,
+    device_model: DeviceModel = None,
     dump: Annotated[
         Path | None, typer.Option(file_okay=False, help="folder for plan, schedule and rank graphs")
     ] = None,
 ) -> None:
     """Compile MODEL; print its plan and schedule, and leave every rank's graph in the dump folder."""
-    program, _ = _compile(model, world_size, batch_size, microbatches, stages, schedule)
+    planned_for = {"cluster": cluster, "cost_model": device_model}
+    program, _ = _compile(model, world_size, batch_size, microbatches, stages, schedule, **planned_for)
     if dump is None:
         _print_text("plan", str(program.plan))
         _print_text("schedule", str(program.schedule))
@@ -122,7 +128,13 @@ def run(
 
 
 def _compile(
-    model: str, world_size: int, batch_size: int, microbatches: int | None, stages: int | None, schedule: str
+    model: str,
+    world_size: int,
+    batch_size: int,
+    microbatches: int | None,
+    stages: int | None,
+    schedule: str,
+    **planned_for: str | None,
 ) -> tuple[Any, Any]:
     """The program, and the example inputs it was compiled for."""
     import fxpipe
@@ -134,7 +146,7 @@ def _compile(
     batch = example_inputs(step, batch_size)
     program = fxpipe.compile(
         step, world_size, example_inputs=batch, batch_size=batch_size, microbatches=microbatches, stages=stages,
-        schedule=schedule,
+        schedule=schedule, **planned_for,
     )  # fmt: skip
     return program, batch
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from cost_models import devices
 from cost_models.flops import node_costs
 from fxpipe.block_graph import Block, Component
 from fxpipe.block_graph_check import require as require_block_graph
 from fxpipe.capture import capture
 from fxpipe.cluster import Cluster
-from fxpipe.costs import CostModel
+from fxpipe.costing import given_cost_model
+from fxpipe.costs import CostModel, node_seconds
 from fxpipe.errors import CompileError
 from fxpipe.inputs import describe
 from fxpipe.options import check_counts, given_cluster, given_device, given_schedule, microbatch_sizes, training_step
@@ -64,7 +64,8 @@ def compile(
         stages: number of stages, a multiple of `world_size`.
         schedule: "auto", a name ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble"), a `Schedule` or its text.
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
-        cost_model: a device by name, or any `CostModel`; the cluster's device where left out.
+        cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the
+            cluster's device where left out.
         device: where the ranks run ("cpu", or "cuda" for one GPU a rank).
         observe: called with (step's name, its result) after every step of the compiler.
 
@@ -75,7 +76,7 @@ def compile(
     see = observe or (lambda name, artefact: None)
     check_counts(world_size=world_size, batch_size=batch_size, microbatches=microbatches, stages=stages)
     network = given_cluster(cluster, world_size)
-    seconds_of = _cost_model(network.device if cost_model is None else cost_model)
+    seconds_of = given_cost_model(network.device if cost_model is None else cost_model)
     where = given_device(device)
     asked = given_schedule(schedule, world_size)
     step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
@@ -96,16 +97,18 @@ def compile(
         )
     see("batch", batch)
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-    forward = {name: seconds_of.forward_seconds(cost, max(sizes)) for name, cost in costs.items()}
-    backward = {name: seconds_of.backward_seconds(cost, max(sizes)) for name, cost in costs.items()}
-    both = {name: forward[name] + backward[name] for name in costs}
+    seconds = node_seconds(seconds_of, captured.graph, costs, max(sizes))
+    both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
     graph = analyse_blocks(captured, both, max(_MIN_BLOCKS, _BLOCKS_PER_STAGE * (stages or 2 * world_size)))
     require_block_graph(graph, captured)
     see("blocks", graph)
 
     # partition: stages and their ranks
     times = BlockTimes(
-        _sums(graph.blocks, forward), _sums(graph.blocks, backward), _sums(graph.components, forward), max(sizes)
+        _sums(graph.blocks, seconds.forward),
+        _sums(graph.blocks, seconds.backward),
+        _sums(graph.components, seconds.forward),
+        max(sizes),
     )
     request = Request(asked, stages, world_size, len(sizes))
     staged = place(graph, times, request, network)
@@ -132,10 +135,6 @@ def compile(
     step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, where)
     costing = Costing(call_costs(layout, traced.sources, costs, graph), seconds_of, network)
     return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
-
-
-def _cost_model(given: CostModel | str) -> CostModel:
-    return devices.device(given) if isinstance(given, str) else given
 
 
 def _sums(groups: Iterable[Block | Component], seconds: Mapping[str, float]) -> tuple[float, ...]:

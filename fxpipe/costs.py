@@ -6,13 +6,14 @@ multiply-accumulate is two FLOPs. Types only: formulas are in `cost_models.flops
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import sympy
 import torch
+from torch import fx
 
 Kind = Literal["convolution", "matrix", "attention"]
 """What multiplies: devices reach another part of their peak with each."""
@@ -85,6 +86,14 @@ def total_cost(costs: Iterable[NodeCost]) -> NodeCost:
     return NodeCost(**sums, dtype=dtype, kind=kinds.pop() if len(kinds) == 1 else None)
 
 
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of the nodes of one graph by name, forward and whole backward, at one number of samples."""
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+
+
 class CostModel(Protocol):
     """Seconds of one node on one device. A block's seconds are the sum over its nodes.
 
@@ -107,3 +116,20 @@ class CostModel(Protocol):
     def backward_seconds(self, cost: NodeCost, num_samples: int) -> float:
         """Seconds of the whole backward: both parts."""
         ...
+
+
+@runtime_checkable
+class GraphCostModel(Protocol):
+    """A cost model that knows the nodes of one graph apart, as one made from measurements does."""
+
+    def node_seconds(self, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
+        """Seconds of every node in `costs`; refuses a graph it does not know."""
+        ...
+
+
+def node_seconds(model: CostModel, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
+    """Seconds of every node, by name: the model's own where it knows the graph, else from each node's cost."""
+    if isinstance(model, GraphCostModel):
+        return model.node_seconds(graph, costs, num_samples)
+    forward = {name: model.forward_seconds(cost, num_samples) for name, cost in costs.items()}
+    return Seconds(forward, {name: model.backward_seconds(cost, num_samples) for name, cost in costs.items()})

@@ -1,0 +1,143 @@
+"""Profiles: interpolation, keys, files; and what the cost table says of a model counted by hand."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+
+import fxpipe
+from cost_models.devices import device
+from cost_models.profiled import Entry, Key, Profile, interpolated, key_of, load, with_measurements
+from fxpipe.costing import Costed, costed, formula, part_count
+from fxpipe.costing import profile as measure
+from fxpipe.errors import CompileError
+from tests.test_cli import TOY, invoke
+from tests.toy_model import ToyStep
+from tests.unet import TinyUNet
+
+BASE = device()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def step() -> Costed:
+    return costed(TinyUNet("requires_grad"), None, 4, BASE, 8)
+
+
+@pytest.fixture(scope="module")
+def measured(step: Costed) -> Profile:
+    return measure(step, [2, 1], CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "seconds"), [(2, 10.0), (3, 12.0), (4, 14.0), (6, 20.0), (8, 26.0), (16, 50.0), (1, 8.0)]
+)
+def test_interpolation_is_piecewise_linear(num_samples: int, seconds: float) -> None:
+    assert interpolated((2, 4, 8), (10.0, 14.0, 26.0), num_samples) == seconds
+
+
+def test_interpolation_from_one_point_and_below_zero() -> None:
+    assert interpolated((4,), (8.0,), 6) == 12
+    assert interpolated((4, 8), (1.0, 9.0), 1) == 0
+
+
+def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> None:
+    assert [entry.nodes for entry in measured.entries] == [part.nodes for part in step.parts]
+    assert all(entry.samples == (1, 2) and min(entry.forward_seconds) > 0 for entry in measured.entries)
+    component, *blocks = measured.entries
+    assert component.backward_seconds == (0, 0)
+    assert all(min(entry.backward_seconds) > 0 for entry in blocks)
+    told: list[str] = []
+    measure(step, [1], CPU, told.append)
+    assert len(told) == part_count(step, [1]) == len(step.parts)
+
+
+def test_nodes_share_what_their_block_was_measured(step: Costed) -> None:
+    entry = Entry("all", tuple(step.costs), (1, 3), (1.0, 3.0), (2.0, 8.0))
+    model = with_measurements(BASE, key_of(step.captured.graph, CPU), (entry,))
+    seconds = model.node_seconds(step.captured.graph, step.costs, 2)
+    assert sum(seconds.forward.values()) == pytest.approx(2)
+    assert sum(seconds.backward.values()) == pytest.approx(5)
+
+
+def test_a_profile_is_a_file_that_compile_reads(measured: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    measured.save(path)
+    assert load(path, BASE) == measured
+    program = fxpipe.compile(TinyUNet("requires_grad"), 2, batch_size=4, cost_model=str(path))
+    assert sum(program.plan.block_seconds) > 0
+    with pytest.raises(CompileError, match="the profile is of another graph, "):
+        fxpipe.compile(ToyStep(), 2, batch_size=4, cost_model=str(path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("torch", "1.0", "of another torch version, 1.0; here it is 2"),
+        ("dtype", "torch.int8", "another parameter type"),
+    ],
+)
+def test_other_keys_are_refused(step: Costed, measured: Profile, field: str, value: str, says: str) -> None:
+    other = dataclasses.replace(measured, key=dataclasses.replace(measured.key, **{field: value}))
+    with pytest.raises(CompileError, match=says):
+        other.node_seconds(step.captured.graph, step.costs, 1)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"key": {"a": 1}, "entries": []})])
+def test_wrong_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(CompileError, match=r"p.json is no profile"):
+        load(tmp_path / "p.json", BASE)
+    with pytest.raises(CompileError, match=r"no profile .*q.json; fxpipe profile MODEL --out .* makes it"):
+        load(tmp_path / "q.json", BASE)
+
+
+def test_sizes_must_be_positive(step: Costed) -> None:
+    with pytest.raises(CompileError, match=r"must be positive, got \[0, 2\]"):
+        measure(step, [0, 2], CPU)
+
+
+def test_the_command_reuses_a_profile_and_refuses_another_models(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    code, first, _ = invoke("profile", f"{TOY}:toy", "--out", str(path), "--batch-sizes", "1,2")
+    assert (code, "16 parts at 1,2 samples" in first) == (0, True)
+    written = path.read_text()
+    assert "holds already" in invoke("profile", f"{TOY}:toy", "--out", str(path), "--batch-sizes", "2")[1]
+    key = Key(**json.loads(written)["key"])
+    path.write_text(written.replace(key.device, "another processor"))
+    code, _, error = invoke("profile", f"{TOY}:toy", "--out", str(path), "--batch-sizes", "2")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "the profile is of another device, another processor" in error
+    code, _, error = invoke("profile", f"{TOY}:toy", "--out", str(path), "--batch-sizes", "two")
+    assert (code, "'two' is not a list of numbers" in error) == (2, True)
+
+
+def test_the_cost_table_shows_formulas_and_totals() -> None:
+    code, out, _ = invoke("cost", f"{TOY}:toy", "--batch-size", "1000")
+    assert code == 0
+    (total,) = (line for line in out.splitlines() if "total" in line)
+    cells = [cell.strip() for cell in total.strip("│").split("│")]
+    # Eight layers of 6x6 with biases; the first one's input needs no gradient.
+    assert cells[1:5] == ["20", "576*b", "504*b", "576*b"]
+    assert cells[6] == "336"
+    assert "0.000 GMACs forward, 0.001 GMACs backward" in out
+
+
+def test_plans_are_made_for_the_cluster_and_device_of_the_command_line() -> None:
+    toy = ("compile", f"{TOY}:toy", "--world-size", "2")
+    code, _, error = invoke(*toy, "--cluster", "1xA100")
+    assert (code, "world_size=2, but the cluster 1xA100-80GB has 1 devices" in error) == (2, True)
+    code, _, error = invoke(*toy, "--device-model", "B300")
+    assert (code, "unknown device 'B300'" in error) == (2, True)
+    assert invoke(*toy, "--cluster", "2x1xV100", "--device-model", "CPU")[0] == 0
+
+
+def test_formulas() -> None:
+    s = sympy.Symbol("s", integer=True, positive=True)
+    assert formula(sympy.Integer(1234)) == "1.234 K"
+    assert formula(12_600_000_000 * s + 3_000_000) == "12.6 G*b + 3 M"
+    assert formula(5 * s * (s + 1)) == "5*b^2 + 5*b"
+    assert formula(sympy.floor(s / 2)) == "floor(b/2)"
