@@ -132,14 +132,19 @@ def _listed(problem: Problem, shop: JobShop, bound: float, limit: float, best: _
 def _solved(problem: Problem, shop: JobShop, best: _Found, budget_seconds: float, seed: int) -> tuple[_Found, int]:
     """A schedule at least as good, and a lower bound in ticks on all whose backwards are split as in it."""
     from passes.exact import reorder  # OR-tools take a second to load
+    from passes.window_bound import window_bound_ticks
     from passes.windows import SECONDS_PER_PROVING_SECOND, improve
 
     orders = tuple(tuple(shop.index[a] for a in actions) for actions in best.schedule.ranks)
-    bound = lower_bound_ticks(shop)
+    known = run(shop, orders).ticks
+    bound, spent = window_bound_ticks(
+        shop, lower_bound_ticks(shop), known, limit=budget_seconds / 4 / SECONDS_PER_PROVING_SECOND, seed=seed
+    )
+    left = budget_seconds - spent * SECONDS_PER_PROVING_SECOND
     exact = len(shop) <= _EXACT_OPERATIONS
-    found = improve(shop, orders, limit=budget_seconds * (0.5 if exact else 1.0), seed=seed, bound_ticks=bound)
-    method = "window search" if found.ticks < run(shop, orders).ticks else best.method
-    limit = (budget_seconds - found.spent) / SECONDS_PER_PROVING_SECOND
+    found = improve(shop, orders, limit=left * (0.6 if exact else 1.0), seed=seed, bound_ticks=bound)
+    method = "window search" if found.ticks < known else best.method
+    limit = (left - found.spent) / SECONDS_PER_PROVING_SECOND
     if exact and found.ticks > bound and limit > 0:
         proof = reorder(
             shop, found.orders, frozenset(range(len(shop))), limit=limit, seed=seed, bound_ticks=bound, prove=True

@@ -1,0 +1,118 @@
+"""A lower bound from both ends of a schedule: a rank's whole work, and the idle time that it cannot avoid there.
+
+    rank d   |. . # # . #|  . . .  |# . # # . .|      work of d + least idle in the first t + least idle in the last t
+              first t                  last t
+
+Each end is a small CP-SAT problem whatever the number of micro-batches: which operations of d can start before t, given
+everything on all ranks that must come before them. The last t is the first t of the problem run backwards. Only the
+solver's own bounds are used, so that stopping it early loosens the bound and never breaks it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from passes.bounds import jackson
+from passes.job_shop import JobShop
+
+_SPANS = 0.5, 0.7, 1.0, 1.4  # lengths of an end, in longest paths of one micro-batch
+_SUB_LIMIT = 0.1  # deterministic seconds for one end
+
+
+def window_bound_ticks(shop: JobShop, known: int, target: int, *, limit: float, seed: int) -> tuple[int, float]:
+    """(a lower bound of at least `known`, deterministic seconds spent). Stops at `target` or after about `limit`.
+
+    Idle time grows with the window, so what is proven for a short one holds for a longer; the two ends must not meet.
+    """
+    backwards = reversed_shop(shop)
+    span = max(h + t for h, t, a in zip(shop.heads, shop.ticks, shop.actions, strict=True) if a.microbatch == 0)
+    first, last, spent = [0] * shop.num_ranks, [0] * shop.num_ranks, 0.0
+    for rank in _promising(shop):
+        load = sum(shop.ticks[i] for i in shop.on_rank[rank])
+        for part in _SPANS:
+            length = min(int(part * span), known // 2)
+            if spent >= limit or known >= target or load + 2 * length <= known:
+                continue
+            for ends, side in ((first, shop), (last, backwards)):
+                idle, cost = least_idle(side, rank, length, limit=_SUB_LIMIT, seed=seed)
+                ends[rank] = max(ends[rank], idle)
+                spent += cost
+            known = max(known, load + first[rank] + last[rank])
+    return known, spent
+
+
+def _promising(shop: JobShop) -> Iterator[int]:
+    """Ranks in descending order of their one-machine bound."""
+    bounds = [jackson((shop.heads[i], shop.ticks[i], shop.tails[i]) for i in ops) for ops in shop.on_rank]
+    yield from sorted(range(shop.num_ranks), key=lambda rank: (-bounds[rank], rank))
+
+
+def reversed_shop(shop: JobShop) -> JobShop:
+    """The same problem against time: its schedules are the mirror images, its memory is what is due."""
+    count = len(shop)
+    return replace(
+        shop,
+        actions=shop.actions[::-1],
+        rank=shop.rank[::-1],
+        ticks=shop.ticks[::-1],
+        needs=tuple(tuple((count - 1 - u, lag) for u, lag in users) for users in reversed(shop.users)),
+        taken=shop.freed[::-1],
+        freed=shop.taken[::-1],
+    )
+
+
+def least_idle(shop: JobShop, rank: int, ticks: int, *, limit: float, seed: int) -> tuple[int, float]:
+    """(ticks of the first `ticks` that `rank` is idle in every schedule, deterministic seconds spent)."""
+    model = cp_model.CpModel()
+    early = [i for i in range(len(shop)) if shop.heads[i] < ticks]
+    begins = {i: model.new_int_var(shop.heads[i], ticks - 1, "") for i in early}
+    started = {i: model.new_bool_var("") for i in early}
+    for i in early:
+        for need, lag in shop.needs[i]:
+            model.add_implication(started[i], started[need])
+            model.add(begins[i] >= begins[need] + (shop.ticks[need] + lag)).only_enforce_if(started[i])
+    for r in range(shop.num_ranks):
+        mine = [i for i in early if shop.rank[i] == r]
+        boxes = [model.new_optional_fixed_size_interval_var(begins[i], shop.ticks[i], started[i], "") for i in mine]
+        model.add_no_overlap(boxes)
+        _limit_memory(model, shop, r, mine, begins, started, ticks)
+    mine = [i for i in early if shop.rank[i] == rank]
+    over = model.new_int_var(0, max((shop.ticks[i] for i in mine), default=0), "")
+    for i in mine:
+        model.add(over >= begins[i] + (shop.ticks[i] - ticks)).only_enforce_if(started[i])
+    model.maximize(sum(shop.ticks[i] * started[i] for i in mine) - over)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = limit
+    status = solver.solve(model)
+    spent = solver.response_proto.deterministic_time
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return 0, spent
+    return max(0, ticks - round(solver.best_objective_bound)), spent
+
+
+def _limit_memory(
+    model: Any, shop: JobShop, rank: int, mine: list[int], begins: dict[int, Any], started: dict[int, Any], ticks: int
+) -> None:
+    """What is taken and not given back in time is held to the end."""
+    if shop.limits is None:
+        return
+    frees = {(shop.actions[i].stage, shop.actions[i].microbatch): i for i in mine if shop.freed[i]}
+    end = ticks + max((shop.ticks[i] for i in mine), default=0)
+    boxes, demands = [], []
+    for i in (i for i in mine if shop.taken[i]):
+        last = frees.get((shop.actions[i].stage, shop.actions[i].microbatch))
+        until = model.new_int_var(0, end, "")
+        if last is None:
+            model.add(until == end)
+        else:
+            model.add(until == begins[last] + shop.ticks[last]).only_enforce_if(started[last])
+            model.add(until == end).only_enforce_if(started[last].negated())
+        size = model.new_int_var(0, end, "")
+        boxes.append(model.new_optional_interval_var(begins[i], size, until, started[i], ""))
+        demands.append(shop.taken[i])
+    if sum(demands) > shop.limits[rank]:
+        model.add_cumulative(boxes, demands, shop.limits[rank])
