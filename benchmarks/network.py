@@ -5,8 +5,9 @@
 
     torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/network.py          the link between two machines
 
-Ping-pong between ranks 0 and 1 by gloo: latency is half the median round trip of 4 bytes, bandwidth what the median
-round trip of 16 MiB adds to it. Both directions at once then show whether they share the link. Rank 0 prints.
+Ping-pong between ranks 0 and 1 by gloo: latency is half a round trip of 4 bytes, bandwidth what a round trip of 16 MiB
+adds to it. Both directions at once then show whether they share the link. Each is the tenth percentile of many, so that
+other work on the machine counts little. Rank 0 prints.
 """
 
 import os
@@ -40,9 +41,9 @@ def measure(rank: int, address: str, world_size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     if rank < 2:
-        small = median_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
-        large = median_seconds(lambda: ping_pong(rank, LARGE), LARGE_ROUNDS) / 2
-        both = median_seconds(lambda: exchange(rank, LARGE), LARGE_ROUNDS)
+        small = usual_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
+        large = usual_seconds(lambda: ping_pong(rank, LARGE), LARGE_ROUNDS) / 2
+        both = usual_seconds(lambda: exchange(rank, LARGE), LARGE_ROUNDS)
         if rank == 0:
             report(small, LARGE / (large - small), both / large, world_size)
     dist.barrier()
@@ -67,7 +68,7 @@ def exchange(rank: int, num_bytes: int) -> None:
         request.wait()
 
 
-def median_seconds(run: Callable[[], None], rounds: int) -> float:
+def usual_seconds(run: Callable[[], None], rounds: int) -> float:
     for _ in range(WARM_UP):
         run()
     seconds = []
@@ -75,7 +76,7 @@ def median_seconds(run: Callable[[], None], rounds: int) -> float:
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.quantiles(seconds, n=10)[0]
 
 
 def report(latency: float, bandwidth: float, slowdown: float, world_size: int) -> None:

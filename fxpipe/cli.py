@@ -75,7 +75,7 @@ def compile_command(
     ] = None,
 ) -> None:
     """Compile MODEL; print its plan and schedule, and leave every rank's graph in the dump folder."""
-    planned_for = {"cluster": cluster, "cost_model": device_model}
+    planned_for: dict[str, Any] = {"cluster": cluster, "cost_model": device_model}
     program, _ = _compile(model, world_size, batch_size, microbatches, stages, schedule, **planned_for)
     if dump is None:
         _print_text("plan", str(program.plan))
@@ -134,7 +134,7 @@ def _compile(
     microbatches: int | None,
     stages: int | None,
     schedule: str,
-    **planned_for: str | None,
+    **planned_for: Any,
 ) -> tuple[Any, Any]:
     """The program, and the example inputs it was compiled for."""
     import fxpipe

@@ -60,8 +60,8 @@ LINKS = {
         _link("PCIe-3", 15.75, 15.0),
         _link("PCIe-4", 31.5, 15.0),
         _link("PCIe-5", 63.0, 15.0),
-        # Processes of one machine over loopback: `benchmarks/network.py` on two shared cores of a server gave
-        # 0.9 GB/s at large messages and 0.15 ms. One memory bus for all.
+        # Processes of one machine over loopback: `benchmarks/network.py` on two busy cores of a server gave 0.4 to
+        # 0.9 GB/s and 0.11 to 0.16 ms; opposite messages at once took twice as long or more, so one bus for all.
         _link("loopback", 1.1, 150.0, shared=True),
     )
 }
