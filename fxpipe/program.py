@@ -187,6 +187,12 @@ class Program:
 
         return write_trace(self.simulate(), path)
 
+    def report(self, path: str | Path, memory_limit_bytes: int | None = None) -> Path:
+        """Write the predicted step as one HTML page: timeline, load, memory, blocks, traffic, plan."""
+        from fxpipe.report import write_report
+
+        return write_report(self, path, memory_limit_bytes=memory_limit_bytes)
+
     def __str__(self) -> str:
         traffic = self.traffic()
         moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic.kinds.items() if size)

@@ -1,0 +1,85 @@
+"""The report: one HTML page that needs no network, for people who look at a plan before they run it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpipe import figures
+from fxpipe.block_graph import human_bytes
+from fxpipe.errors import CompileError
+from fxpipe.timeline import Timeline, human_seconds
+
+if TYPE_CHECKING:
+    from fxpipe.program import Program
+
+TEMPLATE = Path(__file__).parent / "templates" / "report.html"
+
+
+def write_report(
+    program: "Program", path: str | Path, timeline: Timeline | None = None, memory_limit_bytes: int | None = None
+) -> Path:
+    """Write the page; the file that was written.
+
+    Args:
+        timeline: what to draw; the prediction where left out.
+        memory_limit_bytes: of one rank, drawn beside its memory.
+
+    Raises:
+        CompileError: plotly or Jinja2 is missing.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise CompileError(f"reports need {error.name}: pip install 'fxpipe[report]'") from error
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    template = Environment(undefined=StrictUndefined, autoescape=True).from_string(TEMPLATE.read_text())
+    timeline = timeline or program.simulate()
+    page = template.render(plotly=get_plotlyjs(), **page_data(program, timeline, memory_limit_bytes))
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def page_data(program: "Program", timeline: Timeline, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """What the template shows: texts, and figures as JSON that is safe inside a script element."""
+    relayed = figures.relayed_bytes(program.plan)
+    drawn = {
+        "timeline": figures.timeline_figure(timeline),
+        "load": figures.load_figure(timeline),
+        "blocks": figures.blocks_figure(program.plan),
+        "traffic": figures.traffic_figure(program.traffic(), relayed),
+    }
+    if timeline.memory:
+        drawn["memory"] = figures.memory_figure(timeline, memory_limit_bytes)
+    return {
+        "title": type(program.model).__name__,
+        "tiles": _tiles(program, timeline, sum(relayed.values()), memory_limit_bytes),
+        "figures": json.dumps(drawn).replace("</", "<\\/"),
+        "names": list(drawn),
+        "plan": "\n".join(line for line in str(program.plan).splitlines() if not line.startswith("  note: ")),
+        "notes": list(program.plan.notes),
+        "schedule": program.schedule.text(),
+    }
+
+
+def _tiles(program: "Program", timeline: Timeline, relayed: int, limit: int | None) -> list[tuple[str, str, str]]:
+    """(name, number, what to compare it with)."""
+    traffic = program.traffic().total_bytes
+    saved = f"{1 - traffic / relayed:.0%} less than a line with relayed skips" if relayed > traffic else ""
+    spread = ""
+    if timeline.spread:
+        low, high = human_seconds(timeline.spread[0]), human_seconds(timeline.spread[-1])
+        spread = f"{low} to {high} with block times off by up to 10 %"
+    tiles = [
+        ("step", human_seconds(timeline.makespan_seconds), spread),
+        ("bubbles", f"{timeline.bubble_ratio:.1%}", f"of {timeline.num_ranks} ranks' time"),
+        ("traffic", human_bytes(traffic), saved),
+    ]
+    if timeline.memory:
+        peak = max(timeline.peak_bytes)
+        against = f"on rank {timeline.peak_bytes.index(peak)}"
+        if limit is not None:
+            against += f", {'over' if peak > limit else 'within'} the limit of {human_bytes(limit)}"
+        tiles.append(("peak memory", human_bytes(peak), against))
+    return tiles
