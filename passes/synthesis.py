@@ -21,7 +21,7 @@ from passes.problem import Problem, fits
 from passes.schedule import POLICIES, make_schedule
 
 _CLOSED = 1e-5  # a gap that is rounding
-_EXACT_OPERATIONS = 512  # the full model's size
+_EXACT_OPERATIONS = 256  # the full model's size: above, windows do more with the same time
 _RULE_SECONDS_PER_OPERATION = 15e-6  # of one list schedule, measured
 
 
@@ -142,7 +142,7 @@ def _solved(problem: Problem, shop: JobShop, best: _Found, budget_seconds: float
     )
     left = budget_seconds - spent * SECONDS_PER_PROVING_SECOND
     exact = len(shop) <= _EXACT_OPERATIONS
-    found = improve(shop, orders, limit=left * (0.6 if exact else 1.0), seed=seed, bound_ticks=bound)
+    found = improve(shop, orders, limit=left * (0.7 if exact else 1.0), seed=seed, bound_ticks=bound)
     method = "window search" if found.ticks < known else best.method
     limit = (left - found.spent) / SECONDS_PER_PROVING_SECOND
     if exact and found.ticks > bound and limit > 0:
