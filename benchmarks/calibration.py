@@ -25,8 +25,8 @@ from cost_models.devices import device
 from cost_models.flops import node_costs
 from cost_models.roofline import Roofline
 from fxpipe.capture import capture
+from fxpipe.capture.inputs import describe
 from fxpipe.costs import NodeCost
-from fxpipe.inputs import describe
 from passes.blocks import analyse
 
 PUBLISHED = {8: 0.38, 16: 0.41, 32: 0.43, 64: 0.44}

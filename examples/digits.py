@@ -23,7 +23,7 @@ from sklearn.svm import SVC
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.randomness import SeededDraws
+from fxpipe.capture.randomness import SeededDraws
 
 NUM_TIMESTEPS = 200
 BETAS = torch.linspace(1e-4, 0.06, NUM_TIMESTEPS)  # variance of the noise that each timestep adds

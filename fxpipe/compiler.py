@@ -10,11 +10,11 @@ from cost_models.flops import node_costs
 from fxpipe.block_graph import Block, Component
 from fxpipe.block_graph_check import require as require_block_graph
 from fxpipe.capture import capture
+from fxpipe.capture.inputs import describe
 from fxpipe.cluster import Cluster
 from fxpipe.costing import given_cost_model
 from fxpipe.costs import CostModel, node_seconds
 from fxpipe.errors import CompileError
-from fxpipe.inputs import describe
 from fxpipe.options import check_counts, given_cluster, given_device, given_schedule, microbatch_sizes, training_step
 from fxpipe.prediction import Costing
 from fxpipe.program import Plan, Program
@@ -27,10 +27,10 @@ from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
-from passes.lower import lower
+from passes.lowering import lower
+from passes.lowering.trace import Traced, trace
 from passes.place import BlockTimes, Request, place, stage_seconds
 from passes.schedule import make_schedule
-from passes.trace import Traced, trace
 
 Observe = Callable[[str, Any], None]
 _MIN_BLOCKS, _BLOCKS_PER_STAGE = 24, 4  # fine enough to balance, coarse enough to read

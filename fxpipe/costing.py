@@ -18,16 +18,16 @@ from cost_models import devices, profiled
 from cost_models.flops import node_costs
 from fxpipe.block_graph import Block, BlockGraph, Component
 from fxpipe.capture import Capture, capture
+from fxpipe.capture.inputs import describe
 from fxpipe.costs import CostModel, NodeCost, evaluate, node_seconds, total_cost
 from fxpipe.errors import CompileError
-from fxpipe.inputs import describe
 from fxpipe.options import training_step
 from fxpipe.rank_program import nest
 from fxpipe.staged import Staged
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
-from passes.stage_graphs import StageGraphs, Value
-from passes.trace import trace
+from passes.lowering.stage_graphs import StageGraphs, Value
+from passes.lowering.trace import trace
 
 
 def given_cost_model(given: CostModel | str) -> CostModel:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.inputs import Batch, call_of
 from fxpipe.errors import RunError
-from fxpipe.inputs import Batch, call_of
 from fxpipe.observe import Observe, Observed
 from fxpipe.rank_program import RankProgram
 from fxpipe.step import StepPlan

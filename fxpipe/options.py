@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fxpipe.backbones import PredictionStep, is_backbone
+from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from fxpipe.inputs import call_of
 from fxpipe.schedule import Schedule
 
 

@@ -137,11 +137,9 @@ class Program:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         return LocalEngine(self.step, self.state, seed, self._shown, observe)
 
-    def engine(
-        self, device: str | torch.device | None = None, seed: int = 0, observe: Observe | None = None
-    ) -> Engine:
+    def engine(self, device: str | torch.device | None = None, seed: int = 0, observe: Observe | None = None) -> Engine:
         """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA); `observe` sees its events."""
-        from fxpipe.transport_distributed import DistributedTransport
+        from fxpipe.transport.distributed import DistributedTransport
 
         transport = DistributedTransport.from_environment(device=device)
         if transport.world_size != self.world_size:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CompileError
-from fxpipe.inputs import InputSpec
-from fxpipe.randomness import Draw
 from fxpipe.rank_program import Message, RankProgram
 from fxpipe.schedule import Schedule
 

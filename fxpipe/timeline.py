@@ -1,8 +1,8 @@
 """Timelines: what every rank does when, predicted by the simulator or recorded from a run, in the same terms.
 
-    rank 0  |0F0 |0F1 |wait|0B0   |0B1   |          an action's event lasts from its begin to the next action's,
-    rank 1       |wait|1F0 |1B0   |...              waits inside it are events of their own
-    0 -> 1       |main h[0]|main h[1]|              a transfer lasts from its send to its arrival
+rank 0  |0F0 |0F1 |wait|0B0   |0B1   |          an action's event lasts from its begin to the next action's,
+rank 1       |wait|1F0 |1B0   |...              waits inside it are events of their own
+0 -> 1       |main h[0]|main h[1]|              a transfer lasts from its send to its arrival
 """
 
 from collections.abc import Mapping

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxpipe import private
 from fxpipe.capture import loss_of
+from fxpipe.capture.randomness import PlainRandomCalls, SeededDraws
 from fxpipe.errors import CompileError
-from fxpipe.randomness import PlainRandomCalls, SeededDraws
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}

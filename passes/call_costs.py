@@ -1,7 +1,7 @@
 """The cost of every graph that rank programs call, from the costs of the captured nodes.
 
-    stage_1 = [conv, silu | linear]      stage_1_forward    {block 4: (conv, silu), block 5: (linear,)}
-                                   ->    stage_1_backward   the same nodes, counted backward
+stage_1 = [conv, silu | linear]      stage_1_forward    {block 4: (conv, silu), block 5: (linear,)}
+                               ->    stage_1_backward   the same nodes, counted backward
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from fxpipe.block_graph import BlockGraph
 from fxpipe.call_costs import PARTS, CallCost
 from fxpipe.costs import NodeCost
-from passes.lower import graph_name
-from passes.messages import Layout
-from passes.rank_writer import Sources
-from passes.units import Unit
+from passes.lowering import graph_name
+from passes.lowering.messages import Layout
+from passes.lowering.rank_writer import Sources
+from passes.lowering.units import Unit
 
 
 def call_costs(

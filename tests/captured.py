@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture import Capture, capture
-from fxpipe.inputs import describe
+from fxpipe.capture.inputs import describe
 from tests.models import ZOO
 
 

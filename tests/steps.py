@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.inputs import call_of
+from fxpipe.capture.inputs import call_of
 from fxpipe.program import Program
 
 Middle = Callable[["Step", Tensor, Tensor], Tensor]

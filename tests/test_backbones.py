@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.backbones import PredictionStep, example_inputs, is_backbone
 from fxpipe.capture import capture
+from fxpipe.capture.inputs import describe
 from fxpipe.errors import CompileError
-from fxpipe.inputs import describe
 from tests.models import CONFIGS, PEER_CASES, ZOO, backbone
 from tests.tiny_backbones import VALUE_DEPENDENT
 

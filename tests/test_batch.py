@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxpipe.capture import Capture, capture
+from fxpipe.capture.inputs import describe
 from fxpipe.errors import CompileError
-from fxpipe.inputs import describe
 from fxpipe.sizes import concrete
 from passes.batch import BatchPlan, analyse
 from passes.batch.layout import Layout

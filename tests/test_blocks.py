@@ -16,7 +16,7 @@ from fxpipe.block_graph_check import check, require
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from passes.blocks import analyse, cheapest_cuts
-from passes.paths import label, parts
+from passes.blocks.paths import label, parts
 from tests.captured import captured, work, zoo
 from tests.models import PEER_CASES
 

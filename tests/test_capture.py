@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture import Capture, capture
+from fxpipe.capture.inputs import call_of, describe
 from fxpipe.errors import CaptureError, CompileError
-from fxpipe.inputs import call_of, describe
 from fxpipe.verification import compare
 from tests.steps import Middle, Step, batch, exact
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.inputs import call_of
+from fxpipe.capture.inputs import call_of
 from tests.distributed import run_processes, start_processes, start_torchrun
 from tests.models import PEER_CASES, ZOO
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.inputs import call_of
+from fxpipe.capture.inputs import call_of
 from tests.models import PEER_CASES, ZOO
 
 # (schedule, ranks, micro-batches of 5 samples): every schedule, 1 to 8 ranks, even and uneven micro-batches.

@@ -14,8 +14,8 @@ from cost_models.devices import device
 from cost_models.flops import graph_cost, node_costs
 from fxpipe.backbones import PredictionStep, example_inputs
 from fxpipe.capture import capture
+from fxpipe.capture.inputs import describe
 from fxpipe.costs import total_cost
-from fxpipe.inputs import describe
 from tests.models import CONFIGS
 
 aten = torch.ops.aten

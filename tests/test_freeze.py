@@ -11,7 +11,7 @@ from fxpipe.block_graph_check import require
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from passes.blocks import analyse
-from passes.freeze import Freeze, freeze
+from passes.blocks.freeze import Freeze, freeze
 from tests.captured import captured, zoo
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture import capture
+from fxpipe.capture.inputs import describe
 from fxpipe.errors import CaptureError
-from fxpipe.inputs import describe
 from tests.steps import Middle, Step, batch, exact
 
 

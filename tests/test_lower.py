@@ -15,8 +15,8 @@ from fxpipe.errors import CompileError
 from fxpipe.program import Program
 from fxpipe.program_check import check_programs, require_programs
 from fxpipe.rank_program import Message, RankProgram, nest
-from passes.stage_graphs import StageGraphs
-from passes.units import at_batch
+from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.units import at_batch
 from tests.strategies import Layer, RandomStep, StepSpec
 from tests.unet import TinyUNet
 

@@ -34,7 +34,10 @@ class Silent(nn.Linear):
         ({"schedule": 7}, r"schedule must be a name, a schedule's text or a Schedule, got int"),
         ({"schedule": "rank 0: 0F0 0Q0"}, r"'0Q0' on rank 0 is no action"),
         ({"schedule": "rank 0: 0F0 0B0"}, r"the schedule has 1 ranks, world_size is 2"),
-        ({"schedule": "rank 0: 0F0 0B0\nrank 1: 1F0 1B0", "microbatches": 2}, r"microbatches=2, but the schedule has 1"),
+        (
+            {"schedule": "rank 0: 0F0 0B0\nrank 1: 1F0 1B0", "microbatches": 2},
+            r"microbatches=2, but the schedule has 1",
+        ),
         ({"device": "tpu9"}, r"device 'tpu9' is no torch device"),
         ({"device": "meta"}, r"device 'meta' is not supported; use 'cpu' or 'cuda'"),
         ({"cost_model": "abacus"}, r"abacus"),

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CaptureError
-from fxpipe.randomness import SeededDraws
 from tests.steps import Middle, Step, batch, exact
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import RunError
 from fxpipe.transport import Transport, run_ranks
-from fxpipe.transport_distributed import DistributedTransport
+from fxpipe.transport.distributed import DistributedTransport
 from tests.distributed import run_processes, start_processes, start_torchrun
 
 CPU = torch.device("cpu")

@@ -18,13 +18,14 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe import functionalise, private
-from fxpipe.attention import expand_attention_dropout
-from fxpipe.draws import hoist_draws, passes_through
+from fxpipe import private
+from fxpipe.capture import functionalise
+from fxpipe.capture.attention import expand_attention_dropout
+from fxpipe.capture.draws import hoist_draws, passes_through
+from fxpipe.capture.export import Exported, export_step
+from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CaptureError
-from fxpipe.export import Exported, export_step
-from fxpipe.inputs import InputSpec
-from fxpipe.randomness import Draw
 from fxpipe.sizes import expression
 
 

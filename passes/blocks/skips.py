@@ -17,7 +17,7 @@ from torch import fx
 from fxpipe.block_graph import Block, Component, Edge, Kind, Owner, crossing, is_size, tensor_bytes
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
-from passes.paths import parts
+from passes.blocks.paths import parts
 
 _SMALL_MODULE = 1 / 3  # of the backbone's time
 _PLACE = 2  # readers up to this many blocks apart are one place

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.mailboxes import Mailboxes, Message
+from fxpipe.transport.mailboxes import Mailboxes, Message
 
 T = TypeVar("T")
 Channel = tuple[int, int]  # (source rank, destination rank)

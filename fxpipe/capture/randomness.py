@@ -111,7 +111,7 @@ def is_random(func: Any, args: Any) -> bool:
     name = func.overloadpacket.__name__
     if name in DROPOUTS:
         return 0.0 < float(args[1]) < 1.0 and bool(args[2])
-    # Attention draws only to drop weights, which `fxpipe.attention` writes out.
+    # Attention draws only to drop weights, which `fxpipe.capture.attention` writes out.
     return "scaled_dot_product" not in name
 
 

@@ -11,10 +11,10 @@ from fxpipe.schedule import Schedule, Work
 from fxpipe.sizes import concrete
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
-from passes.messages import Graphs, Layout
-from passes.rank_writer import BatchSlice, Sources
-from passes.stage_graphs import StageGraphs, Value, state_name, trace_stage
-from passes.units import STATE_KINDS, Unit, make_units, whole_batch_unit
+from passes.lowering.messages import Graphs, Layout
+from passes.lowering.rank_writer import BatchSlice, Sources
+from passes.lowering.stage_graphs import StageGraphs, Value, state_name, trace_stage
+from passes.lowering.units import STATE_KINDS, Unit, make_units, whole_batch_unit
 
 
 @dataclass(frozen=True)

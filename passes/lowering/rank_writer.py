@@ -17,8 +17,8 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action
-from passes.messages import Layout
-from passes.stage_graphs import StageGraphs, Value
+from passes.lowering.messages import Layout
+from passes.lowering.stage_graphs import StageGraphs, Value
 
 
 @dataclass(frozen=True)

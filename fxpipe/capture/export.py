@@ -18,11 +18,11 @@ import torch
 from torch import fx, nn
 
 from fxpipe import private
+from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.randomness import PlainRandomCalls
+from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
-from fxpipe.inputs import InputSpec, Leaf
-from fxpipe.randomness import PlainRandomCalls
 from fxpipe.sizes import concrete, is_symbolic
-from fxpipe.watch import buffers_kept, watched
 
 _TORCH = str(Path(torch.__file__).parent)
 LossOf = Callable[[Any], torch.Tensor]

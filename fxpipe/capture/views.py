@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe import private
-from fxpipe.draws import passes_through
+from fxpipe.capture.draws import passes_through
 
 aten = torch.ops.aten
 # Operations that return a view where one is possible, else a copy.

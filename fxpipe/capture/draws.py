@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from fxpipe import private
+from fxpipe.capture.randomness import DROPOUTS, Draw, is_random
 from fxpipe.errors import CaptureError
-from fxpipe.randomness import DROPOUTS, Draw, is_random
 from fxpipe.sizes import concrete
 
 # Random operations whose result depends on a tensor argument's shape and type only, not on its values.

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from fxpipe import private
+from fxpipe.capture.views import inverse, shape_nodes, shows
 from fxpipe.errors import CaptureError
-from fxpipe.views import inverse, shape_nodes, shows
 
 aten = torch.ops.aten
 # In-place operations whose functional form has another name; what only changes a tensor's storage has none.

@@ -20,11 +20,11 @@ from torch import fx
 from fxpipe.block_graph import Block, BlockGraph, is_size, tensor_bytes
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
-from passes.adopt import adopt
-from passes.freeze import Freeze, components, freeze
-from passes.line import line
-from passes.paths import common, label, parts
-from passes.skips import edges
+from passes.blocks.adopt import adopt
+from passes.blocks.freeze import Freeze, components, freeze
+from passes.blocks.line import line
+from passes.blocks.paths import common, label, parts
+from passes.blocks.skips import edges
 
 _DEEPER = 4.0  # what a cut costs one module deeper
 _SLACK = 0.2  # a block may exceed its share by this much, rather than leave a crumb beside it

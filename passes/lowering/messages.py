@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action, Schedule
-from passes.stage_graphs import StageGraphs, Value
+from passes.lowering.stage_graphs import StageGraphs, Value
 
 Graphs = Mapping[tuple[str, int], Mapping[int, StageGraphs]]
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import ops, private
 from fxpipe.capture import Capture
-from passes.units import Unit, at_batch
+from passes.lowering.units import Unit, at_batch
 
 aten = torch.ops.aten
 

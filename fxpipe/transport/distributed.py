@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.transport import Channel, Pending, describe, num_bytes
-from fxpipe.watchdog import Watchdog
+from fxpipe.transport.watchdog import Watchdog
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from fxpipe.block_graph import Component, is_size
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from fxpipe.sizes import concrete
-from passes.paths import common, label, parts
+from passes.blocks.paths import common, label, parts
 
 _PRODUCTS = ("linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot")
 _PRODUCT_PREFIXES = ("conv", "scaled_dot_product", "_scaled_dot_product", "fft_")
