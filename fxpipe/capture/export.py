@@ -27,7 +27,7 @@ from fxpipe.sizes import concrete, is_symbolic
 _TORCH = str(Path(torch.__file__).parent)
 LossOf = Callable[[Any], torch.Tensor]
 Trace = Callable[..., torch.export.ExportedProgram]
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
