@@ -62,7 +62,8 @@ class _Parameters:
         yield from self.parameters_by_name.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        yield from self.parameters_by_name.values()
+        """For an optimizer: never empty, since optimizers refuse that; a rank without any gives one of size zero."""
+        yield from self.parameters_by_name.values() or [nn.Parameter(torch.empty(0))]
 
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():

@@ -79,3 +79,19 @@ def test_what_is_no_module_is_refused() -> None:
 def test_microbatch_sizes(batch_size: int, microbatches: int | None, world_size: int, sizes: tuple[int, ...]) -> None:
     assert microbatch_sizes(batch_size, microbatches, world_size, "auto") == sizes
     assert sum(sizes) == batch_size
+
+
+class Detached(nn.Module):
+    """Nothing to train: the loss is cut off from the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).detach().square().mean()
+
+
+def test_a_loss_without_gradient_is_refused() -> None:
+    with pytest.raises(fxpipe.CompileError, match="nothing to train"):
+        fxpipe.compile(Detached(), 2, example_inputs=(torch.randn(4, 4),))
