@@ -1,31 +1,44 @@
-"""What the graphs that rank programs call cost, block by block, and the seconds a cost model makes of it."""
+"""What the graphs that rank programs call are made of, block by block, and the seconds a cost model makes of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
 
-from fxpipe.costs import CostModel, NodeCost
+from fxpipe.costs import CostModel, NodeCost, Seconds
 
 PARTS = ("forward", "backward", "backward_input", "backward_weight")
+
+Block = int | str | None
+"""A block's index or a component's name; None for nodes that any unit computes for itself."""
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """One graph: which part of a unit (one of PARTS), for how many samples, and the cost of its nodes by block.
-
-    A block's key is its index or a component's name; None holds the nodes that any unit computes for itself.
-    """
+    """One graph: which part of a unit (one of PARTS), for how many samples, and the captured nodes of each block."""
 
     part: str
     num_samples: int
-    blocks: Mapping[int | str | None, tuple[NodeCost, ...]]
+    blocks: Mapping[Block, tuple[str, ...]]
 
-    def seconds(self, model: CostModel) -> dict[int | str | None, float]:
-        """Seconds of each block in this graph."""
+    def seconds(self, model: CostModel, costs: Mapping[str, NodeCost], of_nodes: Seconds) -> dict[Block, float]:
+        """Seconds of each block in this graph; `costs` and `of_nodes` are by node, the latter at `num_samples`."""
         assert self.part in PARTS, self.part
-        of_node = getattr(model, f"{self.part}_seconds")
-        return {key: sum(of_node(cost, self.num_samples) for cost in costs) for key, costs in self.blocks.items()}
+        whole = of_nodes.forward if self.part == "forward" else of_nodes.backward
+
+        def of_node(name: str) -> float:
+            if self.part in ("forward", "backward"):
+                return whole[name]
+            return whole[name] * self._share(model, costs[name])
+
+        return {block: sum(map(of_node, nodes)) for block, nodes in self.blocks.items()}
+
+    def _share(self, model: CostModel, cost: NodeCost) -> float:
+        """The part of a node's backward that is its input's, or its weights', gradient."""
+        inputs = model.backward_input_seconds(cost, self.num_samples)
+        weights = model.backward_weight_seconds(cost, self.num_samples)
+        of_inputs = inputs / (inputs + weights) if inputs + weights else 1.0
+        return of_inputs if self.part == "backward_input" else 1.0 - of_inputs
 
 
 def moving_seconds(model: CostModel, bytes_read: int, bytes_written: int) -> float:

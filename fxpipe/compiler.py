@@ -133,7 +133,7 @@ def compile(
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
     step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, where)
-    costing = Costing(call_costs(layout, traced.sources, costs, graph), seconds_of, network)
+    costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
     return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fxpipe.call_costs import CallCost
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
-from fxpipe.costs import CostModel
+from fxpipe.costs import CostModel, NodeCost, node_seconds
 from fxpipe.memory import Times, graphs_memory, rank_memory
 from fxpipe.simulation import Transfer, noisy_makespans, program_ops, walk
 from fxpipe.sizes import concrete
@@ -18,16 +18,20 @@ NUM_NOISY_RUNS, NOISE_SEED = 20, 0
 
 @dataclass(frozen=True)
 class Costing:
-    """What a prediction needs beside the programs: the cost of every graph they call, a device and a network."""
+    """What a prediction needs beside the programs: the graphs they call, the cost of every captured node, a device and
+    a network."""
 
     calls: Mapping[str, CallCost]
+    costs: Mapping[str, NodeCost]
     model: CostModel
     cluster: Cluster
 
 
 def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:
     """The timeline of one step, with memory and the spread under noise."""
-    blocks = {name: cost.seconds(costing.model) for name, cost in costing.calls.items()}
+    model, sizes = costing.model, {call.num_samples for call in costing.calls.values()}
+    of_nodes = {size: node_seconds(model, capture.graph, costing.costs, size) for size in sizes}
+    blocks = {n: call.seconds(model, costing.costs, of_nodes[call.num_samples]) for n, call in costing.calls.items()}
     seconds = {name: sum(times.values()) for name, times in blocks.items()}
     op_lists = program_ops(step.programs, step.messages, costing.model)
     transfer = _transfer(costing.cluster)

@@ -95,12 +95,12 @@ def measured_peaks(program: fxpipe.Program, batch: dict[str, Tensor], monkeypatc
         transport: Transport,
         random: Callable[[int], Tensor],
         tensors: Mapping[str, Tensor],
-        **options: Any,
+        *options: Any,
     ) -> Any:
         with LiveBytes() as live:
             live.see([program.state[name] for name in of_rank.state])
             live.see([tensors[name] for name in of_rank.inputs])
-            result = original(module, of_rank, OwnBuffers(transport), random, tensors, **options)
+            result = original(module, of_rank, OwnBuffers(transport), random, tensors, *options)
         found[of_rank.rank] = live.peak
         return result
 

@@ -1,12 +1,15 @@
 """The simulator: small machines by hand, and predictions that have the actions and bytes of their programs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import fxpipe
 from fxpipe.cluster import Cluster, Level
+from fxpipe.costs import NodeCost, Seconds, node_seconds
 from fxpipe.links import Link
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action
@@ -124,7 +127,8 @@ class Doubled:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: 2 * getattr(self._inner, name)(*args)
+        of_node = getattr(self._inner, name)
+        return lambda *args: 2 * of_node(*args)
 
 
 def test_time_follows_the_cost_model_and_the_cluster(program: fxpipe.Program) -> None:
@@ -135,6 +139,35 @@ def test_time_follows_the_cost_model_and_the_cluster(program: fxpipe.Program) ->
     slower_network = program.simulate(cluster=equal_links(1e6, 1e-4))
     assert slower_network.makespan_seconds > base.makespan_seconds
     assert slower_network.busy_seconds == pytest.approx(base.busy_seconds)
+
+
+class Measured(Doubled):
+    """A cost model that knows its graph: a second per node, whatever it costs."""
+
+    def node_seconds(self, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
+        assert set(costs) <= {node.name for node in graph.nodes}
+        return Seconds(dict.fromkeys(costs, 1.0), dict.fromkeys(costs, 2.0))
+
+
+def test_measured_nodes_are_taken_as_measured(program: fxpipe.Program) -> None:
+    model: Any = Measured(program.costing.model)
+    calls = program.costing.calls
+    num_nodes = {name: sum(map(len, call.blocks.values())) for name, call in calls.items()}
+    forward = [e for e in program.simulate(model, equal_links(1e18, 0.0)).actions if e.kind == "T"]
+    assert forward
+    for event in forward:
+        name = next(name for name in calls if name.startswith("frozen_0_forward"))
+        assert event.seconds == pytest.approx(num_nodes[name], rel=1e-3)
+
+
+def test_a_split_backward_takes_what_the_whole_one_does(program: fxpipe.Program) -> None:
+    model, costs = program.costing.model, program.costing.costs
+    for name, call in program.costing.calls.items():
+        if call.part == "backward_input":
+            of_nodes = node_seconds(model, program.capture.graph, costs, call.num_samples)
+            parts = [program.costing.calls[name.replace("_input", part)] for part in ("_input", "_weight", "")]
+            inputs, weights, whole = (sum(p.seconds(model, costs, of_nodes).values()) for p in parts)
+            assert inputs + weights == pytest.approx(whole)
 
 
 def test_a_peak_is_the_sum_of_its_parts() -> None:
