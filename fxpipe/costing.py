@@ -26,8 +26,9 @@ from fxpipe.rank_program import nest
 from fxpipe.staged import Staged
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
-from passes.lowering.stage_graphs import StageGraphs, Value
+from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.trace import trace
+from passes.lowering.units import Value
 
 
 def given_cost_model(given: CostModel | str) -> CostModel:

@@ -1,7 +1,7 @@
 """What every graph that rank programs call is made of, to be priced by a cost model.
 
-    stage_1 = [conv, silu | linear]      stage_1_forward    {block 4: (conv, silu), block 5: (linear,)}
-                                   ->    stage_1_backward   the same nodes, counted backward
+stage_1 = [conv, silu | linear]      stage_1_forward    {block 4: (conv, silu), block 5: (linear,)}
+                               ->    stage_1_backward   the same nodes, counted backward
 """
 
 from fxpipe.block_graph import BlockGraph

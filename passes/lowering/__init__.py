@@ -20,7 +20,8 @@ from fxpipe.rank_program import Message, RankProgram
 from fxpipe.schedule import Action
 from passes.lowering.messages import Layout, TiedGradient, gradient_ranks, plan_messages
 from passes.lowering.rank_writer import RankWriter, Sources, name_at, shape_only
-from passes.lowering.stage_graphs import StageGraphs, Value
+from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.units import Value
 
 PREFETCH = 1  # actions ahead of its use that a receive is posted
 

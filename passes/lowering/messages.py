@@ -13,7 +13,8 @@ from functools import cached_property
 
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action, Schedule
-from passes.lowering.stage_graphs import StageGraphs, Value
+from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.units import Value
 
 Graphs = Mapping[tuple[str, int], Mapping[int, StageGraphs]]
 

@@ -18,7 +18,8 @@ from fxpipe import ops
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action
 from passes.lowering.messages import Layout
-from passes.lowering.stage_graphs import StageGraphs, Value
+from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.units import Value
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from fxpipe.staged import Staged
 from passes.batch import BatchPlan
 from passes.lowering.messages import Graphs, Layout
 from passes.lowering.rank_writer import BatchSlice, Sources
-from passes.lowering.stage_graphs import StageGraphs, Value, state_name, trace_stage
-from passes.lowering.units import STATE_KINDS, Unit, make_units, whole_batch_unit
+from passes.lowering.stage_graphs import StageGraphs, state_name, trace_stage
+from passes.lowering.units import STATE_KINDS, Unit, Value, make_units, whole_batch_unit
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,20 @@ class Unit:
     returns: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Value:
+    """Shape, type and whether a gradient flows through one value on a unit's border."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether a node computes with sizes only: recomputed from the micro-batch size, never sent."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
