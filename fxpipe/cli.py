@@ -6,6 +6,7 @@ forward's arguments. Wrong input ends with one line on stderr and exit code 2.
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -28,10 +29,13 @@ class OneLineErrors(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Never:
         extra["standalone_mode"] = False
+        logging.disable(logging.CRITICAL)  # torch logs pages about what the one line says
         try:
             code = super().main(args, *rest, **extra)
         except (FxpipeError, typer.TyperException) as error:
             _fail(error.format_message() if isinstance(error, typer.TyperException) else str(error))
+        except OSError as error:
+            _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -90,7 +90,7 @@ def compile(
     # analyse: what may be cut into micro-batches; blocks, frozen components, the values between them
     wanted = microbatches if captured.batch else microbatches or 1
     sizes = microbatch_sizes(inputs.batch_size, wanted, world_size, asked)
-    batch = analyse_batch(captured)
+    batch = analyse_batch(captured, len(sizes))
     if not batch.divisible and len(sizes) > 1:
         raise CompileError(
             f"{captured.notes[0]}; it cannot be cut into {len(sizes)} micro-batches: pass microbatches=1"

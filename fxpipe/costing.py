@@ -153,7 +153,7 @@ def profile(
         raise CompileError(f"the graph holds for batches of {fixed} only; profile that size")
     num_blocks = len(step.graph.blocks)
     alone = Staged(tuple(range(num_blocks + 1)), (0,) * num_blocks, "1f1b", False, 1)
-    traced = trace(step.captured, analyse_batch(step.captured), step.graph, alone, sizes, device)
+    traced = trace(step.captured, analyse_batch(step.captured, 2), step.graph, alone, sizes, device)
     entries = []
     for part in step.parts:
         where = ("F", part.index) if isinstance(part, Block) else ("T", step.graph.components.index(part))

@@ -29,8 +29,8 @@ def slice_batch(
 
 
 def send(transport: Transport, value: torch.Tensor, dst: int, edge: int) -> None:
-    """Send a contiguous value to rank `dst`; never blocks."""
-    transport.send(value, dst, edge)
+    """Send a value to rank `dst`; never blocks. Traced contiguous, it may not be for kernels that choose strides."""
+    transport.send(value.contiguous(), dst, edge)
 
 
 def recv(transport: Transport, src: int, edge: int, shape: Sequence[int], dtype: torch.dtype, device: str) -> Pending:

@@ -41,6 +41,11 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_mutable(target: Any) -> bool:
+    """Whether an operation writes into an argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 def may_alias(target: Any) -> bool:
     """Whether an operation's result may share memory with an argument."""
     schema = getattr(target, "_schema", None)

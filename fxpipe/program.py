@@ -121,14 +121,31 @@ class Program:
         costing = replace(self.costing, model=cost_model or self.costing.model, cluster=network)
         return predict(self.step, self.capture, costing, optimizer_bytes)
 
-    def run_local(self, *args: Any, seed: int = 0, step: int = 0, **kwargs: Any) -> StepResult:
-        """One step of all ranks in this process; `.grad` stays as it is. Random draws are those of (seed, step)."""
+    def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
+        """One step of all ranks in this process; `.grad` stays as it is.
+
+        The keywords `seed` and `step` choose the random draws; both are 0 where left out, or where forward itself has
+        arguments of these names.
+        """
+        seed, step = self._draws(kwargs)
+        return self._run_local(args, kwargs, seed, step)
+
+    def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         engine = LocalEngine(self.step, self.state, seed, self._shown)
         return StepResult(*engine.run(self.step.bind(args, kwargs), step))
 
-    def verify(self, *args: Any, seed: int = 0, step: int = 0, **kwargs: Any) -> Verification:
-        """One step of all ranks in this process against the uncompiled model, with the same random draws."""
-        result = self.run_local(*args, seed=seed, step=step, **kwargs)
+    def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
+        own = self.step.inputs.signature.parameters
+        seed, step = (0 if name in own else kwargs.pop(name, 0) for name in ("seed", "step"))
+        return seed, step
+
+    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+        """One step of all ranks in this process against the uncompiled model, with the same random draws.
+
+        `seed` and `step` as in `run_local`.
+        """
+        seed, step = self._draws(kwargs)
+        result = self._run_local(args, kwargs, seed, step)
         loss, gradients, draws = reference_step(self.model, args, kwargs, seed, step, self.step.device)
         shown = {self._shown(name): g for name, g in gradients.items()}
         return compare(result.loss, result.gradients, (loss, shown, draws), len(self.capture.draws), self.tolerance)
@@ -147,7 +164,7 @@ class Program:
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
         return Engine(self.step, self.state, transport, seed, self._shown, observe)
 
-    @cached_property
+    @property
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters, buffers and lifted constants by the names the programs use."""
         named = {
@@ -160,7 +177,21 @@ class Program:
                 f"{len(meta)} tensors are on the meta device ({meta[0]}, ...): the program can be inspected, not run; "
                 "materialise the model (to_empty and load a state dict) and compile again to run it"
             )
+        self._require_unchanged(named)
         return named | {f"_constants.{name}": tensor for name, tensor in self.capture.constants.items()}
+
+    def _require_unchanged(self, named: Mapping[str, torch.Tensor]) -> None:
+        """The programs hold for the shapes, types and trained weights that were captured, and for no others."""
+        expected = {name: like for p in self.step.programs for name, like in p.state.items() if name in named}
+        for name, like in expected.items():
+            now = named[name]
+            trains = isinstance(now, nn.Parameter) and now.requires_grad
+            was = (tuple(like.shape), like.dtype, name in self.capture.trainable)
+            if (tuple(now.shape), now.dtype, trains) != was:
+                raise CompileError(
+                    f"{self._shown(name)} was {list(was[0])} {was[1]}, requires_grad={was[2]}, when compiled, "
+                    f"and is now {list(now.shape)} {now.dtype}, requires_grad={trains}; compile again"
+                )
 
     @cached_property
     def tolerance(self) -> float:

@@ -35,7 +35,7 @@ class StepPlan:
                 f"the batch has {size} samples, the program was compiled for {self.batch_size}; "
                 f"compile with batch_size={size}, or drop the loader's last incomplete batch"
             )
-        return {name: tensors[argument] for name, argument in self.input_names.items()}
+        return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}
 
     @property
     def channels(self) -> list[tuple[int, int]]:

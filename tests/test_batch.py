@@ -53,7 +53,7 @@ def captured(model: nn.Module, batch_size: int = 3) -> tuple[Capture, BatchPlan]
     example = model.example_inputs(batch_size)  # type: ignore[operator]
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     result = capture(model, *describe(model, args, kwargs, None))
-    return result, analyse(result)
+    return result, analyse(result, 2)
 
 
 def step_of(loss: str) -> nn.Module:
@@ -360,7 +360,7 @@ def test_only_the_whole_batch_evaluates_what_it_alone_needs() -> None:
 
 def test_a_capture_at_one_size_is_one_micro_batch() -> None:
     cap, _ = captured(step_of("scaled(m, x).mean()"))
-    plan = analyse(replace(cap, batch=()))
+    plan = analyse(replace(cap, batch=()), 2)
     assert not plan.divisible
     assert set(plan.layouts) == {n.name for n in cap.graph.nodes if n.op != "output"}
 

@@ -101,7 +101,7 @@ def disagree(what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("plan", "another plan than rank 0"), ("weights", "differs between ranks"), ("batch", "another first batch")],
+    [("plan", "another plan than rank 0"), ("weights", "differs between ranks"), ("batch", "another batch")],
 )
 def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
     for ended in start_processes(2, disagree, what, timeout_seconds=60):

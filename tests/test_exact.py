@@ -21,6 +21,10 @@ LAYOUTS = [
 ]
 
 
+# These compute in float32 on the way, whatever the type of their weights.
+FLOAT32_INSIDE = {"hunyuan_dit", "sdxl"}
+
+
 def _spread(cases: dict[str, object], offset: int) -> list[object]:
     """Each case with one layout, all layouts used."""
     return [
@@ -31,12 +35,14 @@ def _spread(cases: dict[str, object], offset: int) -> list[object]:
     ]
 
 
-def _check(model: torch.nn.Module, schedule: str, world_size: int, microbatches: int) -> fxpipe.Program:
+def _check(
+    model: torch.nn.Module, schedule: str, world_size: int, microbatches: int, bound: float = 1e-10
+) -> fxpipe.Program:
     program = fxpipe.compile(model, world_size, batch_size=5, microbatches=microbatches, schedule=schedule)
     args, kwargs = call_of(program.model.example_inputs(5))
     report = program.verify(*args, **kwargs)
-    assert report.loss_error <= 1e-10, report
-    assert report.max_grad_error <= 1e-10, report
+    assert report.ok, report
+    assert max(report.loss_error, report.max_grad_error) <= bound, report
     assert report.gradients, "a step without gradients proves nothing"
     if schedule == "wave" and program.plan.staged.collocated:
         assert program.traffic().kinds["skip"] == 0
@@ -46,7 +52,8 @@ def _check(model: torch.nn.Module, schedule: str, world_size: int, microbatches:
 @pytest.mark.parametrize(("name", "schedule", "world_size", "microbatches"), _spread(ZOO, 0))
 def test_zoo(name: str, schedule: str, world_size: int, microbatches: int) -> None:
     torch.manual_seed(0)
-    _check(ZOO[name](torch.float64), schedule, world_size, microbatches)
+    bound = 1e-5 if name in FLOAT32_INSIDE else 1e-10
+    _check(ZOO[name](torch.float64), schedule, world_size, microbatches, bound)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +78,54 @@ def test_gradients_equal_plain_autograd() -> None:
     assert result.gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(result.gradients[name], gradient, rtol=1e-10, atol=1e-14)
+
+
+class WritesInPlaceInside(torch.nn.Module):
+    """Circular padding and Fourier transforms: their formulas write in place, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular")
+        self.last = torch.nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h = torch.fft.irfft2(torch.fft.rfft2(h) * 0.5, s=h.shape[-2:])
+        return self.last(h.tanh()).square().mean()
+
+    def example_inputs(self, batch_size: int) -> tuple[torch.Tensor]:
+        generator = torch.Generator().manual_seed(batch_size)
+        return (torch.randn(batch_size, 2, 8, 8, dtype=torch.float64, generator=generator),)
+
+
+@pytest.mark.parametrize(("schedule", "world_size", "microbatches"), [("zero-bubble", 2, 3), ("gpipe", 3, 1)])
+def test_kernels_that_write_in_place(schedule: str, world_size: int, microbatches: int) -> None:
+    torch.manual_seed(0)
+    _check(WritesInPlaceInside().double(), schedule, world_size, microbatches)
+
+
+class AcrossSamples(torch.nn.Module):
+    """A loss that no micro-batches add up to, with an argument named as one of verify's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * step).square().mean().sqrt()
+
+
+def test_one_micro_batch_needs_no_independent_samples() -> None:
+    batch = {"x": torch.randn(5, 4).double(), "step": torch.randn(5, 1).double()}
+    program = fxpipe.compile(AcrossSamples().double(), 2, example_inputs=batch, microbatches=1)
+    assert program.verify(**batch).ok
+    with pytest.raises(fxpipe.CompileError, match="neither a mean nor a sum"):
+        fxpipe.compile(AcrossSamples().double(), 2, example_inputs=batch, microbatches=2)
+
+
+def test_a_model_changed_after_compiling_is_refused() -> None:
+    model = PEER_CASES["crossed_skips"](torch.float64)
+    program = fxpipe.compile(model, 2, batch_size=4)
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(fxpipe.CompileError, match=r"requires_grad=True, when compiled, and is now.*compile again"):
+        program.local_engine()

@@ -36,7 +36,7 @@ class BatchPlan:
     whole_batch  nodes to evaluate, with their ancestors, on the whole batch: no parameter is among these. Sizes among
                  the ancestors are functions of the batch (`fxpipe.sizes`), not of the tensors they were read from.
                  Micro-batches take the samples of the result that `layouts` names, or all of it.
-    divisible    False when the batch could be captured at one size only: there is one micro-batch
+    divisible    False when there is one micro-batch, as where the batch could be captured at one size only
     """
 
     layouts: Mapping[str, "Layout | tuple[Layout | None, ...] | None"]
@@ -45,15 +45,15 @@ class BatchPlan:
     divisible: bool = True
 
 
-def analyse(capture: Capture) -> BatchPlan:
-    """Prove that micro-batches of `capture` add up to its whole batch.
+def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
+    """Prove that micro-batches of `capture` add up to its whole batch; one micro-batch needs no proof.
 
     Rewrites its graph where that makes them add up (passes/rewrite.py); the whole batch's loss is the same.
 
     Raises:
         CompileError: an operation that depends on a parameter mixes samples, or has no rule here; names its module.
     """
-    if not capture.batch:
+    if not capture.batch or num_microbatches == 1:
         nodes = [n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")]
         return BatchPlan({n.name: _nothing(n) for n in nodes}, "mean", (), divisible=False)
     rewrite.prepare(capture.graph, depends_on_parameters(capture.graph.nodes))

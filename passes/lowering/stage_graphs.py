@@ -124,11 +124,24 @@ def _trace(capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value]
         state = [_fake_state(placeholders[name], device) for name in unit.state]
         values = [torch.empty(v.shape, dtype=v.dtype, device=device).requires_grad_(v.requires_grad) for v in reads]
     with mode:
-        graph = make_fx(flat)(state, values).graph
+        graph = _functional(make_fx(flat)(state, values), state, values)
     borders = tuple(
         Value(n, tuple(o.shape), o.dtype, o.requires_grad) for n, o in zip(unit.returns, returned, strict=True)
     )
     return Joint(prepare(graph, names, reads, parts), borders, tuple(weight_grads))
+
+
+def _functional(module: fx.GraphModule, state: list[torch.Tensor], values: list[torch.Tensor]) -> fx.Graph:
+    """The trace without in-place writes, which some kernels' formulas make (circular padding, Fourier transforms).
+
+    Cutting follows dataflow, and a write through a view is none.
+    """
+    if not any(private.is_mutable(node.target) for node in module.graph.nodes):
+        return module.graph
+    with torch.no_grad():
+        graph = make_fx(torch.func.functionalize(module))(state, values).graph
+    assert not any(private.is_mutable(node.target) for node in graph.nodes), "a stage graph writes in place"
+    return graph
 
 
 def state_name(capture: Capture, placeholder: str) -> str:
