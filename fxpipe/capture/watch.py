@@ -85,14 +85,24 @@ def _unchecked_distributions() -> Iterator[None]:
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Some models keep what they once computed, such as rotary factors; they must not keep the trace's fake tensors."""
+    """Some models keep what they once computed, such as rotary factors; they must not keep the trace's fake tensors.
+
+    Hooks that a first forward installs go with the attribute that says they are there, or the next would add them again.
+    """
     before = {module: dict(module.__dict__) for module in model.modules()}
+    hooks = {
+        module: {n: dict(v) for n, v in kept.items() if "_hooks" in n and isinstance(v, dict)}
+        for module, kept in before.items()
+    }
     try:
         yield
     finally:
         for module, attributes in before.items():
             module.__dict__.clear()
             module.__dict__.update(attributes)
+            for name, entries in hooks[module].items():
+                module.__dict__[name].clear()
+                module.__dict__[name].update(entries)
 
 
 @contextmanager
