@@ -87,7 +87,7 @@ def _unchecked_distributions() -> Iterator[None]:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Some models keep what they once computed, such as rotary factors; they must not keep the trace's fake tensors.
 
-    Hooks that a first forward installs go with the attribute that says they are there, or the next would add them again.
+    Hooks that a first forward installs go with the attribute that says they are there: the next would add them twice.
     """
     before = {module: dict(module.__dict__) for module in model.modules()}
     hooks = {
