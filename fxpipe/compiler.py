@@ -125,14 +125,14 @@ def compile(
 
     # lower: one program per rank
     layout = traced.layout(ordered, graph, staged)
-    programs, messages = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
-    require_programs(programs, messages)
+    programs, messages, reductions = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
+    require_programs(programs, messages, reductions)
     see("programs", programs)
 
     plan = Plan(staged, graph, sizes, times.total, (*captured.notes, *staged.notes))
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
-    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, where)
+    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, reductions, where)
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
     return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
 

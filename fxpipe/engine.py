@@ -139,7 +139,7 @@ class Engine(_Parameters):
         self.parameters_by_name = _trainable(self._state, shown)
         self._agree("plan", plan.fingerprint)
         self._check_shared_state()
-        transport.open_channels(plan.channels)
+        transport.open_channels(plan.channels, plan.groups)
 
     def step(self, batch: Batch) -> torch.Tensor:
         """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`."""

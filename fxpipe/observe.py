@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.timeline import Event, Timeline, kind_of
-from fxpipe.transport import Pending, Transport, describe, num_bytes
+from fxpipe.transport import Pending, PendingReduction, Transport, describe, num_bytes
 
 Observe = Callable[[Event], None]
 """Called with every event as it ends, by the thread of its rank. Seconds are of `time.perf_counter`."""
@@ -43,6 +43,19 @@ class Observed:
 
     def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
         return _ObservedReceive(self, self._transport.recv(src, edge, shape, dtype, device), src, edge)
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        return _ObservedReduction(self, self._transport.all_reduce(tensors, ranks, edge), self._now(), edge)
+
+    def reduced(self, reduction: "_ObservedReduction") -> list[torch.Tensor]:
+        """Wait for a sum; report the wait, and the reduction from its start on this rank to the end of the wait."""
+        start = self._now()
+        tensors = reduction.pending.wait()
+        end, size = self._now(), sum(map(num_bytes, tensors))
+        label = f"{len(tensors)} gradients"
+        self._observe(Event(self.rank, self._action, "wait", start, end, -1, reduction.edge, size, label))
+        self._observe(Event(self.rank, self._action, "reduce", reduction.start, end, -1, reduction.edge, size, label))
+        return tensors
 
     def flush(self) -> None:
         self._end_action()
@@ -77,6 +90,17 @@ class _ObservedReceive:
 
     def wait(self) -> torch.Tensor:
         return self.transport.waited(self.pending, self.src, self.edge)
+
+
+@dataclass(frozen=True, slots=True)
+class _ObservedReduction:
+    transport: Observed
+    pending: PendingReduction
+    start: float
+    edge: int
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.transport.reduced(self)
 
 
 @dataclass

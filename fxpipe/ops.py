@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.transport import Pending, Transport
+from fxpipe.transport import Pending, PendingReduction, Transport
 
 
 def begin(transport: Transport, action: str) -> None:
@@ -40,6 +40,18 @@ def recv(transport: Transport, src: int, edge: int, shape: Sequence[int], dtype:
 
 def wait(pending: Pending) -> torch.Tensor:
     """Block until a posted receive has arrived."""
+    return pending.wait()
+
+
+def all_reduce(
+    transport: Transport, gradients: list[torch.Tensor], ranks: Sequence[int], edge: int
+) -> PendingReduction:
+    """Start to sum these gradients over `ranks`, the replicas of a stage; does not block."""
+    return transport.all_reduce(gradients, tuple(ranks), edge)
+
+
+def wait_reduced(pending: PendingReduction) -> list[torch.Tensor]:
+    """Block until all ranks have given their gradients: the sums, equal to the last bit on all of them."""
     return pending.wait()
 
 

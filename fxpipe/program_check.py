@@ -1,20 +1,24 @@
 """Check rank programs: every message sent once and received once, in one order per channel, and no rank waits forever.
 
 Sends never block and every channel has one sender and one receiver, so the ranks are a Kahn network: one run of the
-abstract machine that reaches every rank's end proves that no timing can deadlock.
+abstract machine that reaches every rank's end proves that no timing can deadlock. A reduction over replicas is started
+without blocking too, and waited for by each of its ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from torch import fx
 
 from fxpipe import ops
 from fxpipe.errors import CompileError
-from fxpipe.rank_program import Message, RankProgram
+from fxpipe.rank_program import Message, RankProgram, Reduction
 
 
-def check_programs(programs: Sequence[RankProgram], messages: Sequence[Message]) -> list[str]:
+def check_programs(
+    programs: Sequence[RankProgram], messages: Sequence[Message], reductions: Sequence[Reduction] = ()
+) -> list[str]:
     """The faults of the programs, each with its place; empty when they are right."""
     planned: dict[tuple[int, int], list[int]] = {}
     for message in messages:
@@ -25,12 +29,15 @@ def check_programs(programs: Sequence[RankProgram], messages: Sequence[Message])
         for channel in sorted({*found, *planned}):
             faults += _order_faults(programs[channel[end]], channel, planned.get(channel, []), found.get(channel, []))
     faults += _shape_faults(programs, messages)
+    faults += _reduction_faults(programs, reductions)
     return faults or list(_stuck(programs))
 
 
-def require_programs(programs: Sequence[RankProgram], messages: Sequence[Message]) -> None:
+def require_programs(
+    programs: Sequence[RankProgram], messages: Sequence[Message], reductions: Sequence[Reduction] = ()
+) -> None:
     """Raise CompileError with every fault."""
-    if faults := check_programs(programs, messages):
+    if faults := check_programs(programs, messages, reductions):
         raise CompileError("the rank programs are wrong; please report this\n" + "\n".join(faults))
 
 
@@ -74,19 +81,40 @@ def _shape_faults(programs: Sequence[RankProgram], messages: Sequence[Message]) 
                 yield f"rank {program.rank} never waits for a message\n" + _at(program, node)
 
 
+def _reduction_faults(programs: Sequence[RankProgram], reductions: Sequence[Reduction]) -> Iterator[str]:
+    """Every rank of a reduction starts it once, over the same ranks, and waits for it; the order is the schedule's."""
+    planned = {reduction.edge: reduction for reduction in reductions}
+    for program in programs:
+        waited = {node.args[0] for node in program.graph.nodes if node.target is ops.wait_reduced}
+        started = [node for node in program.graph.nodes if node.target is ops.all_reduce]
+        for node in started:
+            reduction = planned.get(node.args[3])
+            if reduction is None or tuple(node.args[2]) != reduction.ranks or program.rank not in reduction.ranks:
+                yield f"rank {program.rank} starts a reduction that is not planned\n" + _at(program, node)
+            if node not in waited:
+                yield f"rank {program.rank} never waits for a reduction\n" + _at(program, node)
+        edges = sorted(node.args[3] for node in started)
+        wanted = sorted(reduction.edge for reduction in reductions if program.rank in reduction.ranks)
+        if edges != wanted:
+            yield f"rank {program.rank} starts the reductions {edges}, planned are {wanted}"
+
+
 def _stuck(programs: Sequence[RankProgram]) -> Iterator[str]:
     """Run every rank until all end; what is left waits for a message that nobody can send."""
     nodes = [list(program.graph.nodes) for program in programs]
     position = [0] * len(programs)
-    sent: set[int] = set()
+    sent: set[int] = set()  # edges of messages
+    given: Counter[int] = Counter()  # ranks that have started each reduction
     moved = True
     while moved:
         moved = False
         for rank, program_nodes in enumerate(nodes):
-            while position[rank] < len(program_nodes) and _can_run(program_nodes[position[rank]], sent):
+            while position[rank] < len(program_nodes) and _can_run(program_nodes[position[rank]], sent, given):
                 node = program_nodes[position[rank]]
                 if node.target is ops.send:
                     sent.add(node.args[3])
+                if node.target is ops.all_reduce:
+                    given[node.args[3]] += 1
                 position[rank] += 1
                 moved = True
     for rank, program_nodes in enumerate(nodes):
@@ -94,12 +122,14 @@ def _stuck(programs: Sequence[RankProgram]) -> Iterator[str]:
             yield f"rank {rank} waits forever:\n" + _around(program_nodes, position[rank])
 
 
-def _can_run(node: fx.Node, sent: set[int]) -> bool:
-    if node.target is not ops.wait:
+def _can_run(node: fx.Node, sent: set[int], given: Mapping[int, int]) -> bool:
+    if node.target not in (ops.wait, ops.wait_reduced):
         return True
-    receive = node.args[0]
-    assert isinstance(receive, fx.Node)
-    return receive.args[2] in sent
+    started = node.args[0]
+    assert isinstance(started, fx.Node)
+    if node.target is ops.wait:
+        return started.args[2] in sent
+    return given[started.args[3]] == len(started.args[2])  # type: ignore[arg-type, index]
 
 
 def _at(program: RankProgram, node: fx.Node) -> str:

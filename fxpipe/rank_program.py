@@ -44,6 +44,20 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """The weight gradients of one stage, summed over the ranks of its replicas; `edge` is its compile-time id."""
+
+    edge: int
+    stage: int
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} gradients over ranks {list(self.ranks)}, {self.num_bytes} bytes"
+
+
+@dataclass(frozen=True)
 class RankProgram:
     """What one rank runs each step.
 

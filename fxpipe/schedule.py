@@ -20,6 +20,7 @@ KINDS = {
     "I": "input gradient",
     "W": "weight gradient",
     "T": "frozen work, whose first number is the component",
+    "R": "gradient reduction over the stage's replicas, whose last number is the rank",
 }
 VOCABULARY = "legal actions are <stage><letter><micro-batch> with " + ", ".join(f"{k} = {v}" for k, v in KINDS.items())
 
@@ -30,7 +31,10 @@ _RANK = re.compile(r"rank (\d+):(.*)", re.ASCII)
 
 @dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """One unit of work of one micro-batch; `stage` is the frozen component's index where `kind` is "T"."""
+    """One unit of work of one micro-batch.
+
+    `stage` is the frozen component's index where `kind` is "T"; `microbatch` is the rank where it is "R".
+    """
 
     stage: int
     kind: str
@@ -70,7 +74,7 @@ class Schedule:
         if not ranks:
             raise ScheduleError("a schedule needs one line per rank, such as 'rank 0: 0F0 0B0'; this text has none")
         stages = 1 + max((a.stage for actions in ranks for a in actions if a.kind != "T"), default=-1)
-        microbatches = 1 + max((a.microbatch for actions in ranks for a in actions), default=-1)
+        microbatches = 1 + max((a.microbatch for actions in ranks for a in actions if a.kind != "R"), default=-1)
         if header is None:
             return Schedule("custom", stages, microbatches, ranks)
         schedule = Schedule(header[1], int(header[2]), int(header[3]), ranks)
@@ -82,10 +86,14 @@ class Schedule:
         return schedule
 
     @cached_property
-    def stage_ranks(self) -> tuple[int | None, ...]:
-        """The rank of every stage; None for a stage without actions."""
-        owner = {a.stage: rank for rank, actions in enumerate(self.ranks) for a in actions if a.kind != "T"}
-        return tuple(owner.get(stage) for stage in range(self.num_stages))
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every stage, one per replica; none for a stage without actions."""
+        found: list[dict[int, None]] = [{} for _ in range(self.num_stages)]
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if action.kind not in "TR" and action.stage < self.num_stages:
+                    found[action.stage][rank] = None
+        return tuple(map(tuple, found))
 
     @property
     def is_split(self) -> bool:

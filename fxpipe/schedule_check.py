@@ -19,14 +19,20 @@ _SHOWN = 20
 def check(schedule: Schedule, work: Work, world_size: int) -> list[str]:
     """The faults of `schedule` as an order of `work` on `world_size` ranks; empty when it is correct.
 
-    Every stage lives on one rank and does per micro-batch one F and, where it has gradients, one B or an I (with a W
-    where it owns parameters); every component one T on any rank; and the ranks, run together, come to their end.
+    Every stage does per micro-batch one F and, on the same rank, where it has gradients, one B or an I (with a W where it
+    owns parameters); every component one T on any rank. A stage with parameters on several ranks ends on each with one
+    R. The ranks, run together, come to their end.
     """
     if len(schedule.ranks) != world_size:
         return [f"the schedule has {len(schedule.ranks)} ranks, the program {world_size}; give one line per rank"]
     if schedule.num_microbatches != work.num_microbatches:
         return [f"the schedule has {schedule.num_microbatches} micro-batches, the program {work.num_microbatches}"]
-    faults = [*_foreign(schedule, work), *_scattered(schedule, work), *_miscounted(schedule, work)]
+    faults = [
+        *_foreign(schedule, work),
+        *_scattered(schedule),
+        *_unreduced(schedule, work),
+        *_miscounted(schedule, work),
+    ]
     return faults or _stuck(schedule, work)
 
 
@@ -53,6 +59,8 @@ def _why_foreign(action: Action, work: Work) -> str:
         return f"unknown kind {kind!r}; {VOCABULARY}"
     if not 0 <= stage < count:
         return f"there is no {noun} {stage}, only {count}"
+    if kind == "R":
+        return "" if stage in work.weight_grad else f"stage {stage} owns no trainable parameter; remove the action"
     if not 0 <= action.microbatch < work.num_microbatches:
         return f"there is no micro-batch {action.microbatch}, only {work.num_microbatches}"
     if kind == "T":
@@ -68,15 +76,58 @@ def _why_foreign(action: Action, work: Work) -> str:
     return ""
 
 
-def _scattered(schedule: Schedule, work: Work) -> Iterator[str]:
-    owners: dict[int, set[int]] = {}
+def _scattered(schedule: Schedule) -> Iterator[str]:
+    """A backward reads what its forward saved."""
+    owners: dict[tuple[int, int], set[int]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            if action.kind != "T":
-                owners.setdefault(action.stage, set()).add(rank)
-    for stage, ranks in sorted(owners.items()):
+            if action.kind not in "TR":
+                owners.setdefault((action.stage, action.microbatch), set()).add(rank)
+    for (stage, microbatch), ranks in sorted(owners.items()):
         if len(ranks) > 1:
-            yield f"stage {stage} is on ranks {sorted(ranks)}; its parameters live on one, keep its actions together"
+            yield (
+                f"micro-batch {microbatch} of stage {stage} is on ranks {sorted(ranks)}; keep its forward and backward "
+                "together, the saved activations are there"
+            )
+
+
+def _unreduced(schedule: Schedule, work: Work) -> Iterator[str]:
+    """Replicas end with one R each, after their last gradient, and in one order where they share several stages."""
+    for stage, ranks in enumerate(schedule.stage_ranks):
+        replicated = len(ranks) > 1 and stage in work.weight_grad
+        for rank, actions in enumerate(schedule.ranks):
+            places = [i for i, a in enumerate(actions) if a.kind == "R" and a.stage == stage]
+            if places and not (replicated and rank in ranks):
+                yield f"{actions[places[0]]} on rank {rank}: the rank has no replica of stage {stage}; remove the action"
+            elif places and actions[places[0]].microbatch != rank:
+                yield f"{actions[places[0]]} on rank {rank}: the last number of R is its rank; write {stage}R{rank}"
+            elif replicated and rank in ranks:
+                last = max((i for i, a in enumerate(actions) if a.kind in "BW" and a.stage == stage), default=-1)
+                if not places:
+                    yield (
+                        f"{stage}R{rank} is missing: stage {stage} has replicas on ranks {sorted(ranks)}, whose "
+                        f"gradients are summed by {stage}R{rank} after the last backward on rank {rank}"
+                    )
+                elif places[0] < last:
+                    yield f"{stage}R{rank} comes before {actions[last]}; reduce after the last gradient"
+    yield from _crossed(schedule)
+
+
+def _crossed(schedule: Schedule) -> Iterator[str]:
+    """Reductions of the same ranks are started in one order, since backends match them by order."""
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        mine = [a.stage for a in actions if a.kind == "R" and 0 <= a.stage < schedule.num_stages]
+        for ranks in {schedule.stage_ranks[stage] for stage in mine}:
+            order = tuple(stage for stage in mine if schedule.stage_ranks[stage] == ranks)
+            groups.setdefault(ranks, {}).setdefault(order, rank)
+    for ranks, orders in groups.items():
+        if len(orders) > 1:
+            (one, first), (other, second), *_ = orders.items()
+            yield (
+                f"ranks {sorted(ranks)} reduce the stages {list(one)} (rank {first}) and {list(other)} (rank {second}) "
+                "in different orders; use one order"
+            )
 
 
 def _miscounted(schedule: Schedule, work: Work) -> Iterator[str]:

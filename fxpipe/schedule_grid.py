@@ -56,7 +56,7 @@ def _starts(schedule: Schedule, work: Work | None) -> list[list[int]]:
 def _guesses(schedule: Schedule) -> list[Work]:
     """Chains of the stages present: with frozen components feeding all of them, without those, and no edges at all."""
     components = {a.stage for actions in schedule.ranks for a in actions if a.kind == "T"}
-    stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank is not None]
+    stages = [stage for stage, ranks in enumerate(schedule.stage_ranks) if ranks]
     trained = {a.stage for actions in schedule.ranks for a in actions if a.kind in "BI"}
     chain = frozenset(pairwise(stages))
     grads = frozenset((b, a) for a, b in chain if {a, b} <= trained)

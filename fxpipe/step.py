@@ -10,7 +10,7 @@ import torch
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CompileError
-from fxpipe.rank_program import Message, RankProgram
+from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Schedule
 
 
@@ -25,6 +25,7 @@ class StepPlan:
     schedule: Schedule
     programs: tuple[RankProgram, ...]
     messages: tuple[Message, ...]
+    reductions: tuple[Reduction, ...]
     device: torch.device
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -42,9 +43,14 @@ class StepPlan:
         return sorted({message.channel for message in self.messages})
 
     @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The groups of ranks that sum gradients."""
+        return sorted({reduction.ranks for reduction in self.reductions})
+
+    @property
     def fingerprint(self) -> str:
         """Equal on two ranks exactly when they run the same programs."""
-        text = [self.schedule.text(), *(str(m) for m in self.messages)]
+        text = [self.schedule.text(), *map(str, self.messages), *map(str, self.reductions)]
         for program in self.programs:
             text += [str(program.graph), *(str(graph) for graph in program.modules.values())]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()

@@ -16,6 +16,7 @@ from graphlib import TopologicalSorter
 
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Action, Schedule, Work
+from passes.replicas import with_reductions
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ POLICIES = {
 def make_schedule(
     name: str,
     work: Work,
-    stage_rank: Sequence[int],
+    stage_rank: Sequence[int | tuple[int, ...]],
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     *,
@@ -49,24 +50,27 @@ def make_schedule(
     """The schedule `name` of `work`, for any stage graph, placement and number of micro-batches.
 
     `stage_rank`, `forward_seconds` and `backward_seconds` are per stage, `frozen_seconds` per component; I and W take
-    half a backward each. Frozen work of micro-batch m comes first on rank m % `world_size`.
+    half a backward each. A stage with several ranks has replicas, which take its micro-batches in turn and end with a
+    gradient reduction. Frozen work of micro-batch m comes first on rank m % `world_size`, or with replicas on the ranks
+    that m passes through, in turn.
     Raises CompileError for an unknown name.
     """
     if name not in POLICIES:
         raise CompileError(f"unknown schedule {name!r}; choose one of {', '.join(map(repr, POLICIES))}")
     policy = POLICIES[name]
-    world_size = max(stage_rank) + 1 if world_size is None else world_size
+    replicas = [ranks if isinstance(ranks, tuple) else (ranks,) for ranks in stage_rank]
+    world_size = max(map(max, replicas)) + 1 if world_size is None else world_size
     split = work.input_grad & work.weight_grad if policy.split else frozenset()
-    rank_of = {action: _rank(action, stage_rank, world_size) for action in _actions(work, split)}
+    rank_of = {action: _rank(action, replicas, world_size) for action in _actions(work, split)}
     needs = {action: set(work.needs(action, rank_of.keys())) for action in rank_of}
-    _keep_order(needs)
+    _keep_order(needs, replicas)
     if policy.drain_last:
         _drain_last(needs, rank_of)
     else:
-        _bound_in_flight(needs, work, stage_rank, policy.grouped)
+        _bound_in_flight(needs, work, replicas, policy.grouped)
     ticks = _ticks(forward_seconds, backward_seconds, frozen_seconds or [1.0] * work.num_components)
     order = _list_schedule(needs, rank_of, world_size, ticks, _priority(work, world_size if policy.grouped else 1))
-    return Schedule(name, work.num_stages, work.num_microbatches, order)
+    return with_reductions(Schedule(name, work.num_stages, work.num_microbatches, order), work)
 
 
 def _actions(work: Work, split: frozenset[int]) -> Iterator[Action]:
@@ -77,18 +81,28 @@ def _actions(work: Work, split: frozenset[int]) -> Iterator[Action]:
             yield from (Action(stage, kind, microbatch) for kind in kinds)
 
 
-def _rank(action: Action, stage_rank: Sequence[int], world_size: int) -> int:
-    return action.microbatch % world_size if action.kind == "T" else stage_rank[action.stage]
+Replicas = Sequence[tuple[int, ...]]
+
+
+def _rank(action: Action, replicas: Replicas, world_size: int) -> int:
+    microbatch = action.microbatch
+    if action.kind != "T":
+        return replicas[action.stage][microbatch % len(replicas[action.stage])]
+    most = max(map(len, replicas))
+    if most == 1:
+        return microbatch % world_size
+    passed = sorted({ranks[microbatch % len(ranks)] for ranks in replicas})
+    return passed[microbatch // most % len(passed)]
 
 
 Needs = dict[Action, set[Action]]
 
 
-def _keep_order(needs: Needs) -> None:
-    """A stage takes its micro-batches in order."""
+def _keep_order(needs: Needs, replicas: Replicas) -> None:
+    """A replica takes its micro-batches in order."""
     for action, before in needs.items():
-        if action.kind != "T" and action.microbatch > 0:
-            before.add(Action(action.stage, action.kind, action.microbatch - 1))
+        if action.kind != "T" and (earlier := action.microbatch - len(replicas[action.stage])) >= 0:
+            before.add(Action(action.stage, action.kind, earlier))
 
 
 def _drain_last(needs: Needs, rank_of: dict[Action, int]) -> None:
@@ -101,21 +115,21 @@ def _drain_last(needs: Needs, rank_of: dict[Action, int]) -> None:
             before |= forwards[rank_of[action]]
 
 
-def _bound_in_flight(needs: Needs, work: Work, stage_rank: Sequence[int], grouped: bool) -> None:
+def _bound_in_flight(needs: Needs, work: Work, replicas: Replicas, grouped: bool) -> None:
     """A forward waits until its stage has few enough micro-batches whose gradient (or, without one, whose use) is due.
 
     Weight gradients may lag behind their input gradient as far as the memory of the fullest rank admits.
     """
-    limits = _limits(work, stage_rank, grouped)
-    on_rank: dict[int, list[int]] = {}
+    limits = _limits(work, replicas, grouped)
+    on_ranks: dict[tuple[int, ...], list[int]] = {}
     for stage in work.stages:
-        on_rank.setdefault(stage_rank[stage], []).append(stage)
-    held = {rank: sum(limits[stage] for stage in stages) for rank, stages in on_rank.items()}
+        on_ranks.setdefault(replicas[stage], []).append(stage)
+    held = {ranks: sum(limits[stage] for stage in stages) for ranks, stages in on_ranks.items()}
     for forward in [action for action in needs if action.kind == "F"]:
-        stage, rank = forward.stage, stage_rank[forward.stage]
-        slack = (max(held.values()) - held[rank]) // len(on_rank[rank])
-        _after(needs, forward, limits[stage], "BI" if stage in work.backward else "F", work)
-        _after(needs, forward, limits[stage] + slack, "W", work)
+        stage, ranks = forward.stage, replicas[forward.stage]
+        slack = (max(held.values()) - held[ranks]) // len(on_ranks[ranks])
+        _after(needs, forward, limits[stage] * len(ranks), "BI" if stage in work.backward else "F", work)
+        _after(needs, forward, (limits[stage] + slack) * len(ranks), "W", work)
 
 
 def _after(needs: Needs, forward: Action, limit: int, kinds: str, work: Work) -> None:
@@ -126,12 +140,12 @@ def _after(needs: Needs, forward: Action, limit: int, kinds: str, work: Work) ->
     needs[forward].update(end for end in ends if end in needs)
 
 
-def _limits(work: Work, stage_rank: Sequence[int], grouped: bool) -> dict[int, int]:
-    """Micro-batches in flight per stage: as in 1F1B the stages from it to the end of the pipeline.
+def _limits(work: Work, replicas: Replicas, grouped: bool) -> dict[int, int]:
+    """Micro-batches in flight per stage and replica: as in 1F1B the stages from it to the end of the pipeline.
 
     With groups of N = number of ranks: N, and on the first N stages what the ramp of the pipeline needs besides.
     """
-    num_ranks = len({stage_rank[stage] for stage in work.stages})
+    num_ranks = len({replicas[stage] for stage in work.stages})
     if grouped and num_ranks < len(work.stages):
         return {stage: num_ranks + max(0, num_ranks - place) for place, stage in enumerate(work.stages)}
     users: dict[int, set[int]] = {stage: set() for stage in work.stages}

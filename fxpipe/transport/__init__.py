@@ -34,6 +34,14 @@ class Pending(Protocol):
         ...
 
 
+class PendingReduction(Protocol):
+    """A sum over ranks that has been started."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sums, in the order given. Raises RunError when they cannot come."""
+        ...
+
+
 class Transport(Protocol):
     """One rank's view of the network. `device` is where received tensors are wanted."""
 
@@ -41,8 +49,8 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def open_channels(self, channels: list[Channel]) -> None:
-        """Collective: makes these channels ready, in this order on every rank; a no-op where none need opening."""
+    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
+        """Collective: makes channels, and groups of ranks that reduce, ready in this order on every rank."""
         ...
 
     def set_action(self, action: str) -> None:
@@ -58,6 +66,13 @@ class Transport(Protocol):
 
     def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
         """Posts the receive of the channel's next message; never blocks. Every posted receive must be waited for."""
+        ...
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        """Starts to sum each tensor over `ranks`; never blocks. The tensors must not be used before the wait.
+
+        All ranks of one group start their reductions in the same order.
+        """
         ...
 
     def flush(self) -> None:
@@ -132,6 +147,19 @@ class _Receive:
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A sum over rank threads: every rank adds up what all have given, in the order of ranks."""
+
+    transport: "InProcessTransport"
+    ranks: tuple[int, ...]
+    edge: int
+
+    def wait(self) -> list[torch.Tensor]:
+        given = self.transport._gathered(self.ranks, self.edge)
+        return [sum(parts[1:], start=parts[0]) for parts in zip(*given, strict=True)]
+
+
 class InProcessTransport:
     """A rank that is a thread of this process. Tensors are handed over without a copy: rank programs are functional, so
     no sender changes what it has sent, and no receiver what it has received."""
@@ -142,7 +170,7 @@ class InProcessTransport:
         self._open: set[tuple[int, int]] = set()  # (source, number) of receives posted and not waited for
         self._sent_bytes: dict[Channel, int] = {}
 
-    def open_channels(self, channels: list[Channel]) -> None:
+    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
         """Nothing to open: a mailbox is there when it is first used."""
 
     def set_action(self, action: str) -> None:
@@ -159,6 +187,15 @@ class InProcessTransport:
         number = self._post(src, False)
         self._open.add((src, number))
         return _Receive(self, src, number, edge, tuple(shape), dtype)
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        assert self.rank in ranks, f"rank {self.rank} reduces over {ranks}"
+        self._mail.give((ranks, edge, self.step), self.rank, [tensor.detach() for tensor in tensors])
+        return _Reduction(self, ranks, edge)
+
+    def _gathered(self, ranks: tuple[int, ...], edge: int) -> list[list[torch.Tensor]]:
+        given = self._mail.gather((ranks, edge, self.step), self.rank, f"the gradients of ranks {list(ranks)}")
+        return [given[rank] for rank in ranks]
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {sorted(self._open)}"

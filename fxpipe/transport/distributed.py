@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
-from fxpipe.transport import Channel, Pending, describe, num_bytes
+from fxpipe.transport import Channel, Pending, PendingReduction, describe, num_bytes
 from fxpipe.transport.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -54,6 +54,25 @@ class _Receive:
         return self.buffer
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A started sum: one flat tensor per dtype, cut up again when it is there."""
+
+    transport: "DistributedTransport"
+    started: list[tuple[dist.Work, torch.Tensor, list[int]]]  # work, flat sum, positions of its tensors
+    shapes: list[torch.Size]
+    what: str
+    peer: int
+
+    def wait(self) -> list[torch.Tensor]:
+        sums: dict[int, torch.Tensor] = {}
+        for work, flat, positions in self.started:
+            self.transport._wait(work, self.what, self.peer)
+            parts = flat.split([self.shapes[i].numel() for i in positions])
+            sums |= {i: part.view(self.shapes[i]) for i, part in zip(positions, parts, strict=True)}
+        return [sums[i] for i in range(len(self.shapes))]
+
+
 class DistributedTransport:
     """This process as one rank. See `from_environment`."""
 
@@ -67,6 +86,7 @@ class DistributedTransport:
         self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._groups = [self._control, self._data]
         self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self._reducing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
         self._open: dict[int, _Receive] = {}
         self._sent_bytes: dict[Channel, int] = {}
@@ -109,9 +129,16 @@ class DistributedTransport:
         host_rank = None if launcher_hosts else 0
         return cls(store, rank, world_size, where, host_rank, timeout_seconds, heartbeat_seconds, lost_after_seconds)
 
-    def open_channels(self, channels: list[Channel]) -> None:
-        """On NCCL one process group per channel, so that no channel waits for another; a first message of each, in list
-        order, builds its communicator, which would otherwise make the first send block."""
+    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
+        """One process group per group of ranks that reduce. On NCCL also one per channel, so that no channel waits for
+        another; a first message of each, in list order, builds its communicator, which would otherwise make the first
+        send block."""
+        for ranks in groups:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)  # collective over all ranks
+            if self.rank in ranks:
+                self._reducing[ranks] = group
+                self._groups.append(group)
         if self.device.type != "cuda":
             return
         for src, dst in channels:
@@ -154,6 +181,20 @@ class DistributedTransport:
         pending = _Receive(self, work, buffer, src, what)
         self._open[id(pending)] = pending
         return pending
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        """The sum by dtype, as flat tensors: one collective each instead of one per gradient."""
+        group, peer = self._reducing[ranks], ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+        what = f"the gradients of ranks {list(ranks)} (edge {edge})"
+        started = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            positions = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[i].detach().reshape(-1) for i in positions])
+            with self._named(what, peer):
+                work = dist.all_reduce(flat, group=group, async_op=True)
+            assert work is not None
+            started.append((work, flat, positions))
+        return _Reduction(self, started, [tensor.shape for tensor in tensors], what, peer)
 
     def flush(self) -> None:
         waiting = [pending.what for pending in self._open.values()]
@@ -224,8 +265,12 @@ class DistributedTransport:
 
     def _interrupt(self) -> None:
         """Wakes a main thread that is blocked on any peer: see the head of this file."""
-        peer = (self.rank + 1) % self.world_size
-        for group in (self._data, self._control) if self.world_size > 1 else ():
+        everyone = tuple(range(self.world_size))
+        reducing = self._reducing.items() if self.device.type == "cpu" else ()
+        for ranks, group in [(everyone, self._data), (everyone, self._control), *reducing]:
+            if len(ranks) < 2:
+                continue
+            peer = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
             with suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
                 assert work is not None

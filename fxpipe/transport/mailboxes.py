@@ -13,6 +13,7 @@ from typing import Any
 
 from fxpipe.errors import RunError
 
+Meeting = tuple[tuple[int, ...], int, int]  # ranks that give something to each other, edge, step
 Address = tuple[int, int, bool]  # source rank, destination rank, whether it carries control objects (no edge ids)
 
 
@@ -41,6 +42,8 @@ class Mailboxes:
         self.cause: BaseException | None = None
         self._changed = threading.Condition()
         self._boxes: defaultdict[Address, _Mailbox] = defaultdict(_Mailbox)
+        self._given: defaultdict[Meeting, dict[int, Any]] = defaultdict(dict)  # by rank, until all have taken
+        self._taken: defaultdict[Meeting, set[int]] = defaultdict(set)
         self._ended: set[int] = set()
         self._blocked: dict[int, tuple[str, Callable[[], bool]]] = {}  # rank -> what it waits for, whether it is there
 
@@ -66,6 +69,23 @@ class Mailboxes:
             message = messages.pop(number)
             self._changed.notify_all()
             return message
+
+    def give(self, meeting: Meeting, rank: int, payload: Any) -> None:
+        """One rank's part of what all ranks of a meeting get to see; never waits."""
+        with self._changed:
+            self.check()
+            self._given[meeting][rank] = payload
+            self._changed.notify_all()
+
+    def gather(self, meeting: Meeting, rank: int, what: str) -> dict[int, Any]:
+        """What all ranks of a meeting have given, by rank."""
+        with self._changed:
+            given, taken = self._given[meeting], self._taken[meeting]
+            self._block(rank, what, lambda: len(given) == len(meeting[0]))
+            taken.add(rank)
+            if len(taken) == len(given):
+                del self._given[meeting], self._taken[meeting]
+            return given
 
     def check_received(self, rank: int, step: int) -> None:
         """Raises RunError when a message of this step, for this rank, was not taken; the next step's may be here."""

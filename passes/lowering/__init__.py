@@ -10,15 +10,15 @@
 A value that a stage of the same rank reads is an edge of this graph and nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.rank_program import Message, RankProgram
+from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Action
-from passes.lowering.messages import Layout, TiedGradient, gradient_ranks, plan_messages
+from passes.lowering.messages import Layout, TiedGradient, gradient_ranks, plan_messages, plan_reductions
 from passes.lowering.rank_writer import RankWriter, Sources, name_at, shape_only
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.units import Value
@@ -28,24 +28,26 @@ PREFETCH = 1  # actions ahead of its use that a receive is posted
 
 def lower(
     layout: Layout, sources: Sources, weights: Sequence[float], state: Mapping[str, torch.Tensor], device: torch.device
-) -> tuple[tuple[RankProgram, ...], tuple[Message, ...]]:
-    """The program of every rank, and all messages.
+) -> tuple[tuple[RankProgram, ...], tuple[Message, ...], tuple[Reduction, ...]]:
+    """The program of every rank, all messages, and the reductions of gradients over replicas.
 
     Args:
         weights: the factor of every micro-batch's loss in the whole batch's loss.
         state: parameters, buffers and constants by name, for their shapes and types.
     """
-    tied = _tied_gradients(layout)
+    reductions = plan_reductions(layout, 0)
+    tied = _tied_gradients(layout, {name for reduction in reductions for name in reduction.parameters})
     messages = plan_messages(layout, tied)
+    reductions = plan_reductions(layout, len(messages))
     programs = []
     for rank in range(len(layout.schedule.ranks)):
         writer = RankWriter(rank, layout, sources, messages, device)
-        programs.append(_Rank(writer, weights, tied).write(state))
-    return tuple(programs), messages
+        programs.append(_Rank(writer, weights, tied, reductions).write(state))
+    return tuple(programs), messages, reductions
 
 
-def _tied_gradients(layout: Layout) -> list[TiedGradient]:
-    """Trained parameters that more than one rank holds."""
+def _tied_gradients(layout: Layout, reduced: Collection[str]) -> list[TiedGradient]:
+    """Trained parameters that more than one rank holds, unless they are reduced with their stage."""
     givers: dict[str, set[int]] = {}
     holders: dict[str, set[int]] = {}
     values: dict[str, Value] = {}
@@ -59,7 +61,7 @@ def _tied_gradients(layout: Layout) -> list[TiedGradient]:
     return [
         TiedGradient(values[name], tuple(sorted(ranks)), tuple(sorted(holders[name])))
         for name, ranks in sorted(givers.items())
-        if len(holders[name]) > 1
+        if len(holders[name]) > 1 and name not in reduced
     ]
 
 
@@ -71,8 +73,16 @@ def graph_name(layout: Layout, graphs: StageGraphs, part: str) -> str:
 class _Rank:
     """One rank's program, written action by action; the dictionaries hold what exists at this point of it."""
 
-    def __init__(self, writer: RankWriter, weights: Sequence[float], tied: Sequence[TiedGradient]) -> None:
+    def __init__(
+        self,
+        writer: RankWriter,
+        weights: Sequence[float],
+        tied: Sequence[TiedGradient],
+        reductions: Sequence[Reduction],
+    ) -> None:
         self.writer, self.layout, self.weights, self.tied = writer, writer.layout, weights, tied
+        self.reductions = {reduction.stage: reduction for reduction in reductions}
+        self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
         self.gradients: dict[tuple[str, int], list[fx.Node]] = {}  # parts, by value and micro-batch
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
@@ -81,6 +91,7 @@ class _Rank:
     def write(self, state: Mapping[str, torch.Tensor]) -> RankProgram:
         writer = self.writer
         emit = {"F": self._forward, "T": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
+        emit["R"] = self._reduce
         actions = self.layout.schedule.ranks[writer.rank]
         for position, action in enumerate(actions):
             writer.begin(str(action))
@@ -183,14 +194,41 @@ class _Rank:
         total = self.totals.get(key)
         self.totals[key] = new if total is None else self.writer.call(ops.accumulate, (total, new), f"grads_{stage}")
 
+    def _reduce(self, action: Action) -> None:
+        """Start to sum this replica's gradients with the others'."""
+        reduction = self.reductions.get(action.stage)
+        if reduction is None:  # all its parameters are tied to other stages'
+            return
+        (key,) = (key for key in self.totals if key[0] == action.stage)
+        given: fx.Node | list[fx.Node] = self.totals[key]
+        if reduction.parameters != key[1]:
+            items = dict(self._items(key, self.totals[key]))
+            given = [items[name] for name in reduction.parameters]
+        args = (self.writer.transport, given, list(reduction.ranks), reduction.edge)
+        self.reducing[key] = self.writer.call(ops.all_reduce, args, f"reducing_{action.stage}")
+        self.reducing[key].meta["reduction"] = reduction
+
+    def _items(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+        for index, name in enumerate(key[1]):
+            yield name, self.writer.item(gradients, index, f"grad_{name.replace('.', '_')}")
+
     def _weight_gradients(self, state: Mapping[str, torch.Tensor]) -> dict[str, fx.Node]:
-        """The gradient of every parameter of this rank, summed over its stages."""
+        """The gradient of every parameter of this rank, summed over its stages, and over replicas where reduced."""
         parts: dict[str, list[fx.Node]] = {}
-        for (_, names), total in self.totals.items():
-            for index, name in enumerate(names):
-                node = self.writer.item(total, index, f"grad_{name.replace('.', '_')}")
+        for key, total in self.totals.items():
+            reduced: tuple[str, ...] = ()
+            if key in self.reducing:
+                reduced = self.reducing[key].meta["reduction"].parameters
+                sums = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
+                for name, node in self._items((key[0], reduced), sums):
+                    parts.setdefault(name, []).append(node)
+            if reduced != key[1]:
+                for name, node in self._items(key, total):
+                    if name not in reduced:
+                        parts.setdefault(name, []).append(node)
+        for name, nodes in parts.items():
+            for node in nodes:
                 node.meta["val"] = state[name]
-                parts.setdefault(name, []).append(node)
         return {name: self.writer.add(nodes) for name, nodes in parts.items()}
 
     def _sum_tied(self, gradients: dict[str, fx.Node]) -> None:
@@ -213,12 +251,23 @@ class _Rank:
                     gradients[message.value] = self.writer.receive(message)
 
     def _share_loss(self) -> None:
-        for message in self._closing(self.layout.loss):
-            if message.src == self.writer.rank:
+        """The first rank that has a part of the loss adds up all parts and tells every rank."""
+        rank, first = self.writer.rank, self.layout.loss_ranks[0]
+        messages = self._closing(self.layout.loss)
+        for message in messages:
+            if message.src == rank != first:
                 assert self.loss is not None
                 self.writer.send(message, self.loss)
-            else:
-                self.loss = self.writer.receive(message)
+        if rank == first:
+            assert self.loss is not None
+            parts = [self.writer.receive(message) for message in messages if message.dst == rank]
+            self.loss = self.writer.add([self.loss, *parts])
+            for message in messages:
+                if message.src == rank:
+                    self.writer.send(message, self.loss)
+        else:
+            (told,) = (message for message in messages if message.src == first)
+            self.loss = self.writer.receive(told)
 
     def _closing(self, value: str) -> list[Message]:
         """Messages of `value` after the last action that this rank sends or receives, ordered by edge."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpipe.rank_program import Message
+from fxpipe.rank_program import Message, Reduction
 from fxpipe.schedule import Action, Schedule
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.units import Value
@@ -62,9 +62,29 @@ class Layout:
         units = self.readers.get(value, [])
         return sorted(s for kind, s in units if kind == "F" and value in self.graph((kind, s), microbatch).input_grads)
 
-    @property
-    def loss_rank(self) -> int:
-        return self.rank_of[self.producer[self.loss], 0]
+    @cached_property
+    def loss_ranks(self) -> tuple[int, ...]:
+        """The ranks that make some micro-batch's loss; the first adds them up."""
+        unit = self.producer[self.loss]
+        return tuple(dict.fromkeys(self.rank_of[unit, m] for m in range(len(self.sizes))))
+
+
+def plan_reductions(layout: Layout, first_edge: int) -> tuple[Reduction, ...]:
+    """One per stage with replicas: the gradients of the parameters that no other stage holds."""
+    holders: dict[str, set[int]] = {}
+    for (kind, stage), sizes in layout.graphs.items():
+        for name in next(iter(sizes.values())).state if kind == "F" else ():
+            holders.setdefault(name, set()).add(stage)
+    reductions: list[Reduction] = []
+    for stage, ranks in enumerate(layout.schedule.stage_ranks):
+        if len(ranks) < 2:
+            continue
+        graphs = layout.graph(("F", stage), 0)
+        names = tuple(name for name in graphs.weight_grads if len(holders[name]) == 1)
+        if names:
+            size = sum(graphs.state[name].num_bytes for name in names)
+            reductions.append(Reduction(first_edge + len(reductions), stage, tuple(sorted(ranks)), names, size))
+    return tuple(reductions)
 
 
 def plan_messages(layout: Layout, tied: Sequence["TiedGradient"]) -> tuple[Message, ...]:
@@ -130,10 +150,13 @@ def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int
         for holder in gradient.holders:
             if holder != gradient.givers[0]:
                 yield gradient.givers[0], holder, gradient.value, "gradient"
-    graphs = layout.graph(layout.producer[layout.loss], 0)
+    loss = layout.graph(layout.producer[layout.loss], 0).returns[-1]
+    first, *others = layout.loss_ranks
+    for rank in others:
+        yield rank, first, loss, "loss"
     for rank in range(len(layout.schedule.ranks)):
-        if rank != layout.loss_rank:
-            yield layout.loss_rank, rank, graphs.returns[-1], "loss"
+        if rank != first:
+            yield first, rank, loss, "loss"
 
 
 def gradient_ranks(layout: Layout, value: str, microbatch: int) -> list[int]:
