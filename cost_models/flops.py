@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
 from cost_models.measured import Measured, is_composite, measure, refuse_uncounted
-from cost_models.operands import Call, Dim, Gradient, Operand, call_of
+from fxpipe.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs import COUNT_NAMES, Kind, NodeCost, total_cost
 from fxpipe.errors import CompileError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.operands import Call, Dim, Operand, product
+from fxpipe.calls import Call, Dim, Operand, product
 from fxpipe.costs import Kind
 
 Flops = Callable[[tuple[Any, ...], Operand], Dim]

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from cost_models.operands import Call, Dim, Gradient, Operand, concrete
+from fxpipe.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument
 from fxpipe.errors import CompileError
 
 BATCHES = (2, 3, 4, 5)
@@ -87,8 +87,8 @@ def measure(call: Call) -> Measured:
 def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
     """FLOPs of the forward (`part` None) or of the gradients of one kind; whether the forward copied."""
     tensors = {operand.index: _tensor(operand, batch, part) for operand in call.inputs}
-    args = [_concrete(value, tensors, batch) for value in call.args]
-    kwargs = {name: _concrete(value, tensors, batch) for name, value in call.kwargs}
+    args = [concrete_argument(value, tensors, batch, "meta") for value in call.args]
+    kwargs = {name: concrete_argument(value, tensors, batch, "meta") for name, value in call.kwargs}
     try:
         with torch.enable_grad(), _counting() as counter:
             outputs = _tensors(call.target(*args, **kwargs))
@@ -141,16 +141,6 @@ def _tensor(operand: Operand, batch: int, part: Gradient | None) -> torch.Tensor
     strides = [concrete(stride, batch) for stride in operand.strides]
     tensor = torch.empty_strided(sizes, strides, dtype=operand.dtype, device="meta")
     return tensor.requires_grad_(part is not None and operand.gradient == part)
-
-
-def _concrete(value: Any, tensors: dict[int, torch.Tensor], batch: int) -> Any:
-    if isinstance(value, Operand):
-        return tensors[value.index]
-    if isinstance(value, sympy.Expr):
-        return concrete(value, batch)
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    return [_concrete(item, tensors, batch) for item in value] if isinstance(value, tuple) else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ Nodes of equal calls have equal costs, so repeated layers are counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -78,6 +78,27 @@ def operands(value: Any) -> list[Operand]:
 def concrete(dim: Dim, num_samples: int) -> int:
     """A dimension's value at one batch size."""
     return dim if isinstance(dim, int) else evaluate(dim, num_samples)
+
+
+def concrete_argument(
+    value: Any, tensors: Mapping[int, torch.Tensor], num_samples: int, device: torch.device | str
+) -> Any:
+    """An argument of a call as the operator takes it: its tensors by their index, numbers at one batch size."""
+    if isinstance(value, Operand):
+        return tensors[value.index]
+    if isinstance(value, tuple):
+        return [concrete_argument(item, tensors, num_samples, device) for item in value]
+    if isinstance(value, torch.device):
+        return torch.device(device)
+    return number_at(value, num_samples) if isinstance(value, sympy.Basic) else value
+
+
+def number_at(expression: sympy.Basic, num_samples: int) -> int | float | bool:
+    """The number a size, a quotient of sizes or a comparison of them is at one batch size."""
+    value = expression.subs(dict.fromkeys(expression.free_symbols, num_samples))
+    if isinstance(value, sympy.logic.boolalg.Boolean):
+        return bool(value)
+    return int(value) if value.is_integer else float(value)
 
 
 def call_of(node: fx.Node, gradients: dict[fx.Node, Gradient]) -> Call:
