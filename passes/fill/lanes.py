@@ -1,0 +1,63 @@
+"""Lanes: components that have each sample on the same rank.
+
+    vae -> adapter      all ranks           lane 0: vae, adapter, clip      after nothing
+    clip                all ranks     ->    lane 1: t5                      after nothing
+    t5                  ranks 0 1           lane 2: merge                   after lanes 0, 1
+    merge(clip, t5)     all ranks
+
+A component is in the lane of those it depends on where they may run on the same ranks. Between lanes samples are
+redistributed, so a lane starts when those it depends on have ended everywhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from passes.fill.problem import FillProblem
+
+_MOST_ORDERS = 6
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Components on `ranks`, in every order to try; `after` are the positions of the lanes they read.
+
+    Where `whole`, it is one component that runs on a single rank.
+    """
+
+    orders: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    whole: bool
+    after: tuple[int, ...]
+
+
+_Key = tuple[int, int, tuple[int, ...], int]
+"""How many redistributions are before a lane, how many ranks it has, which, and its component where it is whole."""
+
+
+def lanes(problem: FillProblem) -> tuple[Lane, ...]:
+    """All components in lanes, each after those it reads; of lanes at equal depth first the one on the fewest ranks."""
+    keys: list[_Key] = []
+    for index, component in enumerate(problem.components):
+        ranks, whole = problem.ranks_of(index), index if component.whole else -1
+        depths = [keys[source][0] + (whole >= 0 or keys[source][2:] != (ranks, whole)) for source in component.depends]
+        keys.append((max(depths, default=0), len(ranks), ranks, whole))
+    order = sorted(set(keys))
+    return tuple(_lane(problem, keys, order, key) for key in order)
+
+
+def _lane(problem: FillProblem, keys: list[_Key], order: list[_Key], key: _Key) -> Lane:
+    members = [index for index, other in enumerate(keys) if other == key]
+    sources = {keys[source] for index in members for source in problem.components[index].depends}
+    before = tuple(place for place, other in enumerate(order) if other in sources and other != key)
+    return Lane(tuple(islice(_orders(problem, members), _MOST_ORDERS)), key[2], key[3] >= 0, before)
+
+
+def _orders(problem: FillProblem, members: list[int]) -> Iterator[tuple[int, ...]]:
+    """Orders of components in which each comes after those it depends on."""
+    if not members:
+        yield ()
+    for first in members:
+        if not set(members).intersection(problem.components[first].depends):
+            for rest in _orders(problem, [index for index in members if index != first]):
+                yield first, *rest
