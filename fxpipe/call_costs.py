@@ -15,11 +15,15 @@ Block = int | str | None
 
 @dataclass(frozen=True)
 class CallCost:
-    """One graph: which part of a unit (one of PARTS), for how many samples, and the captured nodes of each block."""
+    """One graph: which part of a unit (one of PARTS), for how many samples, and the captured nodes of each block.
+
+    `recompute` says that the backward makes the forward's values again.
+    """
 
     part: str
     num_samples: int
     blocks: Mapping[Block, tuple[str, ...]]
+    recompute: bool = False
 
     def seconds(self, model: CostModel, costs: Mapping[str, NodeCost], of_nodes: Seconds) -> dict[Block, float]:
         """Seconds of each block in this graph; `costs` and `of_nodes` are by node, the latter at `num_samples`."""
@@ -27,9 +31,10 @@ class CallCost:
         whole = of_nodes.forward if self.part == "forward" else of_nodes.backward
 
         def of_node(name: str) -> float:
+            again = of_nodes.forward[name] if self.recompute and self.part in ("backward", "backward_input") else 0.0
             if self.part in ("forward", "backward"):
-                return whole[name]
-            return whole[name] * self._share(model, costs[name])
+                return whole[name] + again
+            return whole[name] * self._share(model, costs[name]) + again
 
         return {block: sum(map(of_node, nodes)) for block, nodes in self.blocks.items()}
 

@@ -1,13 +1,13 @@
 """The compiler, top to bottom: a training step becomes one program per rank."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from cost_models.flops import node_costs
-from fxpipe.block_graph import Block, Component
+from fxpipe._interim_costs import block_costs
 from fxpipe.block_graph_check import require as require_block_graph
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
@@ -15,25 +15,35 @@ from fxpipe.cluster import Cluster
 from fxpipe.costing import given_cost_model
 from fxpipe.costs import CostModel, node_seconds
 from fxpipe.errors import CompileError
-from fxpipe.options import check_counts, given_cluster, given_device, given_schedule, microbatch_sizes, training_step
+from fxpipe.options import (
+    asked_microbatches,
+    check_collocation,
+    check_counts,
+    given_bytes,
+    given_cluster,
+    given_device,
+    given_schedule,
+    microbatch_sizes,
+    training_step,
+)
 from fxpipe.prediction import Costing
 from fxpipe.program import Plan, Program
 from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require as require_schedule
-from fxpipe.staged import Staged
 from fxpipe.step import StepPlan
 from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
 from passes.lowering import lower
-from passes.lowering.trace import Traced, trace
-from passes.place import BlockTimes, Request, place, stage_seconds
-from passes.schedule import make_schedule
+from passes.lowering.trace import trace
+from passes.order import Ordered, Resources, order
+from passes.place import place_schedule
+from passes.tune import Wishes, block_times, tune
 
 Observe = Callable[[str, Any], None]
-_MIN_BLOCKS, _BLOCKS_PER_STAGE = 24, 4  # fine enough to balance, coarse enough to read
+_MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128
 
 
 @torch.enable_grad()  # what surrounds the call is not part of the step
@@ -45,7 +55,12 @@ def compile(
     batch_size: int | None = None,
     microbatches: int | None = None,
     stages: int | None = None,
+    data_parallel: int | None = None,
     schedule: str | Schedule = "auto",
+    memory_limit: int | str | None = None,
+    collocation: str | None = None,
+    recompute: bool | None = None,
+    budget: float = 2.0,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     device: str | torch.device = "cpu",
@@ -61,8 +76,16 @@ def compile(
             a backbone and for a model with a method `example_inputs(batch_size)`.
         batch_size: samples in one step, over all micro-batches; the example's where left out.
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
-        stages: number of stages, a multiple of `world_size`.
-        schedule: "auto", a name ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble"), a `Schedule` or its text.
+        stages: number of stages, a multiple of the ranks of a pipeline.
+        data_parallel: number of pipelines, which divides `world_size`; 1 where left out with a named schedule.
+        schedule: "auto" tries them all and looks for a better one; a name of `passes.schedule.POLICIES` ("gpipe",
+            "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
+        memory_limit: bytes per rank that a plan may need, a number or a text ("40GiB").
+        collocation: of a wave's skips: "hard" keeps both ends of each on one rank, "soft" only where balance allows;
+            where left out, the faster one with "auto", else "hard".
+        recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
+            only if nothing fits otherwise.
+        budget: seconds to look for a schedule where that is "auto".
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
         cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the
             cluster's device where left out.
@@ -74,7 +97,15 @@ def compile(
         CompileError: it can, but not cut into micro-batches or stages as asked; or an option is wrong.
     """
     see = observe or (lambda name, artefact: None)
-    check_counts(world_size=world_size, batch_size=batch_size, microbatches=microbatches, stages=stages)
+    check_counts(
+        world_size=world_size,
+        batch_size=batch_size,
+        microbatches=microbatches,
+        stages=stages,
+        data_parallel=data_parallel,
+    )
+    limit = given_bytes(memory_limit)
+    check_collocation(collocation)
     network = given_cluster(cluster, world_size)
     seconds_of = given_cost_model(network.device if cost_model is None else cost_model)
     where = given_device(device)
@@ -88,30 +119,34 @@ def compile(
     see("capture", captured)
 
     # analyse: what may be cut into micro-batches; blocks, frozen components, the values between them
-    wanted = microbatches if captured.batch else microbatches or 1
-    sizes = microbatch_sizes(inputs.batch_size, wanted, world_size, asked)
-    batch = analyse_batch(captured, len(sizes))
-    if not batch.divisible and len(sizes) > 1:
-        raise CompileError(
-            f"{captured.notes[0]}; it cannot be cut into {len(sizes)} micro-batches: pass microbatches=1"
-        )
+    count = asked_microbatches(microbatches, inputs.batch_size, world_size, asked)
+    if count is None and not captured.batch:
+        count = 1
+    batch = analyse_batch(captured, min(2, inputs.batch_size) if count is None else count)
+    if not batch.divisible and (count or 1) > 1:
+        raise CompileError(f"{captured.notes[0]}; it cannot be cut into {count} micro-batches: pass microbatches=1")
     see("batch", batch)
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-    seconds = node_seconds(seconds_of, captured.graph, costs, max(sizes))
+    seconds = node_seconds(seconds_of, captured.graph, costs, -(-inputs.batch_size // (count or 2 * world_size)))
     both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
-    graph = analyse_blocks(captured, both, max(_MIN_BLOCKS, _BLOCKS_PER_STAGE * (stages or 2 * world_size)))
+    graph = analyse_blocks(captured, both, _num_blocks(stages, world_size))
     require_block_graph(graph, captured)
     see("blocks", graph)
 
-    # partition: stages and their ranks
-    times = BlockTimes(
-        _sums(graph.blocks, seconds.forward),
-        _sums(graph.blocks, seconds.backward),
-        _sums(graph.components, seconds.forward),
-        max(sizes),
-    )
-    request = Request(asked, stages, world_size, len(sizes))
-    staged = place(graph, times, request, network)
+    # plan: how many replicas, stages and micro-batches; which blocks form a stage, which ranks own it
+    table = block_costs(captured, graph, costs, seconds_of)
+    if isinstance(asked, Schedule):
+        assert count is not None
+        tuned, times = None, block_times(table, -(-inputs.batch_size // count))
+        staged = place_schedule(graph, times, asked, network)
+    else:
+        copies = data_parallel if asked == "auto" else data_parallel or 1
+        wishes = Wishes(asked, world_size, inputs.batch_size, copies, stages, count, collocation, recompute, limit)
+        tuned = tune(graph, table, network, wishes)
+        staged, count = tuned.chosen.placed, tuned.chosen.microbatches
+        times = block_times(table, -(-inputs.batch_size // count))
+        see("candidates", tuned)
+    sizes = microbatch_sizes(inputs.batch_size, count)
     see("stages", staged)
 
     # trace: forward and explicit backward graphs of every stage
@@ -119,40 +154,32 @@ def compile(
     see("stage graphs", traced)
 
     # schedule: the order of every rank's actions
-    ordered = asked if isinstance(asked, Schedule) else _order(staged, traced, times)
-    require_schedule(ordered, traced.work, world_size)
-    see("schedule", ordered)
+    resources = Resources.of(table, staged, times, network, limit)
+    search = budget if asked == "auto" else None
+    ordered = Ordered(asked) if isinstance(asked, Schedule) else order(graph, staged, traced.work, resources, search)
+    require_schedule(ordered.schedule, traced.work, world_size)
+    see("schedule", ordered.schedule)
 
     # lower: one program per rank
-    layout = traced.layout(ordered, graph, staged)
+    layout = traced.layout(ordered.schedule, graph, staged)
     programs, messages, reductions = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
     require_programs(programs, messages, reductions)
     see("programs", programs)
 
-    plan = Plan(staged, graph, sizes, times.total, (*captured.notes, *staged.notes))
+    notes = (*captured.notes, *staged.notes, *ordered.notes)
+    plan = Plan(staged, graph, sizes, times.total, notes, tuned.outcomes if tuned else ())
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
-    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered, programs, messages, reductions, where)
+    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered.schedule, programs, messages, reductions, where)
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
     return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
 
 
-def _sums(groups: Iterable[Block | Component], seconds: Mapping[str, float]) -> tuple[float, ...]:
-    return tuple(sum(seconds[name] for name in group.nodes) for group in groups)
+def _num_blocks(stages: int | None, world_size: int) -> int:
+    """Fine enough to balance, coarse enough to plan and to read."""
+    return max(_MIN_BLOCKS, min(_MOST_BLOCKS, _BLOCKS_PER_STAGE * (stages or 2 * world_size)), stages or 0)
 
 
 def _loss_weights(batch: BatchPlan, sizes: Sequence[int]) -> list[float]:
     """The factor of every micro-batch's loss in the whole batch's."""
     return [size / sum(sizes) if batch.loss_scale == "mean" else 1.0 for size in sizes]
-
-
-def _order(staged: Staged, traced: Traced, times: BlockTimes) -> Schedule:
-    return make_schedule(
-        staged.schedule,
-        traced.work,
-        staged.stage_ranks,
-        stage_seconds(staged, times.forward),
-        stage_seconds(staged, times.backward),
-        frozen_seconds=times.components,
-        world_size=staged.world_size,
-    )

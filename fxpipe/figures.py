@@ -153,7 +153,7 @@ def blocks_figure(plan: Plan) -> Figure:
     for stage in range(staged.num_stages):
         own = list(staged.blocks(stage))
         if own:
-            owner = staged.stage_ranks[stage]
+            owner = ", ".join(map(str, staged.stage_ranks[stage]))
             data.append(
                 {
                     "type": "scatter", "mode": "markers+text", "name": f"stage {stage} on rank {owner}",

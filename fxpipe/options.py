@@ -1,6 +1,7 @@
 """The options of `fxpipe.compile`, checked and completed."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,26 +54,51 @@ def given_schedule(schedule: str | Schedule, world_size: int) -> str | Schedule:
     return parsed
 
 
-def microbatch_sizes(
-    batch_size: int, microbatches: int | None, world_size: int, schedule: str | Schedule
-) -> tuple[int, ...]:
-    """Samples of every micro-batch, the larger ones first.
+def check_collocation(value: str | None) -> None:
+    if value not in (None, "hard", "soft"):
+        raise CompileError(f"collocation={value!r}; give 'hard' or 'soft', or leave it out")
 
-    Where the number is left out: the largest divisor of the batch up to twice the ranks; twice the ranks, uneven, where
-    no divisor keeps the ranks busy.
+
+def given_bytes(value: int | str | None) -> int | None:
+    """A number of bytes, or a text with a unit: "40GiB", "80 GB"."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", value) if isinstance(value, str) else None
+    try:
+        scale = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 1
+        number = float(found[1]) * scale if found else value
+        if isinstance(number, int | float) and not isinstance(number, bool) and 1 <= number < float("inf"):
+            return int(number)
+    except ValueError:
+        pass
+    raise CompileError(f"memory_limit={value!r} is no number of bytes; give one, or a text such as '40GiB'")
+
+
+def asked_microbatches(
+    microbatches: int | None, batch_size: int, world_size: int, schedule: str | Schedule
+) -> int | None:
+    """The number of micro-batches where the options fix it; None where it is to be chosen.
+
+    With a named schedule and no number: the largest divisor of the batch up to twice the ranks; twice the ranks,
+    uneven, where no divisor keeps the ranks busy.
     """
     if isinstance(schedule, Schedule):
         if microbatches not in (None, schedule.num_microbatches):
             raise CompileError(f"microbatches={microbatches}, but the schedule has {schedule.num_microbatches}")
         microbatches = schedule.num_microbatches
-    most = min(batch_size, 2 * world_size)
-    if microbatches is None:
+    elif microbatches is None and schedule != "auto":
+        most = min(batch_size, 2 * world_size)
         divisor = max(m for m in range(1, most + 1) if batch_size % m == 0)
         microbatches = divisor if 2 * divisor >= most else most
-    if microbatches > batch_size:
+    if microbatches is not None and microbatches > batch_size:
         raise CompileError(
             f"microbatches={microbatches} exceeds the batch of {batch_size}; a micro-batch needs a sample"
         )
+    return microbatches
+
+
+def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
+    """Samples of every micro-batch, the larger ones first."""
     size, larger = divmod(batch_size, microbatches)
     return (size + 1,) * larger + (size,) * (microbatches - larger)
 

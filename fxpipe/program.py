@@ -23,6 +23,7 @@ from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.step import StepPlan
 from fxpipe.timeline import Timeline
+from fxpipe.tuning import Outcome
 from fxpipe.verification import TOLERANCES, Verification, compare, reference_step
 
 
@@ -35,6 +36,7 @@ class Plan:
     microbatch_sizes: tuple[int, ...]
     block_seconds: tuple[float, ...]
     notes: tuple[str, ...]
+    outcomes: tuple[Outcome, ...] = ()
 
     def __str__(self) -> str:
         sizes = self.microbatch_sizes
@@ -48,8 +50,9 @@ class Plan:
             share = sum(self.block_seconds[b] for b in blocks) / total
             names = [self.blocks.blocks[b].name for b in blocks]
             span = "(empty)" if not names else names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            rank = self.staged.stage_ranks[stage]
-            lines.append(f"  stage {stage:2} on rank {rank}: {len(blocks):3} blocks, {share:5.1%}  {span}")
+            ranks = self.staged.stage_ranks[stage]
+            where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            lines.append(f"  stage {stage:2} on {where}: {len(blocks):3} blocks, {share:5.1%}  {span}")
         for component in self.blocks.components:
             lines.append(
                 f"  frozen {component.name}: {len(component.nodes)} operations, on the rank of each micro-batch"
@@ -64,7 +67,8 @@ class Plan:
             "schedule": staged.schedule,
             "microbatch_sizes": list(self.microbatch_sizes),
             "boundaries": list(staged.boundaries),
-            "stage_ranks": list(staged.stage_ranks),
+            "stage_ranks": [list(ranks) for ranks in staged.stage_ranks],
+            "recompute": sorted(staged.recompute),
             "collocated": staged.collocated,
             "blocks": [{"name": b.name, "operations": len(b.nodes)} for b in self.blocks.blocks],
             "components": [{"name": c.name, "operations": len(c.nodes)} for c in self.blocks.components],

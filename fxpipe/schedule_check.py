@@ -98,9 +98,10 @@ def _unreduced(schedule: Schedule, work: Work) -> Iterator[str]:
         for rank, actions in enumerate(schedule.ranks):
             places = [i for i, a in enumerate(actions) if a.kind == "R" and a.stage == stage]
             if places and not (replicated and rank in ranks):
-                yield f"{actions[places[0]]} on rank {rank}: the rank has no replica of stage {stage}; remove the action"
+                here = f"{actions[places[0]]} on rank {rank}"
+                yield f"{here}: there is no replica of stage {stage} to reduce with; remove the action"
             elif places and actions[places[0]].microbatch != rank:
-                yield f"{actions[places[0]]} on rank {rank}: the last number of R is its rank; write {stage}R{rank}"
+                yield f"{actions[places[0]]} on rank {rank}: the number after R is the rank; write {stage}R{rank}"
             elif replicated and rank in ranks:
                 last = max((i for i, a in enumerate(actions) if a.kind in "BW" and a.stage == stage), default=-1)
                 if not places:

@@ -6,22 +6,29 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Staged:
-    """Stage s holds blocks boundaries[s] to boundaries[s + 1] and runs on rank stage_ranks[s].
+    """Stage s holds blocks boundaries[s] to boundaries[s + 1]; its replicas are on the ranks stage_ranks[s].
 
-    `schedule` names the order the placement was made for; `collocated` says that no skip crosses ranks by design;
-    `notes` tell what was chosen and what it costs.
+    Micro-batch m runs on stage_ranks[s][m % their number]. `schedule` names the order the placement was made for;
+    `collocated` says that no skip crosses ranks by design; stages in `recompute` keep only their inputs for the
+    backward; `notes` tell what was chosen and what it costs.
     """
 
     boundaries: tuple[int, ...]
-    stage_ranks: tuple[int, ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
     schedule: str
     collocated: bool
     world_size: int
     notes: tuple[str, ...] = ()
+    recompute: frozenset[int] = frozenset()
 
     @property
     def num_stages(self) -> int:
         return len(self.boundaries) - 1
+
+    @property
+    def replicas(self) -> int:
+        """The most replicas a stage has."""
+        return max(map(len, self.stage_ranks))
 
     @cached_property
     def stage_of_block(self) -> tuple[int, ...]:

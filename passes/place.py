@@ -1,125 +1,141 @@
-"""Place blocks on ranks: which blocks form a stage, which rank owns it, and why.
+"""Place blocks on ranks: which blocks form a stage, which ranks hold it.
 
     blocks 0..9, 2 ranks      linear   rank 0: [0-4]          rank 1: [5-9]
                        ->     wave     rank 0: [0-1] [8-9]    rank 1: [2-4] [5-7]
 
-"auto" predicts the step time of every candidate by simulating its schedule, and says how much each loses to the best.
+    4 ranks, two replicas     linear   ranks 0 2: [0-4]       ranks 1 3: [5-9]
+
+How many replicas, stages and micro-batches is `passes.tune`'s choice where the user leaves it open.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from fxpipe.schedule import Schedule, Work
-from fxpipe.simulator import simulate
+from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
+from passes.estimate import BlockTimes
 from passes.partition import linear, wave
-from passes.schedule import POLICIES, make_schedule
+from passes.schedule import POLICIES
 
 
 @dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of every block, forward and backward, and of every component, for one micro-batch of `num_samples`."""
+class Shape:
+    """How ranks are used: `pipelines` holds the ranks of every pipeline, in the order of its places.
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    components: tuple[float, ...]
-    num_samples: int
+    `schedule` is a name, `stages` their number; a `hard` placement keeps every skip on its rank where it can.
+    """
+
+    schedule: str
+    stages: int
+    pipelines: tuple[tuple[int, ...], ...]
+    hard: bool = True
+    recompute: bool = False
 
     @property
-    def total(self) -> tuple[float, ...]:
-        return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
+    def places(self) -> int:
+        """Ranks of one pipeline."""
+        return len(self.pipelines[0])
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the network is folded, so that both ends of a skip can be on one rank."""
+        return self.schedule in FOLDED or (self.schedule in SPLIT and self.stages == 2 * self.places > 2)
+
+    @property
+    def place_of_stage(self) -> tuple[int, ...]:
+        """Line and loop: in turn; fold: there and back."""
+        n = self.places
+        if self.is_folded:
+            return tuple(s % n if s // n % 2 == 0 else n - 1 - s % n for s in range(self.stages))
+        return tuple(s % n for s in range(self.stages))
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for: a schedule's name ("auto" included) or a finished schedule, and a number of stages."""
-
-    schedule: str | Schedule
-    stages: int | None
-    world_size: int
-    num_microbatches: int
+FOLDED = ("wave",)
+SPLIT = ("zero-bubble",)
+LOOPED = ("interleaved",)
 
 
-def place(graph: BlockGraph, times: BlockTimes, request: Request, cluster: Cluster) -> Staged:
-    """The stages and their ranks.
+def shape(name: str, world_size: int, stages: int | None, data_parallel: int, strided: bool = False) -> Shape:
+    """The shape of a named schedule.
+
+    Args:
+        stages: one per rank of a pipeline where left out, two where the name needs them.
+        strided: neighbours of a pipeline are `data_parallel` ranks apart, replicas next to each other.
 
     Raises:
-        CompileError: the number of stages does not fit the ranks or the schedule.
+        CompileError: the name is unknown, or the numbers do not fit each other.
     """
-    if isinstance(request.schedule, Schedule):
-        return _for_schedule(graph, times, request.schedule, cluster)
-    if request.schedule != "auto":
-        return _named(graph, times, request, cluster, request.schedule)
-    if request.world_size == 1:
-        return _named(graph, times, request, cluster, "1f1b")
-    names = [n for n in ("1f1b", "wave") if request.stages in (None, request.world_size * (1 + (n == "wave")))]
-    if not names:
-        names = ["interleaved"]
-    candidates = [_named(graph, times, request, cluster, name) for name in names]
-    if "wave" in names:
-        candidates.append(_wave(graph, times, request.world_size, cluster, hard=False))
-    seconds = [predicted_seconds(graph, times, staged, request.num_microbatches, cluster) for staged in candidates]
-    best = min(range(len(candidates)), key=seconds.__getitem__)
-    notes = [
-        f"{_label(other)} was predicted {seconds[i] / seconds[best] - 1:.1%} slower"
-        for i, other in enumerate(candidates)
-        if i != best and other.boundaries != candidates[best].boundaries
-    ]
-    chosen = candidates[best]
-    return replace(chosen, notes=(*chosen.notes, *notes))
-
-
-def _label(staged: Staged) -> str:
-    return f"{staged.schedule} over {staged.num_stages} stages" + (
-        " with collocated skips" if staged.collocated else ""
-    )
-
-
-def _named(graph: BlockGraph, times: BlockTimes, request: Request, cluster: Cluster, name: str) -> Staged:
     if name not in POLICIES:
         raise CompileError(
             f"unknown schedule {name!r}; choose one of auto, {', '.join(POLICIES)}, or pass a schedule's text"
         )
-    world_size = request.world_size
-    stages = request.stages or world_size * (2 if name in ("interleaved", "wave") else 1)
-    if stages % world_size:
-        raise CompileError(f"stages={stages} is no multiple of world_size={world_size}; every rank owns as many stages")
-    if name == "wave" or (name == "zero-bubble" and stages == 2 * world_size):
-        if stages != 2 * world_size:
-            raise CompileError(f"schedule 'wave' has 2 stages per rank, {2 * world_size} in all, not {stages}")
-        return replace(_wave(graph, times, world_size, cluster, hard=True), schedule=name)
-    boundaries = linear(times.total, stages, _cut_bytes(graph))
-    return Staged(boundaries, tuple(s % world_size for s in range(stages)), name, False, world_size)
+    if world_size % data_parallel:
+        raise CompileError(
+            f"data_parallel={data_parallel} does not divide world_size={world_size}; every pipeline has as many ranks"
+        )
+    places = world_size // data_parallel
+    count = stages or places * (2 if name in (*FOLDED, *LOOPED) else 1)
+    found = Shape(name, count, pipelines(places, data_parallel, strided))
+    if count % places:
+        raise CompileError(
+            f"stages={count} is no multiple of the {places} ranks of a pipeline (world_size={world_size}, "
+            f"data_parallel={data_parallel}); every rank owns as many stages"
+        )
+    if name in FOLDED and count % (2 * places):
+        raise CompileError(
+            f"schedule {name!r} goes there and back: its stages are a multiple of {2 * places}, not {count}"
+        )
+    return found
 
 
-def _for_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:
+def pipelines(places: int, count: int, strided: bool = False) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every pipeline."""
+    if strided:
+        return tuple(tuple(range(p, places * count, count)) for p in range(count))
+    return tuple(tuple(range(p * places, (p + 1) * places)) for p in range(count))
+
+
+def place(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster) -> Staged:
+    """The stages of a shape, and the ranks of their replicas."""
+    world_size = wanted.places * len(wanted.pipelines)
+    ranks = tuple(tuple(pipeline[p] for pipeline in wanted.pipelines) for p in wanted.place_of_stage)
+    recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
+    if wanted.is_folded:
+        return replace(_folded(graph, times, wanted, cluster, ranks), recompute=recompute)
+    boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
+    return Staged(boundaries, ranks, wanted.schedule, False, world_size, (), recompute)
+
+
+def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:
     """Stages for an order given by the user: its own placement decides between a wave and a line."""
     ranks, world_size = schedule.stage_ranks, len(schedule.ranks)
-    mirrored = tuple(min(s, 2 * world_size - 1 - s) for s in range(2 * world_size))
-    if ranks == mirrored and world_size > 1:
-        return replace(_wave(graph, times, world_size, cluster, hard=True), schedule=schedule.name)
-    used = [stage for stage, rank in enumerate(ranks) if rank is not None]
-    inner = linear(times.total, max(len(used), 1), _cut_bytes(graph))
-    boundaries = [0]
-    for stage in range(schedule.num_stages):
-        done = sum(u <= stage for u in used)
-        boundaries.append(inner[done])
-    return Staged(tuple(boundaries), tuple(r or 0 for r in ranks), schedule.name, False, world_size)
+    mirrored = ranks == ranks[::-1] and len(ranks) > 1 and len(set(ranks)) > 1 and all(ranks)
+    if mirrored and len(ranks) == 2 * len(set(ranks)):
+        places = list(dict.fromkeys(ranks))
+        wanted = Shape("wave", len(ranks), pipelines(len(places), 1))
+        return replace(_folded(graph, times, wanted, cluster, ranks), schedule=schedule.name, world_size=world_size)
+    used = [stage for stage, replicas in enumerate(ranks) if replicas]
+    weights = times.total
+    inner = linear(weights, max(len(used), 1), cut_bytes(graph))
+    boundaries = [0, *(inner[sum(u <= stage for u in used)] for stage in range(schedule.num_stages))]
+    return Staged(tuple(boundaries), tuple(r or (0,) for r in ranks), schedule.name, False, world_size)
 
 
-def _wave(graph: BlockGraph, times: BlockTimes, world_size: int, cluster: Cluster, hard: bool) -> Staged:
+def _folded(
+    graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster, ranks: tuple[tuple[int, ...], ...]
+) -> Staged:
     pairs = skip_pairs(graph)
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
-    costs = [2 * _neighbour_seconds(cluster, world_size, size * times.num_samples) for size in pairs.values()]
-    found = wave(times.total, list(pairs), world_size, hard, _cut_bytes(graph), costs)
-    ranks = tuple(min(s, 2 * world_size - 1 - s) for s in range(2 * world_size))
+    costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
+    found = wave(times.total, list(pairs), wanted.places, wanted.hard, cut_bytes(graph), costs)
     notes = []
-    if pairs and hard:
-        free = wave(times.total, [], world_size, False, _cut_bytes(graph))
+    if pairs and wanted.hard:
+        free = wave(times.total, [], wanted.places, False, cut_bytes(graph))
         notes.append(
             f"{len(pairs)} skips collocated: busiest rank {found.max_over_mean:.3f} x mean, "
             f"{free.max_over_mean:.3f} if skips could cross ranks"
@@ -128,12 +144,13 @@ def _wave(graph: BlockGraph, times: BlockTimes, world_size: int, cluster: Cluste
         notes.append(
             f"{len(found.crossing)} of {len(pairs)} skips cross ranks, for balance ({found.max_over_mean:.3f} x mean)"
         )
-    return Staged(found.boundaries, ranks, "wave", not found.crossing, world_size, tuple(notes))
+    world_size = wanted.places * len(wanted.pipelines)
+    return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size, tuple(notes))
 
 
-def _neighbour_seconds(cluster: Cluster, world_size: int, num_bytes: int) -> float:
+def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:
     """Seconds of one message between ranks next to each other, on average."""
-    pairs = [(rank, rank + 1) for rank in range(world_size - 1)]
+    pairs = list(pairwise(pipeline))
     return sum(cluster.transfer_seconds(*pair, num_bytes) for pair in pairs) / max(len(pairs), 1)
 
 
@@ -148,7 +165,7 @@ def skip_pairs(graph: BlockGraph) -> dict[tuple[int, int], int]:
     return pairs
 
 
-def _cut_bytes(graph: BlockGraph) -> list[float]:
+def cut_bytes(graph: BlockGraph) -> list[float]:
     """Bytes per sample that a cut before each block sends, one more than blocks."""
     cost = [0.0] * (len(graph.blocks) + 1)
     for edge in graph.edges:
@@ -157,83 +174,3 @@ def _cut_bytes(graph: BlockGraph) -> list[float]:
             for position in range(edge.producer + 1, max(readers) + 1):
                 cost[position] += edge.bytes_per_sample
     return cost
-
-
-def predicted_seconds(
-    graph: BlockGraph, times: BlockTimes, staged: Staged, num_microbatches: int, cluster: Cluster
-) -> float:
-    """Simulated seconds of one step: compute by `times`, transfers by `cluster`."""
-    work = estimated_work(graph, staged, num_microbatches)
-    forward, backward = stage_seconds(staged, times.forward), stage_seconds(staged, times.backward)
-    schedule = make_schedule(
-        staged.schedule, work, staged.stage_ranks, forward, backward,
-        frozen_seconds=times.components, world_size=staged.world_size,
-    )  # fmt: skip
-    moved = _stage_bytes(graph, staged)
-
-    def lag(source: int, target: int, kind: str) -> float:
-        if kind == "T" or staged.stage_ranks[source] == staged.stage_ranks[target]:
-            return 0.0
-        pair = (source, target) if kind == "F" else (target, source)
-        ranks = staged.stage_ranks[source], staged.stage_ranks[target]
-        return cluster.transfer_seconds(*ranks, moved.get(pair, 0) * times.num_samples)
-
-    tables = {"F": forward, "B": backward, "T": times.components, "I": _half(backward), "W": _half(backward)}
-    return simulate(schedule, work, lambda a: tables[a.kind][a.stage], lag).makespan_seconds
-
-
-def _half(seconds: Sequence[float]) -> tuple[float, ...]:
-    return tuple(s / 2 for s in seconds)
-
-
-def stage_seconds(staged: Staged, block_seconds: Sequence[float]) -> tuple[float, ...]:
-    """Block seconds summed per stage."""
-    pairs = zip(staged.boundaries, staged.boundaries[1:], strict=False)
-    return tuple(sum(block_seconds[start:stop]) for start, stop in pairs)
-
-
-def estimated_work(graph: BlockGraph, staged: Staged, num_microbatches: int) -> Work:
-    """The work before stages are traced: every stage trains, every edge that requires grad returns a gradient."""
-    stage_of = staged.stage_of_block
-    edges, gradients = set(), set()
-    for edge in graph.edges:
-        for consumer in edge.consumers:
-            if isinstance(edge.producer, int) and isinstance(consumer, int):
-                pair = stage_of[edge.producer], stage_of[consumer]
-                if pair[0] != pair[1]:
-                    edges.add(pair)
-                    if edge.requires_grad:
-                        gradients.add(pair[::-1])
-    filled = frozenset(stage_of)
-    return Work(
-        num_stages=staged.num_stages,
-        num_microbatches=num_microbatches,
-        num_components=len(graph.components),
-        empty=frozenset(range(staged.num_stages)) - filled,
-        backward=filled,
-        input_grad=frozenset(consumer for consumer, _ in gradients),
-        weight_grad=filled,
-        edges=frozenset(edges),
-        grad_edges=frozenset(gradients),
-        frozen_edges=frozenset(_component_edges(graph, stage_of)),
-    )
-
-
-def _component_edges(graph: BlockGraph, stage_of: Sequence[int]) -> set[tuple[int, int]]:
-    index = {component.name: i for i, component in enumerate(graph.components)}
-    return {
-        (index[edge.producer], stage_of[consumer])
-        for edge in graph.edges
-        for consumer in edge.consumers
-        if isinstance(edge.producer, str) and isinstance(consumer, int)
-    }
-
-
-def _stage_bytes(graph: BlockGraph, staged: Staged) -> dict[tuple[int, int], int]:
-    moved: dict[tuple[int, int], int] = {}
-    for edge in graph.edges:
-        if isinstance(edge.producer, int):
-            source = staged.stage_of_block[edge.producer]
-            for target in {staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)}:
-                moved[source, target] = moved.get((source, target), 0) + edge.bytes_per_sample
-    return moved

@@ -48,9 +48,16 @@ class Joint:
             if node.target is operator.getitem and node.args[0] in self.made_forward:
                 self.made_forward.add(node)
 
-    def forward(self) -> tuple[fx.Graph, list[fx.Node]]:
-        """forward(reads) -> (returns, saved); the saved nodes in order."""
+    def forward(self, recompute: bool) -> tuple[fx.Graph, list[fx.Node]]:
+        """forward(reads) -> (returns, saved); the saved nodes in order.
+
+        With `recompute` only what came in is saved: the backward, which takes what it needs from the saved values,
+        makes the rest again.
+        """
         wanted = _ancestors([*self.input_grads, *self.weight_nodes])
+        if recompute:
+            saved = [n for n in self.reads if n in wanted]
+            return _extract(self.graph, self.reads, (self.outputs, saved)), saved
         used = {a for n in wanted - self.made_forward for a in n.all_input_nodes}
         saved = [n for n in self.graph.nodes if n in used and n in self.made_forward and n.op != "get_attr"]
         saved = [n for n in saved if n not in self.tangents]

@@ -41,6 +41,7 @@ class StageGraphs:
     backward: fx.Graph | None
     backward_input: fx.Graph | None
     backward_weight: fx.Graph | None
+    recompute: bool = False  # the backward makes the forward's values again
 
     @property
     def tangents(self) -> tuple[str, ...]:
@@ -61,7 +62,12 @@ class _MarkedInterpreter(fx.Interpreter):
 
 
 def trace_stage(
-    capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value], device: torch.device
+    capture: Capture,
+    unit: Unit,
+    batch_size: int,
+    reads: Sequence[Value],
+    device: torch.device,
+    recompute: bool = False,
 ) -> StageGraphs:
     """Trace `unit` at `batch_size` samples, forward and backward together, and cut the trace.
 
@@ -70,7 +76,7 @@ def trace_stage(
     """
     joint = _trace(capture, unit, batch_size, reads, device)
     input_grads = tuple(v.name for v in reads if v.requires_grad) if joint.has_backward else ()
-    forward, saved = joint.forward()
+    forward, saved = joint.forward(recompute)
     split = bool(input_grads) and bool(joint.weight_grads)
     backward_input, kept = joint.backward_input(saved) if split else (None, [])
     return StageGraphs(
@@ -85,6 +91,7 @@ def trace_stage(
         joint.backward(saved) if joint.has_backward else None,
         backward_input,
         joint.backward_weight(kept) if split else None,
+        recompute,
     )
 
 

@@ -47,7 +47,9 @@ def trace(
     for size in sorted(set(sizes)):
         values = _given_values(capture, batch, size)
         for key, unit in units.items():
-            traced = trace_stage(capture, unit, size, [values[name] for name in unit.reads], device)
+            recompute = key[0] == "F" and key[1] in staged.recompute
+            reads = [values[name] for name in unit.reads]
+            traced = trace_stage(capture, unit, size, reads, device, recompute)
             graphs[key][size] = traced
             values |= {value.name: value for value in traced.returns}
     return Traced(

@@ -1,0 +1,174 @@
+"""What a placement would take, estimated from block times before any stage is traced.
+
+stages, ranks, order       ->    simulate one pipeline, with transfers as all pipelines make them at once
+reductions over replicas   ->    start with the last gradient of a stage, overlap what its rank still computes
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fxpipe.block_graph import BlockGraph
+from fxpipe.cluster import Cluster
+from fxpipe.schedule import Schedule, Work
+from fxpipe.simulator import Timeline, simulate
+from fxpipe.staged import Staged
+from passes.schedule import make_schedule
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of every block, forward and backward, and of every component, for one micro-batch of `num_samples`."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    components: tuple[float, ...]
+    num_samples: int
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One step of the first of several equal pipelines, and of the reductions over them."""
+
+    schedule: Schedule
+    timeline: Timeline
+    seconds: float
+
+
+def estimate(
+    graph: BlockGraph,
+    times: BlockTimes,
+    staged: Staged,
+    num_microbatches: int,
+    cluster: Cluster,
+    gradient_bytes: Sequence[int] = (),
+) -> Estimate:
+    """Simulate one step.
+
+    Args:
+        num_microbatches: of all pipelines together.
+        gradient_bytes: per block, to be reduced over replicas; nothing is reduced where left out.
+    """
+    ranks = [replicas[0] for replicas in staged.stage_ranks]
+    of_pipeline = -(-num_microbatches // staged.replicas)
+    work = estimated_work(graph, staged, of_pipeline)
+    forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
+    places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
+    schedule = make_schedule(
+        staged.schedule, work, [places[rank] for rank in ranks], forward, backward,
+        frozen_seconds=times.components, world_size=len(places),
+    )  # fmt: skip
+    lag = Lags(graph, staged, times.num_samples, cluster)
+    half = tuple(seconds / 2 for seconds in backward)
+    tables = {"F": forward, "B": backward, "T": times.components, "I": half, "W": half}
+    timeline = simulate(schedule, work, lambda action: tables[action.kind][action.stage], lag)
+    ends = reduction_ends(staged, schedule, timeline, cluster, gradient_bytes)
+    return Estimate(schedule, timeline, max([timeline.makespan_seconds, *ends]))
+
+
+def reduction_ends(
+    staged: Staged, schedule: Schedule, timeline: Timeline, cluster: Cluster, gradient_bytes: Sequence[int]
+) -> Iterator[float]:
+    """When the gradients of every replicated stage are summed: a rank's reductions go one after the other."""
+    last: dict[int, float] = {}
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.kind in "BW":
+                last[action.stage] = timeline.end_seconds[action]
+    free: dict[int, float] = {}
+    for stage in sorted(last, key=last.__getitem__):
+        ranks = staged.stage_ranks[stage]
+        size = sum(gradient_bytes[b] for b in staged.blocks(stage)) if gradient_bytes else 0
+        if len(ranks) > 1 and size:
+            start = max(last[stage], free.get(ranks[0], 0.0))
+            free[ranks[0]] = start + cluster.all_reduce_seconds(ranks, size)
+            yield free[ranks[0]]
+
+
+class Lags:
+    """Seconds from stage to stage. All pipelines make the same transfer at the same time, and may share links."""
+
+    def __init__(self, graph: BlockGraph, staged: Staged, num_samples: int, cluster: Cluster) -> None:
+        self._ranks, self._cluster, self._num_samples = staged.stage_ranks, cluster, num_samples
+        self._bytes = stage_bytes(graph, staged)
+        self._known: dict[Pair, float] = {}
+
+    def __call__(self, source: int, target: int, kind: str) -> float:
+        """As `fxpipe.simulator.simulate` asks for it; frozen work is ahead of the pipeline, so its values are there."""
+        if kind == "T" or self._ranks[source] == self._ranks[target]:
+            return 0.0
+        if (source, target) not in self._known:
+            self._known[source, target] = self._seconds(source, target, kind)
+        return self._known[source, target]
+
+    def _seconds(self, source: int, target: int, kind: str) -> float:
+        pair = (source, target) if kind == "F" else (target, source)
+        size = self._bytes.get(pair, 0) * self._num_samples
+        pairs = zip(self._ranks[source], self._ranks[target], strict=False)
+        return max(self._cluster.concurrent_seconds([(a, b, float(size)) for a, b in pairs if a != b]), default=0.0)
+
+
+def stage_seconds(staged: Staged, block_seconds: Sequence[float]) -> tuple[float, ...]:
+    """Block seconds summed per stage."""
+    return tuple(sum(block_seconds[b] for b in staged.blocks(stage)) for stage in range(staged.num_stages))
+
+
+def recomputed_seconds(staged: Staged, times: BlockTimes) -> tuple[float, ...]:
+    """Seconds of every stage's backward, with the forward again where that is recomputed."""
+    forward, backward = stage_seconds(staged, times.forward), stage_seconds(staged, times.backward)
+    return tuple(
+        b + (f if s in staged.recompute else 0.0) for s, (f, b) in enumerate(zip(forward, backward, strict=True))
+    )
+
+
+def estimated_work(graph: BlockGraph, staged: Staged, num_microbatches: int) -> Work:
+    """The work before stages are traced: every stage trains, every edge that requires grad returns a gradient."""
+    stage_of = staged.stage_of_block
+    edges, gradients = set(), set()
+    for edge in graph.edges:
+        for consumer in edge.consumers:
+            if isinstance(edge.producer, int) and isinstance(consumer, int):
+                pair = stage_of[edge.producer], stage_of[consumer]
+                if pair[0] != pair[1]:
+                    edges.add(pair)
+                    if edge.requires_grad:
+                        gradients.add(pair[::-1])
+    filled = frozenset(stage_of)
+    return Work(
+        num_stages=staged.num_stages,
+        num_microbatches=num_microbatches,
+        num_components=len(graph.components),
+        empty=frozenset(range(staged.num_stages)) - filled,
+        backward=filled,
+        input_grad=frozenset(consumer for consumer, _ in gradients),
+        weight_grad=filled,
+        edges=frozenset(edges),
+        grad_edges=frozenset(gradients),
+        frozen_edges=frozenset(_component_edges(graph, stage_of)),
+    )
+
+
+def _component_edges(graph: BlockGraph, stage_of: Sequence[int]) -> set[Pair]:
+    index = {component.name: i for i, component in enumerate(graph.components)}
+    return {
+        (index[edge.producer], stage_of[consumer])
+        for edge in graph.edges
+        for consumer in edge.consumers
+        if isinstance(edge.producer, str) and isinstance(consumer, int)
+    }
+
+
+def stage_bytes(graph: BlockGraph, staged: Staged) -> dict[Pair, int]:
+    """Bytes per sample from stage to stage, each value once per reader."""
+    moved: dict[Pair, int] = {}
+    for edge in graph.edges:
+        if isinstance(edge.producer, int):
+            source = staged.stage_of_block[edge.producer]
+            for target in {staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)}:
+                moved[source, target] = moved.get((source, target), 0) + edge.bytes_per_sample
+    return moved
