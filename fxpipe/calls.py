@@ -7,7 +7,8 @@ Nodes of equal calls have equal costs, so repeated layers are counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -102,26 +103,40 @@ def number_at(expression: sympy.Basic, num_samples: int) -> int | float | bool:
 
 
 def call_of(node: fx.Node, gradients: dict[fx.Node, Gradient]) -> Call:
-    """Describe a `call_function` node; `gradients` classifies its inputs."""
-    numbers = {argument: index for index, argument in enumerate(node.all_input_nodes)}
+    """Describe a `call_function` node; `gradients` classifies its inputs, numbered as by `operand_nodes`."""
+    first: dict[fx.Node, int] = {}
+    for index, (argument, _) in enumerate(operand_nodes(node)):
+        first.setdefault(argument, index)
 
     def convert(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return _value(value.meta.get("val"), numbers[value], gradients[value])
+            return _value(value.meta.get("val"), itertools.count(first.get(value, 0)), gradients[value])
         if isinstance(value, (list, tuple)):
             return tuple(convert(item) for item in value)
         return _dim(value)
 
-    outputs = tuple(operands(_value(node.meta.get("val"), len(numbers), "none")))
+    outputs = tuple(operands(_value(node.meta.get("val"), itertools.count(len(first)), "none")))
     return Call(node.target, convert(node.args), tuple((k, convert(v)) for k, v in node.kwargs.items()), outputs)
 
 
-def _value(value: Any, index: int, gradient: Gradient) -> Any:
+def operand_nodes(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The node that gives each operand of a call, and which of that node's tensors it is."""
+    return [(n, i) for n in node.all_input_nodes for i in range(len(tensors_in(n.meta.get("val"))))]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors inside nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _value(value: Any, indices: Iterator[int], gradient: Gradient) -> Any:
     if isinstance(value, torch.Tensor):
         sizes, strides = tuple(map(_dim, value.shape)), tuple(map(_dim, value.stride()))
-        return Operand(index, sizes, strides, value.dtype, value.device, gradient)
+        return Operand(next(indices), sizes, strides, value.dtype, value.device, gradient)
     if isinstance(value, (list, tuple)):
-        return tuple(_value(item, index, gradient) for item in value)
+        return tuple(_value(item, indices, gradient) for item in value)
     return _dim(value)
 
 
