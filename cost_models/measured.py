@@ -7,7 +7,7 @@ No values are computed, so this takes about a millisecond per operator and batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from fxpipe.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument
+from fxpipe.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument, tensors_in
 from fxpipe.errors import CompileError
 
 BATCHES = (2, 3, 4, 5)
@@ -91,7 +91,7 @@ def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
     kwargs = {name: concrete_argument(value, tensors, batch, "meta") for name, value in call.kwargs}
     try:
         with torch.enable_grad(), _counting() as counter:
-            outputs = _tensors(call.target(*args, **kwargs))
+            outputs = tensors_in(call.target(*args, **kwargs))
         if part is not None:
             differentiable = [output for output in outputs if output.requires_grad]
             if not differentiable:
@@ -141,13 +141,6 @@ def _tensor(operand: Operand, batch: int, part: Gradient | None) -> torch.Tensor
     strides = [concrete(stride, batch) for stride in operand.strides]
     tensor = torch.empty_strided(sizes, strides, dtype=operand.dtype, device="meta")
     return tensor.requires_grad_(part is not None and operand.gradient == part)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _vector_product(left: torch.Size, right: torch.Size, **_: Any) -> int:
