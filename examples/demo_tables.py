@@ -38,7 +38,7 @@ def stages(program: Program) -> Table:
     total = sum(plan.block_seconds)
     table = columns("rank", "down: stage, begins at", "up: stage, begins at", "work", "")
     for rank in range(program.world_size):
-        owned = [stage for stage, owner in enumerate(plan.staged.stage_ranks) if owner == rank]
+        owned = [stage for stage, ranks in enumerate(plan.staged.stage_ranks) if rank in ranks]
         share = sum(plan.block_seconds[b] for stage in owned for b in plan.staged.blocks(stage)) / total
         bar = Text("━" * round(share * program.world_size * 5), "cyan")
         table.add_row(str(rank), *(f"{stage:2} {_begin(program, stage)}" for stage in owned), f"{share:.1%}", bar)
@@ -77,7 +77,7 @@ def picture(program: Program, width: int) -> Iterator[Text]:
 
 def _cells(program: Program, rank: int, tokens: list[str]) -> Iterator[tuple[str, str]]:
     """(character, style) of every unit of time, from a row of the grid: `0F1`, `15B3` and then `----`, `.`"""
-    first_stage = str(program.plan.staged.stage_ranks.index(rank))
+    first_stage = str(next(s for s, ranks in enumerate(program.plan.staged.stage_ranks) if rank in ranks))
     style = ""
     for token in tokens:
         kind = next((letter for letter in token if letter.isalpha()), token[0])

@@ -149,7 +149,13 @@ def _nothing_fits(looked_at: list[Candidate], wishes: Wishes) -> CompileError:
 
 
 def _candidates(costs: BlockCosts, wishes: Wishes) -> Iterator[Candidate]:
-    for count in divisors(wishes.world_size):
+    counts = divisors(wishes.world_size)
+    if wishes.data_parallel is not None and wishes.data_parallel not in counts:
+        raise CompileError(
+            f"data_parallel={wishes.data_parallel} does not divide world_size={wishes.world_size}; "
+            "every pipeline has as many ranks"
+        )
+    for count in counts:
         if wishes.data_parallel in (None, count) and count <= wishes.batch_size:
             for found in shapes(wishes, count):
                 for microbatches in _microbatches(wishes, count, found.places):

@@ -280,6 +280,8 @@ class Split:
     microbatches: int | None
     schedule: str
     stages: int | None = None
+    data_parallel: int | None = None
+    recompute: bool | None = None
     seed: int = 0
 
 
@@ -293,6 +295,11 @@ def splits(draw: st.DrawFn) -> Split:
     per_rank = {"wave": st.just(None), "zero-bubble": st.sampled_from((None, 1, 2))}.get(
         schedule, st.sampled_from((None, 1, 2, 3))
     )
-    chosen = draw(per_rank)
-    stages = draw(st.integers(1, 8)) if schedule == "custom" else None if chosen is None else chosen * world_size
-    return Split(world_size, batch_size, microbatches, schedule, stages, draw(st.integers(0, 99)))
+    chosen, copies = draw(per_rank), None
+    if schedule not in ("custom", "auto"):
+        copies = draw(st.sampled_from([d for d in range(1, world_size + 1) if world_size % d == 0]))
+        copies = copies if copies <= (microbatches or batch_size) else 1
+    places = world_size // (copies or 1)
+    stages = draw(st.integers(1, 8)) if schedule == "custom" else None if chosen is None else chosen * places
+    recompute = draw(st.sampled_from((None, None, True))) if schedule != "custom" else None
+    return Split(world_size, batch_size, microbatches, schedule, stages, copies, recompute, draw(st.integers(0, 99)))

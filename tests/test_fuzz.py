@@ -18,6 +18,7 @@ from fxpipe.capture import loss_of
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Program
 from fxpipe.schedule import Action, Schedule, Work
+from passes.replicas import with_reductions
 from tests.dumped import assert_text_runs
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
 
@@ -62,6 +63,7 @@ def compiled(model: RandomStep, batch: dict[str, Any], split: Split) -> Program:
     options: dict[str, Any] = {"example_inputs": batch, "batch_size": split.batch_size}
     if split.schedule != "custom":
         named = {"schedule": split.schedule, "stages": split.stages, "microbatches": split.microbatches}
+        named |= {"data_parallel": split.data_parallel, "recompute": split.recompute, "budget": 0.0}
         return fxpipe.compile(model, split.world_size, **options, **named)
     text = custom_schedule(model, split, options)
     return fxpipe.compile(model, split.world_size, schedule=text, **options)
@@ -75,12 +77,13 @@ def custom_schedule(model: RandomStep, split: Split, options: dict[str, Any]) ->
     """
     rng = random.Random(split.seed)
     num_microbatches = split.microbatches or rng.randint(1, split.batch_size)
-    owner = [rng.randrange(split.world_size) for _ in range(split.stages or 1)]
+    owner = [tuple(rng.choices(range(split.world_size), k=rng.choice((1, 1, 2, 3)))) for _ in range(split.stages or 1)]
     found: dict[str, Any] = {}
     for _ in range(2):
         # A stage that turns out empty has no actions, and the rest is then divided among fewer.
         ranks = tuple(
-            tuple(Action(s, "F", 0) for s in range(len(owner)) if owner[s] == rank) for rank in range(split.world_size)
+            tuple(Action(s, "F", 0) for s in range(len(owner)) if owner[s][0] == rank)
+            for rank in range(split.world_size)
         )
         placement = Schedule("custom", len(owner), num_microbatches, ranks)
         try:
@@ -95,8 +98,11 @@ def custom_schedule(model: RandomStep, split: Split, options: dict[str, Any]) ->
     return random_order(work, owner, split.world_size, rng).text()
 
 
-def random_order(work: Work, owner: list[int], world_size: int, rng: random.Random) -> Schedule:
-    """Actions taken one by one among those whose needs are met; backwards are split at random where they can be."""
+def random_order(work: Work, owner: list[tuple[int, ...]], world_size: int, rng: random.Random) -> Schedule:
+    """Actions taken one by one among those whose needs are met; backwards are split at random where they can be.
+
+    Each micro-batch of a stage is on any one of its owners.
+    """
     actions: dict[Action, int] = {}
     for microbatch in range(work.num_microbatches):
         for component in range(work.num_components):
@@ -106,7 +112,8 @@ def random_order(work: Work, owner: list[int], world_size: int, rng: random.Rand
             if stage in work.backward:
                 split = stage in work.input_grad and rng.random() < 0.5
                 kinds += ("IW" if stage in work.weight_grad else "I") if split else "B"
-            actions |= {Action(stage, kind, microbatch): owner[stage] for kind in kinds}
+            rank = rng.choice(owner[stage])
+            actions |= {Action(stage, kind, microbatch): rank for kind in kinds}
     ranks: list[list[Action]] = [[] for _ in range(world_size)]
     done: set[Action] = set()
     while len(done) < len(actions):
@@ -114,7 +121,8 @@ def random_order(work: Work, owner: list[int], world_size: int, rng: random.Rand
         chosen = rng.choice(ready)
         ranks[actions[chosen]].append(chosen)
         done.add(chosen)
-    return Schedule("custom", work.num_stages, work.num_microbatches, tuple(map(tuple, ranks)))
+    schedule = Schedule("custom", work.num_stages, work.num_microbatches, tuple(map(tuple, ranks)))
+    return with_reductions(schedule, work)
 
 
 def plain_step(model: RandomStep, batch: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

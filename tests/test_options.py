@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.options import microbatch_sizes
+from fxpipe.options import asked_microbatches, given_bytes, microbatch_sizes
 from tests.models import PEER_CASES
 
 
@@ -28,8 +28,16 @@ class Silent(nn.Linear):
         ({"batch_size": -4}, r"batch_size must be a positive integer, got -4"),
         ({"microbatches": 0}, r"microbatches must be a positive integer, got 0"),
         ({"microbatches": 9}, r"microbatches=9 exceeds the batch of 4"),
-        ({"stages": 3}, r"stages=3 is no multiple of world_size=2"),
-        ({"stages": 6, "schedule": "wave"}, r"schedule 'wave' has 2 stages per rank, 4 in all, not 6"),
+        ({"stages": 3, "schedule": "1f1b"}, r"stages=3 is no multiple of the 2 ranks of a pipeline"),
+        ({"data_parallel": 3, "schedule": "1f1b"}, r"data_parallel=3 does not divide world_size=2"),
+        ({"data_parallel": 2, "microbatches": 1}, r"no way to use world_size=2 with data_parallel=2"),
+        ({"memory_limit": "lots"}, r"memory_limit='lots' is no number of bytes"),
+        ({"memory_limit": 10}, r"no plan fits into memory_limit=10 B per rank: the least needed is"),
+        ({"collocation": "yes"}, r"collocation='yes'; give 'hard' or 'soft'"),
+        (
+            {"stages": 6, "schedule": "wave"},
+            r"schedule 'wave' goes there and back: its stages are a multiple of 4, not 6",
+        ),
         ({"schedule": "fastest"}, r"unknown schedule 'fastest'; choose one of auto, gpipe, 1f1b"),
         ({"schedule": 7}, r"schedule must be a name, a schedule's text or a Schedule, got int"),
         ({"schedule": "rank 0: 0F0 0Q0"}, r"'0Q0' on rank 0 is no action"),
@@ -77,8 +85,21 @@ def test_what_is_no_module_is_refused() -> None:
     ],
 )
 def test_microbatch_sizes(batch_size: int, microbatches: int | None, world_size: int, sizes: tuple[int, ...]) -> None:
-    assert microbatch_sizes(batch_size, microbatches, world_size, "auto") == sizes
+    count = asked_microbatches(microbatches, batch_size, world_size, "1f1b")
+    assert count is not None
+    assert microbatch_sizes(batch_size, count) == sizes
     assert sum(sizes) == batch_size
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [(None, None), (1000, 1000), ("40GiB", 40 * 2**30), ("1.5 kB", None), ("80 GB", 80 * 10**9)]
+)
+def test_memory_limits_have_units(text: str | int | None, num_bytes: int | None) -> None:
+    if text == "1.5 kB":
+        with pytest.raises(fxpipe.CompileError, match=r"memory_limit='1.5 kB' is no number of bytes"):
+            given_bytes(text)
+    else:
+        assert given_bytes(text) == num_bytes
 
 
 class Detached(nn.Module):

@@ -67,7 +67,7 @@ def test_every_name_orders_any_work(work: Work, name: str, world_size: int, data
     schedule = make_schedule(name, work, ranks, data.draw(seconds), data.draw(seconds), world_size=world_size)
     assert check(schedule, work, world_size) == []
     assert Schedule.parse(schedule.text()) == schedule
-    assert schedule.stage_ranks == tuple(None if s in work.empty else rank for s, rank in enumerate(ranks))
+    assert schedule.stage_ranks == tuple(() if s in work.empty else (rank,) for s, rank in enumerate(ranks))
     assert str(schedule).startswith(f"schedule {name}: ")
     for rank, actions in enumerate(schedule.ranks):
         frozen = [action for action in actions if action.kind == "T"]
@@ -244,7 +244,7 @@ def test_bad_text_is_refused(text: str, message: str) -> None:
 def test_text_without_a_header_is_counted() -> None:
     schedule = parse("4T0 0F0 0F1", "", "2F0 2F1")
     assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == ("custom", 3, 2)
-    assert schedule.stage_ranks == (0, None, 2)
+    assert schedule.stage_ranks == ((0,), (), (2,))
     assert not schedule.is_split
     assert parse("0F0 0I0 0W0").is_split
 

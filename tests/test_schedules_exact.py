@@ -66,8 +66,8 @@ def test_several_stages_per_rank_are_exact(name: str, stages: int) -> None:
 
 def test_more_stages_than_blocks_leave_stages_empty() -> None:
     model = unet()
-    program = compiled(model, 8, 3, "gpipe", stages=24)
-    assert None in program.schedule.stage_ranks
+    program = compiled(model, 8, 3, "gpipe", stages=72)
+    assert () in program.schedule.stage_ranks
     assert_exact(program, model)
 
 
