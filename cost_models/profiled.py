@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from cost_models.roofline import Roofline
+from fxpipe.cost_table import CostTable, PartSeconds, SecondsAt, shared_out
 from fxpipe.costs import NodeCost, Seconds
 from fxpipe.errors import CompileError
 
@@ -60,14 +62,34 @@ class Profile(Roofline):
 
     def node_seconds(self, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
         """Seconds of every node: those of its entry, in the proportions of the roofline."""
-        now = key_of(graph, torch.device("cpu"))
-        require_key(self.key, Key(now.fingerprint, self.key.device, now.dtype, now.torch))
+        self._require(graph)
         forward = {name: self.forward_seconds(cost, num_samples) for name, cost in costs.items()}
         backward = {name: self.backward_seconds(cost, num_samples) for name, cost in costs.items()}
         for entry in self.entries:
             _share(forward, entry.nodes, interpolated(entry.samples, entry.forward_seconds, num_samples))
             _share(backward, entry.nodes, interpolated(entry.samples, entry.backward_seconds, num_samples))
         return Seconds(forward, backward)
+
+    def of_table(self, graph: fx.Graph, table: CostTable) -> SecondsAt:
+        """The same for all nodes at once; a backward's two parts in the proportions of the roofline."""
+        self._require(graph)
+        base = super().of_table(graph, table)
+        nodes = [np.array([table.position[name] for name in entry.nodes], dtype=np.intp) for entry in self.entries]
+
+        def at(num_samples: int) -> PartSeconds:
+            roofline = base(num_samples)
+            forward, backward = roofline.forward.copy(), roofline.backward_input + roofline.backward_weight
+            for entry, of_entry in zip(self.entries, nodes, strict=True):
+                for seconds, measured in ((forward, entry.forward_seconds), (backward, entry.backward_seconds)):
+                    total, parts = interpolated(entry.samples, measured, num_samples), seconds[of_entry]
+                    seconds[of_entry] = total * (parts / parts.sum() if parts.sum() else 1 / len(parts))
+            return PartSeconds(forward, *shared_out(backward, roofline.backward_input, roofline.backward_weight))
+
+        return at
+
+    def _require(self, graph: fx.Graph) -> None:
+        now = key_of(graph, torch.device("cpu"))
+        require_key(self.key, Key(now.fingerprint, self.key.device, now.dtype, now.torch))
 
     def save(self, path: Path) -> None:
         """Write the measurements as JSON."""

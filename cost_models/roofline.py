@@ -12,15 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
+from torch import fx
 
+from fxpipe.cost_table import CostTable, PartSeconds, SecondsAt
 from fxpipe.costs import Kind, NodeCost, evaluate
 from fxpipe.errors import CompileError
+from fxpipe.polynomials import Floats
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds from FLOPs and bytes; implements `fxpipe.costs.CostModel`.
+    """Seconds from FLOPs and bytes; implements `fxpipe.costs.CostModel` and `fxpipe.cost_table.TableCostModel`.
 
     `peak_flops` is FLOP/s, one number or one per dtype; `bandwidth` is bytes/s of the device's memory, `memory_bytes`
     its size where known. The efficiencies are the parts of the two that large kernels reach; convolutions and attention
@@ -74,6 +78,27 @@ class Roofline:
     def backward_seconds(self, cost: NodeCost, num_samples: int) -> float:
         """Seconds of both parts of the backward, one after the other."""
         return self.backward_input_seconds(cost, num_samples) + self.backward_weight_seconds(cost, num_samples)
+
+    def of_table(self, graph: fx.Graph, table: CostTable) -> SecondsAt:
+        """The seconds of all nodes of a table at once: those of the methods above."""
+        computed = [self._computed(dtype) for dtype, _ in table.groups]
+        kinds = [kind for _, kind in table.groups]
+        rates = [self._peak(dtype) * self._efficiency(kind) for (dtype, _), kind in zip(computed, kinds, strict=True)]
+        rate, scale = (np.array(of)[table.group] for of in (rates, [scale for _, scale in computed]))
+
+        def seconds(flops: Floats, num_bytes: Floats) -> Floats:
+            work = np.maximum(flops / rate, num_bytes * scale / (self.bandwidth * self.memory_efficiency))
+            return np.where((flops > 0) | (num_bytes > 0), work + self.ramp_seconds + self.launch_seconds, 0.0)
+
+        def at(num_samples: int) -> PartSeconds:
+            counts = table.counts(num_samples)
+            return PartSeconds(
+                seconds(counts["forward_flops"], counts["bytes_read"] + counts["bytes_written"]),
+                seconds(counts["backward_input_flops"], counts["backward_input_bytes"]),
+                seconds(counts["backward_weight_flops"], counts["backward_weight_bytes"]),
+            )
+
+        return at
 
     def _seconds(self, flops: int, num_bytes: int, cost: NodeCost) -> float:
         if flops == 0 and num_bytes == 0:

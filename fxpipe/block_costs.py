@@ -1,0 +1,200 @@
+"""What every block costs at any number of samples, from the captured graph alone: seconds, weights, activations.
+
+    block                      0          1          2             at 4 samples
+    forward / backward ms      1.2 / 2.3  ...                      seconds of a stage: the sum over its blocks
+    weights, trained           12 MB, 12 MB                        a tied weight: once per stage
+    saved, or its inputs       80 MB, 20 MB                        a value that two blocks keep: once per stage
+
+Planners sum over blocks; where blocks share values and weights, the bytes of a stage come from its set of blocks.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import sympy
+
+from fxpipe.polynomials import Floats, Polynomials
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSeconds:
+    """Seconds of every block, and of every frozen component, for one micro-batch of `num_samples` samples."""
+
+    num_samples: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    input_gradient_seconds: tuple[float, ...]
+    weight_gradient_seconds: tuple[float, ...]
+    component_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, buffer or constant by its state's name, with the blocks and components (by index) that read it."""
+
+    name: str
+    num_bytes: int
+    num_elements: int
+    trained: bool
+    blocks: tuple[int, ...]
+    components: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """The tensors that wait for a backward or come from elsewhere, by number; no model inputs, no draws, no weights.
+
+    `num_bytes` are expressions of the batch, `maker` is the block that makes a value (None: a frozen component, or
+    whoever reads it). Of every block, `kept` are the values its backward reads, `read` those that come into it.
+    """
+
+    num_bytes: tuple[sympy.Expr, ...]
+    maker: tuple[int | None, ...]
+    kept: tuple[frozenset[int], ...]
+    read: tuple[frozenset[int], ...]
+
+    @cached_property
+    def sizes(self) -> Polynomials:
+        """`num_bytes`, to be evaluated."""
+        return Polynomials(self.num_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCosts:
+    """Costs by block and by component, in the order of the block graph. Made by `passes.block_costs`.
+
+    `seconds_at` and `largest_at` compute, at a number of samples, all seconds and the bytes of every block's largest
+    operation.
+    """
+
+    weights: tuple[Weight, ...]
+    values: Values
+    num_components: int
+    seconds_at: Callable[[int], BlockSeconds]
+    largest_at: Callable[[int], tuple[int, ...]]
+    _seconds: dict[int, BlockSeconds] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.values.kept)
+
+    def at(self, num_samples: int) -> BlockSeconds:
+        """Seconds of every block and component; computed once per number of samples."""
+        if num_samples not in self._seconds:
+            self._seconds[num_samples] = self.seconds_at(num_samples)
+        return self._seconds[num_samples]
+
+    # -- weights
+
+    @cached_property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Bytes of the weights and buffers that each block reads; a tied one counts in every block that reads it."""
+        return self._by_block(lambda weight: weight.num_bytes)
+
+    @cached_property
+    def trained_bytes(self) -> tuple[int, ...]:
+        """Bytes of the weights that get a gradient, which is as large."""
+        return self._by_block(lambda weight: weight.num_bytes * weight.trained)
+
+    @cached_property
+    def trained_elements(self) -> tuple[int, ...]:
+        """Numbers in the weights that get a gradient, for optimizer states."""
+        return self._by_block(lambda weight: weight.num_elements * weight.trained)
+
+    @cached_property
+    def component_bytes(self) -> tuple[int, ...]:
+        """Bytes of each frozen component's weights."""
+        sums = [0] * self.num_components
+        for weight in self.weights:
+            for component in weight.components:
+                sums[component] += weight.num_bytes
+        return tuple(sums)
+
+    @cached_property
+    def shared(self) -> Mapping[str, tuple[int, ...]]:
+        """The weights that several blocks read, by name: two stages that have one each hold it and sum its gradient."""
+        return {weight.name: weight.blocks for weight in self.weights if len(weight.blocks) > 1}
+
+    def weights_of(self, blocks: Collection[int]) -> tuple[Weight, ...]:
+        """The weights of a stage of these blocks, each once."""
+        wanted = frozenset(blocks)
+        return tuple(weight for weight in self.weights if not wanted.isdisjoint(weight.blocks))
+
+    def _by_block(self, size: Callable[[Weight], int]) -> tuple[int, ...]:
+        sums = [0] * self.num_blocks
+        for weight in self.weights:
+            for block in weight.blocks:
+                sums[block] += size(weight)
+        return tuple(sums)
+
+    # -- activations
+
+    @cached_property
+    def saved_formulas(self) -> tuple[sympy.Expr, ...]:
+        """Bytes that a micro-batch leaves in each block for the backward, as expressions of the batch.
+
+        A value counts in the block that makes it, even where only another block's backward reads it; what frozen
+        components make, in the first block whose backward does.
+        """
+        return self._formulas(self.values.kept)
+
+    @cached_property
+    def input_formulas(self) -> tuple[sympy.Expr, ...]:
+        """Bytes of what comes into each block, as expressions of the batch: all that is saved of a recomputed block.
+
+        A value that several blocks read counts in each, one of a frozen component's in the first.
+        """
+        values = self.values
+        seen: set[int] = set()
+        sums = []
+        for read in values.read:
+            sums.append(sympy.Add(*(values.num_bytes[value] for value in read - seen)))
+            seen |= {value for value in read if values.maker[value] is None}
+        return tuple(sums)
+
+    def saved_bytes(self, num_samples: int) -> tuple[int, ...]:
+        """`saved_formulas` at a number of samples."""
+        return _whole(self._saved.at(num_samples))
+
+    def saved_bytes_recomputed(self, num_samples: int) -> tuple[int, ...]:
+        """`input_formulas` at a number of samples."""
+        return _whole(self._inputs.at(num_samples))
+
+    def temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
+        """What each block needs for a moment: operands and results of its largest operation."""
+        return self.largest_at(num_samples)
+
+    def stage_saved_bytes(self, blocks: Collection[int], num_samples: int, recomputed: bool = False) -> int:
+        """What a micro-batch leaves in a stage of these blocks for its backward, each value once.
+
+        Values from other stages and components are with it, as are received. Of a stage that is recomputed as a whole
+        only these stay.
+        """
+        own = frozenset(blocks)
+        chosen = self.values.read if recomputed else self.values.kept
+        values = frozenset[int]().union(*(chosen[block] for block in own))
+        if recomputed:
+            values = frozenset(value for value in values if self.values.maker[value] not in own)
+        sizes = self.values.sizes.at(num_samples)
+        return sum(int(sizes[value]) for value in values)
+
+    @cached_property
+    def _saved(self) -> Polynomials:
+        return Polynomials(self.saved_formulas)
+
+    @cached_property
+    def _inputs(self) -> Polynomials:
+        return Polynomials(self.input_formulas)
+
+    def _formulas(self, of_blocks: Sequence[frozenset[int]]) -> tuple[sympy.Expr, ...]:
+        terms: list[list[sympy.Expr]] = [[] for _ in of_blocks]
+        for value, (maker, num_bytes) in enumerate(zip(self.values.maker, self.values.num_bytes, strict=True)):
+            having = [block for block, values in enumerate(of_blocks) if value in values]
+            if having:
+                terms[having[0] if maker is None else maker].append(num_bytes)
+        return tuple(sympy.Add(*of_block) for of_block in terms)
+
+
+def _whole(values: Floats) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
