@@ -10,8 +10,9 @@ cheapest of a ring, a tree and a hierarchical algorithm; additions are free.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from math import ceil, inf, log2
 from typing import TYPE_CHECKING
 
@@ -56,18 +57,53 @@ def transfer_seconds(cluster: Cluster, source: int, target: int, num_bytes: floa
 
 
 def fair_rates(routes: Mapping[int, tuple[Link, tuple[Port, ...]]]) -> dict[int, float]:
-    """Bytes per second of every message under way, by progressive filling: the fullest port is shared out first."""
-    left = {port: link.bandwidth_bytes_per_second for link, ports in routes.values() for port in ports}
-    waiting, rates = dict(routes), {}
-    while waiting:
-        users = Counter(port for _, ports in waiting.values() for port in ports)
-        tightest = min(users, key=lambda port: left[port] / users[port])
-        share = left[tightest] / users[tightest]
-        for message in [m for m, (_, ports) in waiting.items() if tightest in ports]:
-            for port in waiting.pop(message)[1]:
-                left[port] -= share
-            rates[message] = share
+    """Bytes per second of every message under way, by progressive filling: the fullest port is shared out first.
+
+    Messages over the same ports have the same rate, and are treated as one.
+    """
+    left: dict[Port, float] = {}
+    count: dict[Port, int] = {}
+    for link, ports in routes.values():
+        for port in ports:
+            left[port] = link.bandwidth_bytes_per_second
+            count[port] = count.get(port, 0) + 1
+    share, tightest = min(((left[port] / num, port) for port, num in count.items()), default=(0.0, None))
+    if tightest is None or count[tightest] == len(routes):  # one port for all, as nearly always
+        return dict.fromkeys(routes, share)
+    alike: dict[tuple[Port, ...], list[int]] = {}
+    for message, (_, ports) in routes.items():
+        alike.setdefault(ports, []).append(message)
+    rates: dict[int, float] = {}
+    for share, group in _filled(left, count, {ports: len(messages) for ports, messages in alike.items()}):
+        rates |= dict.fromkeys(alike[group], share)
     return rates
+
+
+def _filled(
+    left: dict[Port, float], count: dict[Port, int], sizes: Mapping[tuple[Port, ...], int]
+) -> Iterator[tuple[float, tuple[Port, ...]]]:
+    """The rate of every group of messages, groups by the ports they use; `left` and `count` are used up."""
+    users: dict[Port, dict[tuple[Port, ...], None]] = {port: {} for port in left}
+    for group in sizes:
+        for port in group:
+            users[port][group] = None
+    # A port's share never falls as others are shared out, so what the heap holds of it is a bound from below.
+    shares = [(left[port] / count[port], port) for port in left]
+    heapify(shares)
+    while shares:
+        bound, tightest = heappop(shares)
+        if not count[tightest]:
+            continue
+        share = left[tightest] / count[tightest]
+        if share > bound:
+            heappush(shares, (share, tightest))
+            continue
+        for group in list(users[tightest]):
+            yield share, group
+            for port in group:
+                left[port] -= share * sizes[group]
+                count[port] -= sizes[group]
+                del users[port][group]
 
 
 def concurrent_seconds(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple[float, ...]:

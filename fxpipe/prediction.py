@@ -1,14 +1,15 @@
 """Predict a step: simulate the rank programs and follow their memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.call_costs import CallCost
+from fxpipe.call_costs import Block, CallCost
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel, NodeCost, node_seconds
 from fxpipe.memory import Times, graphs_memory, rank_memory
-from fxpipe.simulation import Transfer, noisy_makespans, program_ops, walk
+from fxpipe.op_lists import Op, program_ops
+from fxpipe.simulation import noisy_makespans, walk
 from fxpipe.sizes import concrete
 from fxpipe.step import StepPlan
 from fxpipe.timeline import Timeline
@@ -27,26 +28,37 @@ class Costing:
     cluster: Cluster
 
 
-def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:
-    """The timeline of one step, with memory and the spread under noise."""
+@dataclass(frozen=True)
+class Planned:
+    """The ops of all ranks, and the seconds of the graphs they call by block: {graph: {block: seconds}}."""
+
+    op_lists: Sequence[Sequence[Op]]
+    blocks: Mapping[str, Mapping[Block, float]]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {name: sum(times.values()) for name, times in self.blocks.items()}
+
+
+def planned(step: StepPlan, capture: Capture, costing: Costing) -> Planned:
+    """What every rank does, and for how long."""
     model, sizes = costing.model, {call.num_samples for call in costing.calls.values()}
     of_nodes = {size: node_seconds(model, capture.graph, costing.costs, size) for size in sizes}
     blocks = {n: call.seconds(model, costing.costs, of_nodes[call.num_samples]) for n, call in costing.calls.items()}
-    seconds = {name: sum(times.values()) for name, times in blocks.items()}
-    op_lists = program_ops(step.programs, step.messages, costing.model)
-    transfer = _transfer(costing.cluster)
-    walked = walk(op_lists, seconds, transfer)
+    return Planned(program_ops(step.programs, step.messages, model), blocks)
+
+
+def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:
+    """The timeline of one step, with memory and the spread under noise."""
+    plan = planned(step, capture, costing)
+    walked = walk(plan.op_lists, plan.seconds, costing.cluster)
     whole, calls = whole_bytes(capture, step.batch_size), graphs_memory(step.programs)
     memory = tuple(
         rank_memory(program, calls, whole, Times(nodes, walked.arrival_seconds), optimizer_bytes)
         for program, nodes in zip(step.programs, walked.node_seconds, strict=True)
     )
-    spread = noisy_makespans(op_lists, blocks, transfer, NUM_NOISY_RUNS, NOISE_SEED)
-    return Timeline(walked.events, len(step.programs), memory, spread)
-
-
-def _transfer(cluster: Cluster) -> Transfer:
-    return lambda source, target, num_bytes: cluster.transfer_seconds(source, target, num_bytes)
+    spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
+    return walked.timeline(memory, spread)
 
 
 def whole_bytes(capture: Capture, batch_size: int) -> dict[str | int, int]:

@@ -1,139 +1,63 @@
-"""Simulation: walk the rank programs with costs instead of tensors.
+"""Simulation: walk the operations of all ranks with costs instead of tensors, and keep what happens when."""
 
-    rank 0: run 2.0 | send 5 | run 2.0            rank 0  |2.0s   |2.0s   |
-    rank 1: wait 5 | run 3.0               ->     0 -> 1          |1.0|
-                                                  rank 1  |waits      |3.0s      |
-
-Every rank is one compute stream that keeps the order of its program. Every channel sends one message at a time, first
-in first out. Sends never block; a wait ends when its message has arrived. Ranks advance in the order of their clocks.
-"""
-
-import heapq
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import fx
-
-from fxpipe import ops
-from fxpipe.call_costs import moving_seconds
-from fxpipe.costs import CostModel
-from fxpipe.rank_program import Message, RankProgram
-from fxpipe.timeline import Event, kind_of
-
-Transfer = Callable[[int, int, int], float]
-"""Seconds of one message: (source rank, target rank, bytes)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One node of a rank program: `run` takes time (`seconds`, or those of the blocks of `call`), `begin`, `send`,
-    `wait` do what they say, `none` is free."""
-
-    kind: str
-    call: str = ""
-    seconds: float = 0.0
-    message: Message | None = None
+from fxpipe.call_costs import Block
+from fxpipe.cluster import Cluster
+from fxpipe.collectives import Collective, Span
+from fxpipe.machine import Machine
+from fxpipe.op_lists import Op
+from fxpipe.rank_program import Message
+from fxpipe.timeline import NOT_ACTIONS, Event, RankMemory, Timeline, kind_of
+from fxpipe.wires import Arrival
 
 
 @dataclass(frozen=True)
 class Walked:
-    """All events, and when each node of each rank's program started and ended."""
+    """All events, and when each op of each rank started and ended."""
 
     events: tuple[Event, ...]
     node_seconds: tuple[tuple[tuple[float, float], ...], ...]
     arrival_seconds: Mapping[int, float]
 
-    @property
-    def makespan_seconds(self) -> float:
-        return max((event.end_seconds for event in self.events), default=0.0)
+    def timeline(self, memory: tuple[RankMemory, ...] = (), spread: tuple[float, ...] = ()) -> Timeline:
+        """The events as a step of all ranks."""
+        return Timeline(self.events, len(self.node_seconds), memory, spread)
 
 
-def program_ops(programs: Sequence[RankProgram], messages: Sequence[Message], model: CostModel) -> list[list[Op]]:
-    """One op per node of every rank's program."""
-    by_edge = {message.edge: message for message in messages}
-    return [[_op(node, program, by_edge, model) for node in program.graph.nodes] for program in programs]
+def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> Walked:
+    """Run one list of ops per rank to its end; `seconds` is by graph name.
+
+    Needs no rank programs: a plan that is nothing but lists of ops, such as a baseline's, can be walked too.
+    """
+    machine = _Recorder(op_lists, seconds, cluster)
+    machine.run()
+    return machine.walked()
 
 
-def _op(node: fx.Node, program: RankProgram, by_edge: Mapping[int, Message], model: CostModel) -> Op:
-    if node.op == "call_module":
-        return Op("run", call=str(node.target))
-    if node.target is ops.begin:
-        return Op("begin", call=str(node.args[1]))
-    if node.target is ops.send:
-        return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
-    if node.target is ops.wait:
-        (receive,) = node.all_input_nodes
-        return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
-    if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
-        size = value_bytes(node.all_input_nodes[-1], program)
-        return Op("run", seconds=moving_seconds(model, 2 * size, size))
-    return Op("none")
+class _Recorder(Machine):
+    """A machine that keeps what it does."""
 
-
-def value_bytes(node: fx.Node, program: RankProgram) -> int:
-    """Bytes of a tensor of a rank program, or of all tensors of a list that a stage graph returns."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if node.target is torch.ops.aten.add.Tensor or node.target is ops.accumulate:
-        return value_bytes(node.all_input_nodes[-1], program)
-    call, index = node.args
-    assert isinstance(call, fx.Node), node.format_node()
-    (output,) = program.modules[str(call.target)].find_nodes(op="output")
-    return sum(item.meta["val"].nbytes for item in output.args[0][index])
-
-
-def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], transfer: Transfer) -> Walked:
-    """Run all programs to their end; `seconds` is by graph name."""
-    return _Machine(op_lists, seconds, transfer).run()
-
-
-class _Machine:
-    """Clocks of ranks and channels. `_ready` holds (time, rank) of the ranks that can go on."""
-
-    def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], transfer: Transfer) -> None:
-        self._ops, self._seconds, self._transfer = op_lists, seconds, transfer
+    def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
+        super().__init__(op_lists, seconds, cluster)
         self._events: list[Event] = []
         self._nodes: list[list[tuple[float, float]]] = [[] for _ in op_lists]
-        self._arrival: dict[int, float] = {}
-        self._waiting: dict[int, tuple[int, float]] = {}  # edge -> rank that waits, since when
-        self._channel_free: dict[tuple[int, int], float] = {}
         self._action: list[tuple[str, float]] = [("", 0.0) for _ in op_lists]
-        self._ready = [(0.0, rank) for rank in range(len(op_lists))]
+        self._sent: dict[int, tuple[str, Message]] = {}
+        self._issued: dict[tuple[int, int], str] = {}  # (collective's edge, rank) -> action
+        self._arrivals: dict[int, float] = {}
 
-    def run(self) -> Walked:
-        while self._ready:
-            clock, rank = heapq.heappop(self._ready)
-            self._advance(rank, clock)
-        assert not self._waiting, f"ranks wait forever for edges {sorted(self._waiting)}"
+    def walked(self) -> Walked:
         nodes = tuple(map(tuple, self._nodes))
-        return Walked(tuple(sorted(self._events, key=_by_time)), nodes, self._arrival)
+        return Walked(tuple(sorted(self._events, key=_by_time)), nodes, self._arrivals)
 
-    def _advance(self, rank: int, clock: float) -> None:
-        """Run one rank until time passes for it: others may have something to do before."""
-        nodes = self._nodes[rank]
-        for op in self._ops[rank][len(nodes) :]:
-            end = clock
-            if op.kind == "begin":
-                self._begin(rank, op.call, clock)
-            elif op.kind == "run":
-                end += op.seconds + (self._seconds[op.call] if op.call else 0.0)
-            elif op.kind == "send":
-                self._send(rank, op, clock)
-            elif op.kind == "wait":
-                assert op.message is not None
-                if op.message.edge not in self._arrival:
-                    self._waiting[op.message.edge] = rank, clock
-                    return
-                end = max(clock, self._arrival[op.message.edge])
-                self._wait(rank, op.message, clock, end)
-            nodes.append((clock, end))
-            if end > clock:
-                heapq.heappush(self._ready, (end, rank))
-                return
-        self._begin(rank, "", clock)
+    def _do(self, rank: int, op: Op, clock: float) -> float | None:
+        end = super()._do(rank, op, clock)
+        if end is not None:
+            self._nodes[rank].append((clock, end))
+        return end
 
     def _begin(self, rank: int, action: str, clock: float) -> None:
         name, start = self._action[rank]
@@ -141,34 +65,46 @@ class _Machine:
             self._events.append(Event(rank, name, kind_of(name), start, clock))
         self._action[rank] = action, clock
 
-    def _send(self, rank: int, op: Op, clock: float) -> None:
-        message = op.message
-        assert message is not None
-        start = max(clock, self._channel_free.get(message.channel, 0.0))
-        end = start + self._transfer(message.src, message.dst, message.num_bytes)
-        self._channel_free[message.channel] = self._arrival[message.edge] = end
-        name = self._action[rank][0]
-        sent = Event(rank, name, "transfer", start, end, message.dst, message.edge, message.num_bytes, str(message))
-        self._events.append(sent)
-        if message.edge in self._waiting:
-            waiter, since = self._waiting.pop(message.edge)
-            heapq.heappush(self._ready, (since, waiter))
+    def _send(self, rank: int, message: Message, clock: float) -> None:
+        super()._send(rank, message, clock)
+        self._sent[message.edge] = self._action[rank][0], message
 
-    def _wait(self, rank: int, message: Message, start: float, end: float) -> None:
-        name = self._action[rank][0]
-        self._events.append(
-            Event(rank, name, "wait", start, end, message.src, message.edge, message.num_bytes, str(message))
-        )
+    def _arrive(self, arrival: Arrival) -> None:
+        super()._arrive(arrival)
+        edge, start, end = arrival
+        action, m = self._sent[edge]
+        self._arrivals[edge] = end
+        self._events.append(Event(m.src, action, "transfer", start, end, m.dst, edge, m.num_bytes, str(m)))
+
+    def _issue(self, rank: int, collective: Collective, clock: float) -> Span | None:
+        self._issued[collective.edge, rank] = self._action[rank][0]
+        span = super()._issue(rank, collective, clock)
+        if span is not None:
+            times, what = (span.start_seconds, span.end_seconds), (-1, collective.edge, collective.num_bytes)
+            for peer in collective.ranks:
+                action = self._issued[collective.edge, peer]
+                self._events.append(Event(peer, action, collective.kind, *times, *what, str(collective)))
+        return span
+
+    def _wait(self, rank: int, op: Op, clock: float) -> float | None:
+        end = super()._wait(rank, op, clock)
+        if end is not None:
+            awaited = op.collective or op.message
+            assert awaited is not None
+            source = -1 if op.message is None else op.message.src
+            what = source, awaited.edge, awaited.num_bytes, str(awaited)
+            self._events.append(Event(rank, self._action[rank][0], "wait", clock, end, *what))
+        return end
 
 
 def _by_time(event: Event) -> tuple[float, int, bool, float]:
-    return event.start_seconds, event.rank, event.kind in ("wait", "transfer"), event.end_seconds
+    return event.start_seconds, event.rank, event.kind in NOT_ACTIONS, event.end_seconds
 
 
 def noisy_makespans(
     op_lists: Sequence[Sequence[Op]],
-    blocks: Mapping[str, Mapping[int | str | None, float]],
-    transfer: Transfer,
+    blocks: Mapping[str, Mapping[Block, float]],
+    cluster: Cluster,
     num_runs: int,
     seed: int,
     noise: float = 0.1,
@@ -176,9 +112,12 @@ def noisy_makespans(
     """Makespans, sorted, when every block's time is wrong by a factor of its own, up to `noise`, all step long."""
     generator = random.Random(seed)
     keys = list(dict.fromkeys(key for times in blocks.values() for key in times))
+    lasting = [[op for op in ops if op.kind not in ("none", "begin")] for ops in op_lists]
     found = []
     for _ in range(num_runs):
         factor = {key: 1 + generator.uniform(-noise, noise) for key in keys}
         seconds = {name: sum(t * factor[key] for key, t in times.items()) for name, times in blocks.items()}
-        found.append(walk(op_lists, seconds, transfer).makespan_seconds)
+        machine = Machine(lasting, seconds, cluster)
+        machine.run()
+        found.append(machine.end_seconds)
     return tuple(sorted(found))

@@ -3,6 +3,7 @@
 rank 0  |0F0 |0F1 |wait|0B0   |0B1   |          an action's event lasts from its begin to the next action's,
 rank 1       |wait|1F0 |1B0   |...              waits inside it are events of their own
 0 -> 1       |main h[0]|main h[1]|              a transfer lasts from its send to its arrival
+0 and 1      |reduce|                           so does a collective, from its start to its end, on each of its ranks
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.block_graph import human_bytes
+from fxpipe.collectives import COLLECTIVES
 
+NOT_ACTIONS = ("wait", "transfer", *COLLECTIVES)
 END = "end of step"
 
 
@@ -18,9 +21,9 @@ END = "end of step"
 class Event:
     """A stretch of time on a rank, in seconds from the start of the step.
 
-    `kind` is an action's letter, "end" (what follows the last action), "wait" (for the message `edge` of rank `peer`,
-    inside the action) or "transfer" (of the message `edge` to rank `peer`, sent in the action). `label` names what a
-    message carries.
+    `kind` is an action's letter, "end" (what follows the last action), "wait" (inside the action, for the message
+    `edge` of rank `peer`, or for the collective `edge`, where `peer` is -1), "transfer" (of the message `edge` to rank
+    `peer`, sent in the action), or a collective's (`edge`, issued in the action). `label` names what is moved.
     """
 
     rank: int
@@ -69,7 +72,7 @@ class Timeline:
 
     @cached_property
     def actions(self) -> tuple[Event, ...]:
-        return tuple(e for e in self.events if e.kind not in ("wait", "transfer"))
+        return tuple(e for e in self.events if e.kind not in NOT_ACTIONS)
 
     @cached_property
     def waits(self) -> tuple[Event, ...]:
@@ -78,6 +81,10 @@ class Timeline:
     @cached_property
     def transfers(self) -> tuple[Event, ...]:
         return tuple(e for e in self.events if e.kind == "transfer")
+
+    @cached_property
+    def collectives(self) -> tuple[Event, ...]:
+        return tuple(e for e in self.events if e.kind in COLLECTIVES)
 
     @cached_property
     def makespan_seconds(self) -> float:
@@ -102,12 +109,20 @@ class Timeline:
 
     @cached_property
     def channel_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes sent over every directed channel."""
+        """Bytes of the messages sent over every directed channel."""
         total: dict[tuple[int, int], int] = {}
         for event in self.transfers:
             channel = event.rank, event.peer
             total[channel] = total.get(channel, 0) + event.num_bytes
         return dict(sorted(total.items()))
+
+    @cached_property
+    def reduced_bytes(self) -> tuple[int, ...]:
+        """Bytes of the collectives that each rank takes part in, as they are before or after: not those on the wire."""
+        total = [0] * self.num_ranks
+        for event in self.collectives:
+            total[event.rank] += event.num_bytes
+        return tuple(total)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:

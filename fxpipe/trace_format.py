@@ -2,6 +2,7 @@
 
     process rank 0   thread compute    |0F0   |0F1   |            an arrow from a send to the end of the wait for it
                      thread to rank 1     |h[0] main|             counters: bytes of memory over time
+                     thread collectives        |all-reduce|
 
 Format: "Trace Event Format", Google, 2016; times are in microseconds.
 """
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fxpipe.collectives import COLLECTIVES
 from fxpipe.schedule import KINDS
 from fxpipe.timeline import Event, Timeline
 
 COMPUTE = 0
-NAMES = {**KINDS, "T": "frozen work", "end": "end of step", "wait": "wait", "transfer": "transfer"}
+NAMES = {**KINDS, "T": "frozen work", "end": "end of step", "wait": "wait", "transfer": "transfer", **COLLECTIVES}
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> Path:
@@ -28,7 +30,7 @@ def write_trace(timeline: Timeline, path: str | Path) -> Path:
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The events as plain data."""
-    return [*_names(timeline), *_actions(timeline), *_messages(timeline), *_counters(timeline)]
+    return [*_names(timeline), *_actions(timeline), *_messages(timeline), *_collectives(timeline), *_counters(timeline)]
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -39,6 +41,8 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for source, target in sorted({(event.rank, event.peer) for event in timeline.transfers}):
         yield _meta("thread_name", source, _thread(target), name=f"to rank {target}")
         yield _meta("thread_sort_index", source, _thread(target), sort_index=_thread(target))
+    for rank in sorted({event.rank for event in timeline.collectives}):
+        yield _meta("thread_name", rank, _thread(timeline.num_ranks), name="collectives")
 
 
 def _meta(what: str, rank: int, thread: int, **arguments: Any) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _slice(event, event.action, COMPUTE, {"kind": NAMES[event.kind]})
     for event in timeline.waits:
         if event.seconds > 0:
-            name = f"wait for rank {event.peer}"
+            name = f"wait for rank {event.peer}" if event.peer >= 0 else "wait for a collective"
             yield _slice(event, name, COMPUTE, {"message": event.label, "bytes": event.num_bytes})
 
 
@@ -70,6 +74,12 @@ def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
             end = {"pid": event.peer, "tid": COMPUTE, "ts": reads[event.edge].end_seconds * 1e6}
             yield {"ph": "s", **flow, **start}
             yield {"ph": "f", "bp": "e", **flow, **end}
+
+
+def _collectives(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for event in timeline.collectives:
+        arguments = {"bytes": event.num_bytes, "edge": event.edge, "action": event.action}
+        yield _slice(event, event.label, _thread(timeline.num_ranks), arguments)
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:

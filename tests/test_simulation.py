@@ -11,9 +11,10 @@ import fxpipe
 from fxpipe.cluster import Cluster, Level
 from fxpipe.costs import NodeCost, Seconds, node_seconds
 from fxpipe.links import Link
+from fxpipe.op_lists import Op
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action
-from fxpipe.simulation import Op, noisy_makespans, walk
+from fxpipe.simulation import noisy_makespans, walk
 from fxpipe.timeline import END, Event, RankMemory, Timeline
 from tests.unet import TinyUNet
 
@@ -38,8 +39,11 @@ RUN = Op("run", "stage")
 ONE_SECOND = {"stage": 1.0}
 
 
-def one_second(source: int, target: int, num_bytes: int) -> float:
-    return 1.0
+def cluster_of(bandwidth: float, latency: float) -> Cluster:
+    return Cluster("toy", (Level(8, Link("test", bandwidth, latency)),))
+
+
+A_SECOND = cluster_of(1e30, 1.0)  # every message takes one second, however many there are
 
 
 def test_a_wait_ends_when_the_message_has_arrived() -> None:
@@ -47,7 +51,7 @@ def test_a_wait_ends_when_the_message_has_arrived() -> None:
         [begin("0F0"), RUN, send(0, 0, 1), begin(END)],
         [begin("1F0"), wait(0, 0, 1), RUN, begin(END)],
     ]
-    events = walk(ranks, ONE_SECOND, one_second).events
+    events = walk(ranks, ONE_SECOND, A_SECOND).events
     assert Event(0, "0F0", "F", 0.0, 1.0) in events
     assert Event(0, "0F0", "transfer", 1.0, 2.0, 1, 0, 4, "h[0] main [4]") in events
     assert Event(1, "1F0", "wait", 0.0, 2.0, 0, 0, 4, "h[0] main [4]") in events
@@ -64,7 +68,7 @@ def test_a_channel_sends_one_message_at_a_time_and_both_directions_at_once() -> 
         [begin("0F0"), send(0, 0, 1), send(1, 0, 1), wait(2, 1, 0), begin(END)],
         [begin("1F0"), send(2, 1, 0), wait(0, 0, 1), wait(1, 0, 1), begin(END)],
     ]
-    arrivals = walk(ranks, {}, one_second).arrival_seconds
+    arrivals = walk(ranks, {}, A_SECOND).arrival_seconds
     assert arrivals == {0: 1.0, 1: 2.0, 2: 1.0}
 
 
@@ -73,20 +77,20 @@ def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
         [begin("0F0"), RUN, send(0, 0, 1), RUN, begin(END)],
         [begin("1F0"), RUN, RUN, RUN, wait(0, 0, 1), begin(END)],
     ]
-    walked = walk(ranks, ONE_SECOND, one_second)
+    walked = walk(ranks, ONE_SECOND, A_SECOND)
     assert walked.node_seconds[0][-1] == (2.0, 2.0)
     assert walked.node_seconds[1][4] == (3.0, 3.0)
 
 
 def test_a_deadlock_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"wait forever for edges \[0\]"):
-        walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, one_second)
+        walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, A_SECOND)
 
 
 def test_noise_is_reproducible_and_bounded() -> None:
     ranks = [[begin("0F0"), RUN, RUN, begin(END)]]
-    found = noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, one_second, 50, seed=3)
-    assert found == noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, one_second, 50, seed=3)
+    found = noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, A_SECOND, 50, seed=3)
+    assert found == noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, A_SECOND, 50, seed=3)
     assert found == tuple(sorted(found))
     assert 1.8 <= found[0] < 2.0 < found[-1] <= 2.2
 
@@ -116,10 +120,6 @@ def test_every_graph_that_programs_call_has_a_cost(program: fxpipe.Program) -> N
     assert called <= set(program.costing.calls)
 
 
-def equal_links(bandwidth: float, latency: float) -> Cluster:
-    return Cluster("A100-80GB", (Level(8, Link("test", bandwidth, latency)),))
-
-
 class Doubled:
     """A cost model that takes twice as long as another."""
 
@@ -132,11 +132,11 @@ class Doubled:
 
 
 def test_time_follows_the_cost_model_and_the_cluster(program: fxpipe.Program) -> None:
-    fast = equal_links(1e18, 0.0)
+    fast = cluster_of(1e18, 0.0)
     base = program.simulate(cluster=fast)
     slow: Any = Doubled(program.costing.model)
     assert program.simulate(slow, fast).makespan_seconds == pytest.approx(2 * base.makespan_seconds)
-    slower_network = program.simulate(cluster=equal_links(1e6, 1e-4))
+    slower_network = program.simulate(cluster=cluster_of(1e6, 1e-4))
     assert slower_network.makespan_seconds > base.makespan_seconds
     assert slower_network.busy_seconds == pytest.approx(base.busy_seconds)
 
@@ -153,7 +153,7 @@ def test_measured_nodes_are_taken_as_measured(program: fxpipe.Program) -> None:
     model: Any = Measured(program.costing.model)
     calls = program.costing.calls
     num_nodes = {name: sum(map(len, call.blocks.values())) for name, call in calls.items()}
-    forward = [e for e in program.simulate(model, equal_links(1e18, 0.0)).actions if e.kind == "T"]
+    forward = [e for e in program.simulate(model, cluster_of(1e18, 0.0)).actions if e.kind == "T"]
     assert forward
     for event in forward:
         name = next(name for name in calls if name.startswith("frozen_0_forward"))

@@ -1,0 +1,73 @@
+"""Operations of ranks as the simulator takes them: what each does to the clock, and no tensors.
+
+h = wait(recv_h)                  wait    main h[0] from rank 0
+out = stage_1_forward(h)     ->   run     stage_1_forward's seconds
+send(transport, out, 2, 9)        send    edge 9
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.call_costs import moving_seconds
+from fxpipe.collectives import COLLECTIVES, Collective
+from fxpipe.costs import CostModel
+from fxpipe.rank_program import Message, RankProgram
+
+_KINDS = {"run", "begin", "send", "wait", "none", *COLLECTIVES, *(f"wait_{kind}" for kind in COLLECTIVES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of a rank.
+
+    `kind` is "run" (takes `seconds`, and those of the graph `call`), "begin" (of the action `call`), "send" or "wait"
+    (of `message`), one of COLLECTIVES (issues `collective`) or "wait_" and one of these, or "none", which is free.
+    """
+
+    kind: str
+    call: str = ""
+    seconds: float = 0.0
+    message: Message | None = None
+    collective: Collective | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in _KINDS, f"no op does {self.kind!r}"
+
+
+def program_ops(programs: Sequence[RankProgram], messages: Sequence[Message], model: CostModel) -> list[list[Op]]:
+    """One op per node of every rank's program."""
+    by_edge = {message.edge: message for message in messages}
+    return [[_op(node, program, by_edge, model) for node in program.graph.nodes] for program in programs]
+
+
+def _op(node: fx.Node, program: RankProgram, by_edge: Mapping[int, Message], model: CostModel) -> Op:
+    if node.op == "call_module":
+        return Op("run", call=str(node.target))
+    if node.target is ops.begin:
+        return Op("begin", call=str(node.args[1]))
+    if node.target is ops.send:
+        return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
+    if node.target is ops.wait:
+        (receive,) = node.all_input_nodes
+        return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
+    if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
+        size = value_bytes(node.all_input_nodes[-1], program)
+        return Op("run", seconds=moving_seconds(model, 2 * size, size))
+    return Op("none")
+
+
+def value_bytes(node: fx.Node, program: RankProgram) -> int:
+    """Bytes of a tensor of a rank program, or of all tensors of a list that a stage graph returns."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if node.target is torch.ops.aten.add.Tensor or node.target is ops.accumulate:
+        return value_bytes(node.all_input_nodes[-1], program)
+    call, index = node.args
+    assert isinstance(call, fx.Node), node.format_node()
+    (output,) = program.modules[str(call.target)].find_nodes(op="output")
+    return sum(item.meta["val"].nbytes for item in output.args[0][index])
