@@ -27,6 +27,7 @@ from passes.fill.problem import FillProblem, FrozenComponent, Layer, published
 from passes.fill.result import Fill, Piece, holders
 
 __all__ = [
+    "FILLERS",
     "Fill",
     "FillProblem",
     "FrozenComponent",

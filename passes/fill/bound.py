@@ -1,8 +1,10 @@
 """A lower bound on every iteration: idle time can hide frozen work, not make it less.
 
-pipeline                                        ranks can't be faster
-(busy + least frozen device time) / devices     all of it fits without a gap
-the same for the components and ranks that belong to one another where some ranks have no room for them
+    pipeline                                        its ranks can't be faster
+    one sample's way through its longest chain      layers of one sample can't run at the same time
+    (busy + least frozen device time) / devices     all of it fits without a gap
+
+The last also holds for some of the ranks and what only these may run, where weights do not have room everywhere.
 """
 
 from collections.abc import Iterable
@@ -14,13 +16,18 @@ def lower_bound_seconds(problem: FillProblem) -> float:
     """No fill of the problem makes an iteration shorter than this."""
     everywhere = tuple(range(problem.num_ranks))
     sets = {everywhere, *(problem.ranks_of(c) for c in range(len(problem.components)))}
-    bounds = [problem.pipeline_seconds, *(_share(problem, ranks) for ranks in sets)]
-    for index, component in enumerate(problem.components):
-        if component.whole:
-            bounds.append(
-                min(_busy(problem, [rank]) for rank in problem.ranks_of(index)) + least_device_seconds(problem, index)
-            )
+    bounds = [problem.pipeline_seconds, _longest_path_seconds(problem), *(_share(problem, ranks) for ranks in sets)]
     return max(bounds)
+
+
+def _longest_path_seconds(problem: FillProblem) -> float:
+    """One sample through the longest chain of components, by itself (with all the others where they can't be apart)."""
+    ends: list[float] = []
+    for tables, component in zip(problem.seconds, problem.components, strict=True):
+        size = problem.batch_size if component.whole else 1
+        start = max((ends[d] for d in component.depends), default=0.0)
+        ends.append(start + sum(table[size] for table in tables))
+    return max(ends, default=0.0)
 
 
 def _share(problem: FillProblem, ranks: tuple[int, ...]) -> float:

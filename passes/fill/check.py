@@ -1,6 +1,8 @@
 """Check a fill against its problem by its pieces alone: every frozen (layer, sample) once, in order, in idle time.
 
-rank 0: vae[0:3] x 0:16 @ 10.00-14.50, vae[3:4] x 0:16 @ 14.20-15.00  <-- HERE: starts before the piece before it ends
+    rank 0: vae[0:3] x 0:16 @ 10.00-14.50, vae[3:4] x 0:16 @ 14.20-15.00  <-- HERE: starts before the piece before ends
+
+Nothing here is shared with the fillers: times come from `Layer.seconds`, the rest from the pieces.
 """
 
 from collections.abc import Iterator
@@ -84,7 +86,7 @@ def _overlaps(fill: Fill, slack: float) -> Iterator[Fault]:
     for rank, pieces in enumerate(fill.ranks):
         for place, (first, second) in enumerate(pairwise(pieces)):
             if second.start_seconds < first.end_seconds - slack:
-                yield Fault(rank, place + 1, "starts before the piece before it ends")
+                yield Fault(rank, place + 1, "starts before the piece before ends")
 
 
 def _parts(problem: FillProblem, fill: Fill, slack: float) -> Iterator[Fault]:

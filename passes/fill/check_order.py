@@ -49,10 +49,9 @@ def misplaced(problem: FillProblem, fill: Fill) -> Iterator[Fault]:
     """Pieces on another rank than their samples, in a fill that says these stay."""
     if not fill.stays:
         return
-    everywhere = all(c.ranks is None and not c.whole for c in problem.components)
-    homes = np.full((1 if everywhere else len(problem.components), problem.batch_size), -1)
+    homes = np.full((len(problem.components), problem.batch_size), -1)
     for rank, place, piece in placed(fill):
-        home = homes[0 if everywhere else piece.component, piece.first_sample : piece.last_sample]
+        home = homes[piece.component, piece.first_sample : piece.last_sample]
         if ((home >= 0) & (home != rank)).any():
             yield Fault(rank, place, "its samples were on another rank before")
         home[:] = rank

@@ -43,7 +43,7 @@ def exact(problem: FillProblem) -> Fill:
     bubbles = common_bubbles(problem)
     least, savings = LeastTail(problem), possible_savings(problem, bubbles)
     states: dict[State, _Step | None] = {initial(problem): None}
-    for position, bubble in enumerate(bubbles):
+    for position, bubble in enumerate(bubbles if best else ()):
         states = _undominated(_fill_bubble(problem, states, bubble))
         hopeful = {}
         for state, step in states.items():

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from passes.fill.bound import least_device_seconds
 from passes.fill.problem import FillProblem
 
 _MOST_ORDERS = 6
@@ -31,26 +32,45 @@ class Lane:
     after: tuple[int, ...]
 
 
-_Key = tuple[int, int, tuple[int, ...], int]
-"""How many redistributions are before a lane, how many ranks it has, which, and its component where it is whole."""
+_Key = tuple[int, int, float, tuple[int, ...], int, int]
+"""How many redistributions are before a lane, how many ranks it has; less the work of its family where families are
+apart; its ranks, its family, and its component where it is whole."""
 
 
-def lanes(problem: FillProblem) -> tuple[Lane, ...]:
-    """All components in lanes, each after those it reads; of lanes at equal depth first the one on the fewest ranks."""
+def lanes(problem: FillProblem, apart: bool) -> tuple[Lane, ...]:
+    """All components in lanes, each after those it reads; of lanes at equal depth first the one on the fewest ranks.
+
+    Where `apart`, families (components joined by dependencies) have lanes of their own, the one with most work first.
+    """
     keys: list[_Key] = []
+    family = _families(problem) if apart else [0] * len(problem.components)
+    work = [0.0] * len(problem.components)
+    for index, name in enumerate(family):
+        work[name] += least_device_seconds(problem, index)
     for index, component in enumerate(problem.components):
         ranks, whole = problem.ranks_of(index), index if component.whole else -1
-        depths = [keys[source][0] + (whole >= 0 or keys[source][2:] != (ranks, whole)) for source in component.depends]
-        keys.append((max(depths, default=0), len(ranks), ranks, whole))
+        own = -work[family[index]], ranks, family[index], whole
+        depths = [keys[source][0] + (whole >= 0 or keys[source][2:] != own) for source in component.depends]
+        keys.append((max(depths, default=0), len(ranks), *own))
     order = sorted(set(keys))
     return tuple(_lane(problem, keys, order, key) for key in order)
+
+
+def _families(problem: FillProblem) -> list[int]:
+    """Every component's family, by the number of a component in it."""
+    family = list(range(len(problem.components)))
+    for index, component in enumerate(problem.components):
+        for source in component.depends:
+            old, new = family[source], family[index]
+            family = [new if name == old else name for name in family]
+    return family
 
 
 def _lane(problem: FillProblem, keys: list[_Key], order: list[_Key], key: _Key) -> Lane:
     members = [index for index, other in enumerate(keys) if other == key]
     sources = {keys[source] for index in members for source in problem.components[index].depends}
     before = tuple(place for place, other in enumerate(order) if other in sources and other != key)
-    return Lane(tuple(islice(_orders(problem, members), _MOST_ORDERS)), key[2], key[3] >= 0, before)
+    return Lane(tuple(islice(_orders(problem, members), _MOST_ORDERS)), key[3], key[-1] >= 0, before)
 
 
 def _orders(problem: FillProblem, members: list[int]) -> Iterator[tuple[int, ...]]:

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.fill.problem import FillProblem, Interval
-from passes.fill.result import Piece
+
+Run = tuple[int, int, int, int, int, float, float]
+"""The fields of a `Piece`: thousands are made to be thrown away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Pieces in the order they run, numbered from sample 0, and when the last ends."""
+    """Runs in the order of time, of samples numbered from 0, and when the last ends."""
 
     end_seconds: float
-    pieces: tuple[Piece, ...]
+    runs: tuple[Run, ...]
 
 
 def pack(problem: FillProblem, order: Sequence[int], num_samples: int, room: Sequence[Interval]) -> Packed:
@@ -29,18 +31,18 @@ def pack(problem: FillProblem, order: Sequence[int], num_samples: int, room: Seq
     The last interval of `room` has no end.
     """
     progress = {c: _Progress(problem, c, num_samples) for c in order if problem.components[c].layers and num_samples}
-    pieces: list[Piece] = []
+    runs: list[Run] = []
     now = 0.0
     for start, end in room:
         if not progress:
             break
         now = start
         for component in order:
-            if component in progress and progress.keys().isdisjoint(problem.components[component].depends):
-                now = progress[component].advance(now, end, pieces)
+            if component in progress and progress.keys().isdisjoint(problem.before[component]):
+                now = progress[component].advance(now, end, runs)
                 if progress[component].is_done:
                     del progress[component]
-    return Packed(now, tuple(pieces))
+    return Packed(now, tuple(runs))
 
 
 class _Progress:
@@ -50,39 +52,39 @@ class _Progress:
         self._component, self._num_samples = component, num_samples
         self._tables, self._prefix = problem.seconds[component], problem.prefix[component][num_samples]
         partial = problem.partial and not problem.components[component].whole
-        self._sizes = problem.local_batches[: bisect_left(problem.local_batches, num_samples)] if partial else ()
+        self._sizes = problem.local_batches if partial else ()
+        self._part_seconds = problem.part_seconds[component]
         self._layer = self._done = 0
+        self.is_done = False
 
-    @property
-    def is_done(self) -> bool:
-        return self._layer == len(self._tables)
-
-    def advance(self, now: float, end: float, pieces: list[Piece]) -> float:
+    def advance(self, now: float, end: float, runs: list[Run]) -> float:
         """As far as possible between `now` and `end`; returns when that is done."""
         if self._done:
             seconds = self._tables[self._layer][self._num_samples - self._done]
             if now + seconds > end:
-                return self._part(now, end, pieces)
-            now = self._run(self._layer + 1, self._num_samples, now, seconds, pieces)
-        layer = bisect_right(self._prefix, self._prefix[self._layer] + (end - now)) - 1
+                return self._part(now, end, runs)
+            now = self._run(self._layer + 1, self._num_samples, now, seconds, runs)
+        before = self._prefix[self._layer]
+        layer = bisect_right(self._prefix, before + (end - now)) - 1
         if layer > self._layer:
-            seconds = self._prefix[layer] - self._prefix[self._layer]
-            now = self._run(layer, self._num_samples, now, seconds, pieces)
-        return now if self.is_done else self._part(now, end, pieces)
+            now = self._run(layer, self._num_samples, now, self._prefix[layer] - before, runs)
+        return now if self.is_done else self._part(now, end, runs)
 
-    def _part(self, now: float, end: float, pieces: list[Piece]) -> float:
+    def _part(self, now: float, end: float, runs: list[Run]) -> float:
         """The next layer on the most samples that fit, of those that leave some."""
-        table = self._tables[self._layer]
         most = bisect_left(self._sizes, self._num_samples - self._done)
-        fitting = bisect_right(self._sizes, end - now, hi=most, key=lambda n: table[n])
+        seconds = self._part_seconds[self._layer]
+        fitting = bisect_right(seconds, end - now, 0, most)
         if not fitting:
             return now
-        size = self._sizes[fitting - 1]
-        return self._run(self._layer + 1, self._done + size, now, table[size], pieces)
+        return self._run(self._layer + 1, self._done + self._sizes[fitting - 1], now, seconds[fitting - 1], runs)
 
-    def _run(self, last_layer: int, last_sample: int, now: float, seconds: float, pieces: list[Piece]) -> float:
+    def _run(self, last_layer: int, last_sample: int, now: float, seconds: float, runs: list[Run]) -> float:
         end = now + seconds
-        pieces.append(Piece(self._component, self._layer, last_layer, self._done, last_sample, now, end))
-        complete = last_sample == self._num_samples
-        self._layer, self._done = (last_layer, 0) if complete else (self._layer, last_sample)
+        runs.append((self._component, self._layer, last_layer, self._done, last_sample, now, end))
+        if last_sample == self._num_samples:
+            self._layer, self._done = last_layer, 0
+            self.is_done = last_layer == len(self._tables)
+        else:
+            self._done = last_sample
         return end

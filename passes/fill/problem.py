@@ -148,6 +148,20 @@ class FillProblem:
         columns = (np.array(tables).reshape(-1, size) for tables in self.seconds)
         return [np.vstack([np.zeros(size), np.cumsum(column, axis=0)]).T.tolist() for column in columns]
 
+    @cached_property
+    def part_seconds(self) -> list[list[list[float]]]:
+        """By component and layer: seconds of each of `local_batches`, those above the batch left out."""
+        sizes = [n for n in self.local_batches if n <= self.batch_size]
+        return [[[table[n] for n in sizes] for table in tables] for tables in self.seconds]
+
+    @cached_property
+    def before(self) -> list[frozenset[int]]:
+        """By component: all that must be done first. Those without layers pass on what they depend on."""
+        found: list[frozenset[int]] = []
+        for component in self.components:
+            found.append(frozenset(component.depends).union(*(found[d] for d in component.depends)))
+        return found
+
     def ranks_of(self, component: int) -> tuple[int, ...]:
         """The ranks that may run a component."""
         ranks = self.components[component].ranks

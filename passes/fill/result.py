@@ -45,8 +45,8 @@ class Fault:
 class Fill:
     """Pieces of every rank in the order they run; those that start at the pipeline's end or later are the tail.
 
-    `method` says what found it. Where `stays`, a sample is on one rank for all layers of a component, and for all
-    components if each of them may run in parts on all ranks. Otherwise samples may change ranks between any two layers.
+    `method` says what found it. Where `stays`, a sample is on one rank for all layers of a component, and changes ranks
+    between components only (`holders` says from where to where); otherwise it may between any two layers.
     `bubble_ratio` is idle device time over iteration x devices (DiffusionPipe, section 6).
     """
 
@@ -81,7 +81,8 @@ class Fill:
     def _word(self, piece: Piece) -> str:
         layers, samples = f"{piece.first_layer}:{piece.last_layer}", f"{piece.first_sample}:{piece.last_sample}"
         times = f"{1e3 * piece.start_seconds:.2f}-{1e3 * piece.end_seconds:.2f}"
-        return f"{self.components[piece.component]}[{layers}] x {samples} @ {times}"
+        names = dict(enumerate(self.components))
+        return f"{names.get(piece.component, piece.component)}[{layers}] x {samples} @ {times}"
 
 
 def _here(faults: Sequence[Fault], rank: int | None, piece: int | None) -> str:

@@ -80,7 +80,7 @@ def _ready(problem: FillProblem, state: State, component: int) -> bool:
     def done(c: int) -> bool:
         return state[c][0] == len(problem.components[c].layers)
 
-    return not done(component) and all(done(d) for d in problem.components[component].depends)
+    return not done(component) and all(done(c) for c in problem.before[component])
 
 
 def _whole_layers(problem: FillProblem, state: State, component: int, ways: int, room: float) -> list[float]:

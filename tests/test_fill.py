@@ -1,0 +1,293 @@
+"""Fillers: valid whatever the work and the idle time, never below the bound, each at least as good as it promises."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from fxpipe.errors import CompileError
+from passes.fill import (
+    FILLERS,
+    Fill,
+    FillProblem,
+    FrozenComponent,
+    Layer,
+    Piece,
+    check,
+    fill,
+    holders,
+    lower_bound_seconds,
+    per_device,
+    published,
+    require,
+)
+from tests.fill_problems import problems
+
+MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+ROUNDING = 1 + 1e-9
+
+
+@MANY
+@given(problems(), st.sampled_from(sorted(FILLERS)))
+def test_valid_and_never_below_the_bound(problem: FillProblem, how: str) -> None:
+    found = fill(problem, how)
+    assert not check(problem, found), found.text(check(problem, found))
+    assert found.iteration_seconds * ROUNDING >= lower_bound_seconds(problem)
+    assert found.iteration_seconds <= fill(problem, "none").iteration_seconds * ROUNDING or how in ("greedy", "exact")
+
+
+@MANY
+@given(problems())
+def test_pure_per_device_is_valid_and_keeps_samples_in_place(problem: FillProblem) -> None:
+    found = per_device(problem)
+    assert found.stays
+    assert not check(problem, found), found.text(check(problem, found))
+
+
+@MANY
+@given(problems())
+def test_per_device_is_never_worse_than_greedy(problem: FillProblem) -> None:
+    best = fill(problem).iteration_seconds
+    assert best <= fill(problem, "greedy").iteration_seconds
+    if problem.min_bubble_seconds <= 0.01 and set(published(problem).local_batches) <= set(problem.local_batches):
+        assert best <= fill(published(problem), "greedy").iteration_seconds
+
+
+@MANY
+@given(problems())
+def test_exact_is_never_worse_than_greedy(problem: FillProblem) -> None:
+    assert fill(problem, "exact").iteration_seconds <= fill(problem, "greedy").iteration_seconds * ROUNDING
+
+
+@MANY
+@given(problems(anywhere=True))
+def test_no_fill_is_the_pipeline_and_a_balanced_tail(problem: FillProblem) -> None:
+    share = -(-problem.batch_size // problem.num_ranks)
+    tail = sum(layer.seconds(share) for component in problem.components for layer in component.layers)
+    found = fill(problem, "none")
+    assert found.iteration_seconds == pytest.approx(problem.pipeline_seconds + tail, rel=1e-4)
+    assert all(p.start_seconds >= problem.pipeline_seconds for pieces in found.ranks for p in pieces)
+
+
+@MANY
+@given(problems(anywhere=True), st.sampled_from(("greedy", "exact", "per-device")))
+def test_filling_is_never_worse_than_not(problem: FillProblem, how: str) -> None:
+    assert fill(problem, how).iteration_seconds <= fill(problem, "none").iteration_seconds * (1 + 1e-4)
+
+
+@MANY
+@given(problems())
+def test_results_are_held_once(problem: FillProblem) -> None:
+    found = fill(problem)
+    for index, component in enumerate(problem.components):
+        if component.layers:
+            samples = [s for first, last, _ in holders(problem, found, index) for s in range(first, last)]
+            assert samples == list(range(problem.batch_size))
+
+
+def layer(launch_ms: float, sample_ms: float) -> Layer:
+    return Layer.affine("layer", launch_ms / 1e3, sample_ms / 1e3)
+
+
+VAE = FrozenComponent("vae", (layer(1, 1),) * 4)
+TEXT = FrozenComponent("text", (layer(1, 0.125),) * 4)
+TWO_RANKS = FillProblem(0.1, (((0.0, 0.04),), ((0.06, 0.1),)), (VAE, TEXT), 16)
+
+
+@pytest.mark.parametrize("how", sorted(FILLERS))
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(TWO_RANKS, idle=((), ())),
+        replace(TWO_RANKS, components=()),
+        replace(TWO_RANKS, components=(replace(VAE, layers=()), replace(TEXT, depends=(0,)))),
+        replace(TWO_RANKS, components=(replace(VAE, layers=(layer(0, 0),) * 3), TEXT)),
+        replace(TWO_RANKS, idle=(((0.0, 0.04),),)),
+        replace(TWO_RANKS, batch_size=1),
+        replace(TWO_RANKS, components=(FrozenComponent("slow", (layer(50, 0),) * 2),)),
+        replace(TWO_RANKS, idle=(((0.0, 0.001), (0.002, 0.003)), ((0.05, 0.05),))),
+        replace(TWO_RANKS, pipeline_seconds=0.0, idle=((), ())),
+        replace(TWO_RANKS, local_batches=()),
+        replace(TWO_RANKS, components=(replace(VAE, ranks=(0,)), replace(TEXT, depends=(0,), ranks=(1,)))),
+        replace(TWO_RANKS, components=(replace(VAE, whole=True), replace(TEXT, depends=(0,)))),
+        replace(TWO_RANKS, components=(VAE, *(replace(TEXT, depends=(i,)) for i in range(5)))),
+        replace(TWO_RANKS, components=(VAE, FrozenComponent("glue", (), (0,)), replace(TEXT, depends=(1,)))),
+        replace(TWO_RANKS, components=(VAE, FrozenComponent("glue", (), (0,), (0,)), replace(TEXT, depends=(1,)))),
+    ],
+    ids=[
+        "no bubbles", "no components", "a component without layers", "layers without time", "one rank", "one sample",
+        "bubbles shorter than a layer", "bubbles too short", "no pipeline", "no local batches", "on different ranks",
+        "whole", "a chain", "glue without layers", "glue on one rank",
+    ],
+)  # fmt: skip
+def test_absurd_problems(problem: FillProblem, how: str) -> None:
+    found = require(problem, fill(problem, how))
+    assert lower_bound_seconds(problem) <= found.iteration_seconds * ROUNDING
+
+
+def test_everything_hidden() -> None:
+    for problem in (replace(TWO_RANKS, batch_size=8), replace(TWO_RANKS, components=(VAE,), idle=(((0.0, 0.1),), ()))):
+        found = require(problem, fill(problem))
+        assert found.method == "per-device"
+        assert found.tail_seconds == 0.0
+
+
+def test_idle_time_at_the_end_goes_on_in_the_tail() -> None:
+    """4 layers of 9 ms each from 90 ms on, without a cut at the pipeline's end at 100 ms."""
+    problem = FillProblem(0.1, (((0.09, 0.1),),), (FrozenComponent("c", (layer(1, 1),) * 4),), 8)
+    (piece,) = fill(problem).ranks[0]
+    assert (piece.start_seconds, piece.end_seconds) == pytest.approx((0.09, 0.126))
+    assert fill(problem, "greedy").iteration_seconds > 0.126 + 1e-4
+
+
+def test_little_work_is_done_in_one_place() -> None:
+    """Launches make the small component slower the more ranks share it."""
+    problem = FillProblem(0.0, ((),) * 4, (VAE, FrozenComponent("text", (layer(2, 0.01),) * 3)), 32)
+    found = require(problem, fill(problem))
+    assert len({rank for _, _, rank in holders(problem, found, 1)}) < 4
+    assert found.iteration_seconds < fill(problem, "none").iteration_seconds
+
+
+def test_greedy_is_returned_where_moving_samples_is_better() -> None:
+    """One sample, two layers: the ranks are idle one after the other, and only moving the sample uses both."""
+    problem = FillProblem(0.04, (((0.0, 0.02),), ((0.02, 0.04),)), (FrozenComponent("c", (layer(20, 0),) * 2),), 1)
+    found = require(problem, fill(problem))
+    assert (found.method, found.stays, found.tail_seconds) == ("greedy", False, 0.0)
+    assert per_device(problem).tail_seconds == pytest.approx(0.02)
+
+
+def test_limits_of_the_paper_are_kept() -> None:
+    problem = published(replace(TWO_RANKS, idle=(((0.0, 0.0099), (0.02, 0.04)), ((0.03, 0.06),))))
+    for how in ("greedy", "exact", "per-device"):
+        starts = [p.start_seconds for pieces in require(problem, fill(problem, how)).ranks for p in pieces]
+        assert min(starts) >= 0.02
+
+
+def test_text_and_bubble_ratio() -> None:
+    """116 ms on two ranks; the pipeline is busy for 160 ms, layers for 71 ms, which leaves 1 of 232 ms."""
+    problem = replace(TWO_RANKS, components=(VAE,), idle=(((0.0, 0.04),), ()), local_batches=(4, 8))
+    found = fill(problem, "greedy")
+    assert found.text() == (
+        "fill greedy: 116.00 ms (pipeline 100.00 ms, tail 16.00 ms), 0.4% idle\n"
+        "rank 0: vae[0:2] x 0:16 @ 0.00-34.00, vae[2:3] x 0:4 @ 34.00-39.00, vae[2:3] x 4:10 @ 100.00-107.00, "
+        "vae[3:4] x 0:8 @ 107.00-116.00\n"
+        "rank 1: vae[2:3] x 10:16 @ 100.00-107.00, vae[3:4] x 8:16 @ 107.00-116.00"
+    )
+    assert found.bubble_ratio == pytest.approx(1 / 232)
+
+
+def corrupted(change: Callable[[list[list[Piece]]], object]) -> Fill:
+    found = require(TWO_RANKS, per_device(TWO_RANKS))
+    ranks = [list(pieces) for pieces in found.ranks]
+    change(ranks)
+    return replace(found, ranks=tuple(map(tuple, ranks)))
+
+
+def shift(piece: Piece, seconds: float) -> Piece:
+    return replace(piece, start_seconds=piece.start_seconds + seconds, end_seconds=piece.end_seconds + seconds)
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[list[list[Piece]]], object], str]] = {
+    "left out": (lambda r: r[0].pop(), "runs 0 times"),
+    "twice": (lambda r: r[0].append(shift(r[0][0], 0.2)), "runs 2 times"),
+    "too early": (lambda r: r[1].__setitem__(0, shift(r[1][0], -0.01)), "not idle all that time"),
+    "too long": (
+        lambda r: r[0].__setitem__(-1, replace(r[0][-1], end_seconds=r[0][-1].end_seconds + 1e-4)),
+        "its layers take",
+    ),
+    "reversed": (lambda r: r[0].reverse(), "starts before the piece before ends"),
+    "overlap": (lambda r: r[0].__setitem__(1, shift(r[0][1], -1e-3)), "starts before the piece before ends"),
+    "no such component": (lambda r: r[0].__setitem__(0, replace(r[0][0], component=7)), "there is no component 7"),
+    "no such layer": (lambda r: r[0].__setitem__(0, replace(r[0][0], last_layer=9)), "has 4 layers"),
+    "no such sample": (lambda r: r[0].__setitem__(0, replace(r[0][0], last_sample=17)), "has 16 samples"),
+    "one rank less": (lambda r: r[0].extend(r.pop()), "it has 1 ranks"),
+    "later than it says": (lambda r: r[1].__setitem__(-1, shift(r[1][-1], 0.5)), "the tail is"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_the_checker_sees(name: str) -> None:
+    change, message = CORRUPTIONS[name]
+    broken = corrupted(change)
+    assert any(message in fault.message for fault in check(TWO_RANKS, broken)), broken.text(check(TWO_RANKS, broken))
+    with pytest.raises(CompileError, match=r"(?s)does not fit its problem.*<-- HERE"):
+        require(TWO_RANKS, broken)
+
+
+def test_the_checker_sees_inputs_that_come_later() -> None:
+    problem = replace(TWO_RANKS, components=(VAE, replace(TEXT, depends=(0,))))
+    reverse = replace(TWO_RANKS, components=(VAE, TEXT))
+    found = fill(reverse)
+    swapped = {0: 1, 1: 0}
+    ranks = tuple(tuple(replace(p, component=swapped[p.component]) for p in pieces) for pieces in found.ranks)
+    turned = replace(problem, components=(TEXT, replace(VAE, depends=(0,))))
+    faults = check(turned, replace(found, ranks=ranks))
+    assert any("before its inputs" in fault.message for fault in faults)
+
+
+def test_the_checker_sees_samples_that_move_or_may_not_be_cut() -> None:
+    problem = replace(TWO_RANKS, idle=(((0.0, 0.03),), ((0.03, 0.06),)), components=(VAE,))
+    moved = fill(problem, "greedy")
+    assert not check(problem, moved)
+    assert any("another rank before" in f.message for f in check(problem, replace(moved, stays=True)))
+    assert any("which is not permitted" in f.message for f in check(replace(problem, partial=False), moved))
+    assert any("no local batch" in f.message for f in check(replace(problem, local_batches=(96,)), moved))
+    assert any("can't be taken apart" in f.message for f in check(only(problem, whole=True), moved))
+    assert any("ranks (0,) only" in f.message for f in check(only(problem, ranks=(0,)), moved))
+
+
+def only(problem: FillProblem, **changes: object) -> FillProblem:
+    return replace(problem, components=(replace(problem.components[0], **changes),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"pipeline_seconds": float("nan")}, "pipeline_seconds=nan"),
+        ({"idle": ()}, "0 ranks"),
+        ({"idle": (((0.0, 0.2),), ())}, r"idle\[0\] .* must be in order, not overlap, and lie within 0 and 0.1"),
+        ({"idle": ((), ((0.03, 0.05), (0.04, 0.06)))}, r"idle\[1\]"),
+        ({"min_bubble_seconds": -1.0}, "min_bubble_seconds=-1.0"),
+        ({"local_batches": (4, 2)}, r"local_batches=\(4, 2\) must be positive and rising"),
+        ({"components": (replace(TEXT, depends=(0,)),)}, "list it after those"),
+        ({"components": (replace(TEXT, ranks=()),)}, r"may run on ranks \(\); give at least one of 0 to 1"),
+        ({"components": (replace(TEXT, ranks=(2,)),)}, r"may run on ranks \(2,\)"),
+    ],
+)
+def test_problems_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        replace(TWO_RANKS, **changes)  # type: ignore[arg-type]
+
+
+def test_unknown_filler() -> None:
+    with pytest.raises(CompileError, match="unknown filler 'best'; choose one of 'none', 'greedy'"):
+        fill(TWO_RANKS, "best")
+
+
+def test_layer_times() -> None:
+    found = Layer.measured("attn", {4: 0.004, 8: 0.003, 16: 0.011})
+    assert found.points == ((4, 0.004), (8, 0.004), (16, 0.011))
+    expected = {0: 0.0, 1: 0.004, 4: 0.004, 8: 0.004, 12: 0.0075, 16: 0.011, 24: 0.018}
+    assert {n: found.seconds(n) for n in expected} == pytest.approx(expected)
+    assert Layer.affine("conv", 0.001, 0.002).seconds(10) == pytest.approx(0.021)
+    assert [Layer("conv", ((8, 0.1),)).seconds(n) for n in (1, 8, 16)] == pytest.approx([0.1, 0.1, 0.2])
+    assert found.table(24) == [found.seconds(n) for n in range(25)]
+
+
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 2.0)), ((1, 2.0), (2, 1.0)), ((1, float("inf")),)])
+def test_layer_times_refused(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(CompileError, match="layer conv"):
+        Layer("conv", points)
+
+
+@given(problems(most_samples=8), st.integers(2, 4))
+def test_more_idle_time_in_one_place_is_used(problem: FillProblem, factor: int) -> None:
+    """With all of the pipeline idle on every rank and time enough, nothing is left over."""
+    least = sum(layer.seconds(problem.batch_size) for c in problem.components for layer in c.layers)
+    assume(least > 0)
+    pipeline = factor * least + 0.02
+    roomy = replace(problem, pipeline_seconds=pipeline, idle=(((0.0, pipeline),),) * problem.num_ranks)
+    assert fill(roomy).tail_seconds == 0.0

@@ -1,0 +1,184 @@
+"""Common-span filling against brute force that shares no code with it; bubbles against instants between changes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe import timeline
+from fxpipe.errors import CompileError
+from fxpipe.schedule import Work
+from fxpipe.simulator import simulate
+from passes.fill import FillProblem, FrozenComponent, Layer, fill, idle_intervals, idle_of_schedule, idle_of_timeline
+from passes.fill.bubbles import Bubble, common_bubbles
+from passes.fill.greedy import greedy_choices
+from passes.fill.savings import LeastTail, possible_savings
+from passes.fill.spans import after, choices, initial, tail_seconds
+from passes.schedule import make_schedule
+from tests.fill_problems import problems
+
+Progress = tuple[tuple[int, int], ...]
+TINY = problems(most_ranks=3, most_components=2, most_layers=3, most_samples=6)
+
+
+def ways(problem: FillProblem, component: int, ranks: tuple[int, ...]) -> int:
+    given_ranks = problem.components[component].ranks
+    number = sum(given_ranks is None or rank in given_ranks for rank in ranks)
+    return min(1, number) if problem.components[component].whole else number
+
+
+def moves(problem: FillProblem, bubble: Bubble, progress: Progress) -> Iterator[tuple[Progress, float]]:
+    """Every set of layers that a bubble admits, in part at most one, as what is done then and the seconds it takes."""
+    ready = [
+        c
+        for c, component in enumerate(problem.components)
+        if ways(problem, c, bubble.ranks)
+        and all(progress[d][0] == len(problem.components[d].layers) for d in component.depends)
+    ]
+
+    def whole(position: int, now: Progress, used: float) -> Iterator[tuple[Progress, float]]:
+        if position == len(ready):
+            yield now, used
+            return
+        yield from whole(position + 1, now, used)
+        c = ready[position]
+        number, layers = ways(problem, c, bubble.ranks), problem.components[c].layers
+        for layer in range(progress[c][0], len(layers)):
+            left = problem.batch_size - now[c][1]
+            used += layers[layer].seconds((left + number - 1) // number)
+            if used > bubble.seconds:
+                return
+            now = (*now[:c], (layer + 1, 0), *now[c + 1 :])
+            yield from whole(position + 1, now, used)
+
+    for now, used in whole(0, progress, 0.0):
+        yield now, used
+        for c in ready if problem.partial else ():
+            layer, done = now[c]
+            for size in problem.local_batches:
+                reached = done + size * ways(problem, c, bubble.ranks)
+                if layer == len(problem.components[c].layers) or problem.components[c].whole:
+                    continue
+                seconds = problem.components[c].layers[layer].seconds(size)
+                if reached < problem.batch_size and used + seconds <= bubble.seconds:
+                    yield (*now[:c], (layer, reached), *now[c + 1 :]), used + seconds
+
+
+def tail(problem: FillProblem, progress: Progress) -> float:
+    total = 0.0
+    for c, (component, (layer, done)) in enumerate(zip(problem.components, progress, strict=True)):
+        number = ways(problem, c, tuple(range(problem.num_ranks)))
+        for position in range(layer, len(component.layers)):
+            left = problem.batch_size - (done if position == layer else 0)
+            total += component.layers[position].seconds((left + number - 1) // number)
+    return total
+
+
+@settings(max_examples=120)
+@given(TINY, st.sampled_from(((1, 2, 3), (2,), ())))
+def test_exact_is_the_least_of_all(problem: FillProblem, sizes: tuple[int, ...]) -> None:
+    problem = replace(problem, local_batches=sizes)
+    states: set[Progress] = {((0, 0),) * len(problem.components)}
+    for bubble in common_bubbles(problem)[:4]:
+        states = {reached for state in states for reached, _ in moves(problem, bubble, state)}
+    least = min(tail(problem, state) for state in states)
+    bubbles = common_bubbles(problem)
+    if len(bubbles) <= 4:
+        assert fill(problem, "exact").tail_seconds == pytest.approx(least, rel=1e-9, abs=1e-12)
+    else:
+        assert fill(problem, "exact").tail_seconds <= least + 1e-12
+
+
+@settings(max_examples=120)
+@given(TINY, st.sampled_from(((1, 2, 3), (2,), ())))
+def test_greedy_takes_the_longest(problem: FillProblem, sizes: tuple[int, ...]) -> None:
+    problem = replace(problem, local_batches=sizes)
+    chosen = dict(greedy_choices(problem))
+    state = initial(problem)
+    for bubble in common_bubbles(problem):
+        longest = max(used for _, used in moves(problem, bubble, state))
+        taken = chosen[bubble].seconds if bubble in chosen else 0.0
+        assert taken == pytest.approx(longest, abs=1e-12)
+        state = after(problem, state, bubble, chosen[bubble]) if bubble in chosen else state
+    assert fill(problem, "greedy").tail_seconds == pytest.approx(tail(problem, state), abs=1e-12)
+
+
+@settings(max_examples=60)
+@given(problems(most_samples=24))
+def test_savings_are_never_exceeded(problem: FillProblem) -> None:
+    """What lets states be dropped: their tail is at least this, and no choice lowers it by more than that."""
+    bubbles = common_bubbles(problem)
+    least, savings = LeastTail(problem), possible_savings(problem, bubbles)
+    state = initial(problem)
+    for position, bubble in enumerate(bubbles):
+        assert least(state) <= tail_seconds(problem, state) + 1e-12
+        limit = savings[position] - savings[position + 1]
+        options = [after(problem, state, bubble, choice) for choice in choices(problem, state, bubble, thin=False)]
+        for reached in options:
+            assert least(state) - least(reached) <= limit + 1e-12
+        state = min(options, key=least, default=state)
+
+
+def test_thinned_combinations_lose_next_to_nothing() -> None:
+    """Five components of nine layers: 100,000 combinations, which the exact filler refuses."""
+    parts = tuple(
+        FrozenComponent(f"c{i}", tuple(Layer.affine("l", 0.0, (1 + i / 7 + j / 11) / 1e4) for j in range(9)))
+        for i in range(6)
+    )
+    problem = FillProblem(0.1, (((0.0, 0.05),),), parts, 16, partial=False)
+    ((bubble, choice),) = greedy_choices(problem)
+    assert bubble.seconds * (1 - 1e-3) < choice.seconds <= bubble.seconds
+    with pytest.raises(CompileError, match="combinations of layers fit into a bubble"):
+        fill(problem, "exact")
+
+
+@given(problems())
+def test_bubbles_are_the_spans_between_changes(problem: FillProblem) -> None:
+    times = sorted({0.0, problem.pipeline_seconds, *(t for idle in problem.idle for i in idle for t in i)})
+    middles = [(a + b) / 2 for a, b in pairwise(times)]
+    bubbles = common_bubbles(replace(problem, min_bubble_seconds=0.0))
+    for middle in middles:
+        idle = tuple(r for r, spans in enumerate(problem.idle) if any(a < middle < b for a, b in spans))
+        found = [b.ranks for b in bubbles if b.start_seconds < middle < b.end_seconds]
+        assert found == ([idle] if idle else [])
+    for first, second in pairwise(bubbles):
+        assert first.end_seconds < second.start_seconds or first.ranks != second.ranks
+    long = tuple(b for b in bubbles if b.seconds >= problem.min_bubble_seconds)
+    assert common_bubbles(problem) == long
+
+
+def test_idle_intervals() -> None:
+    assert idle_intervals([], 2.0) == ((0.0, 2.0),)
+    assert idle_intervals([(0.0, 2.0)], 2.0) == ()
+    assert idle_intervals([(1.0, 1.5), (0.0, 0.5), (0.25, 0.75)], 2.0) == ((0.75, 1.0), (1.5, 2.0))
+
+
+def test_idle_time_of_a_schedule() -> None:
+    stages = range(4)
+    work = Work(
+        4, 6, backward=frozenset(stages), input_grad=frozenset(stages[1:]), weight_grad=frozenset(stages),
+        edges=frozenset((s, s + 1) for s in stages[:-1]), grad_edges=frozenset((s + 1, s) for s in stages[:-1]),
+    )  # fmt: skip
+    schedule = make_schedule("1f1b", work, stages, [1.0] * 4, [2.0] * 4)
+    times = simulate(schedule, work, lambda action: 1.0 if action.kind == "F" else 2.0)
+    idle = idle_of_schedule(schedule, times)
+    total = sum(end - start for intervals in idle for start, end in intervals)
+    assert total == pytest.approx(times.bubble_ratio * 4 * times.makespan_seconds)
+    assert idle[0][-1][1] < times.makespan_seconds  # rank 0 ends last
+    assert idle[3][0] == (0.0, 3.0)
+    later = idle_of_schedule(schedule, times, times.makespan_seconds + 1.0)
+    assert later[0][-1] == (times.makespan_seconds, times.makespan_seconds + 1.0)
+
+
+def test_idle_time_of_rank_programs() -> None:
+    events = (
+        timeline.Event(0, "0F0", "F", 0.0, 2.0),
+        timeline.Event(0, "0B0", "B", 2.0, 6.0),
+        timeline.Event(0, "0B0", "wait", 2.0, 4.5, peer=1),
+        timeline.Event(1, "1F0", "F", 0.0, 5.0),
+        timeline.Event(1, "1F0", "wait", 0.0, 2.5, peer=0),
+    )
+    assert idle_of_timeline(timeline.Timeline(events, 2)) == (((2.0, 4.5),), ((0.0, 2.5), (5.0, 6.0)))
