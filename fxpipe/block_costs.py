@@ -14,6 +14,7 @@ from functools import cached_property
 
 import sympy
 
+from fxpipe.costs import evaluate
 from fxpipe.polynomials import Floats, Polynomials
 
 
@@ -37,6 +38,16 @@ class Weight:
     num_bytes: int
     num_elements: int
     trained: bool
+    blocks: tuple[int, ...]
+    components: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A model input or a random draw, with the blocks and components that read it; bytes are those of its batch."""
+
+    name: str
+    num_bytes: sympy.Expr
     blocks: tuple[int, ...]
     components: tuple[int, ...]
 
@@ -69,6 +80,7 @@ class BlockCosts:
     """
 
     weights: tuple[Weight, ...]
+    given: tuple[Given, ...]
     values: Values
     num_components: int
     seconds_at: Callable[[int], BlockSeconds]
@@ -178,6 +190,12 @@ class BlockCosts:
             values = frozenset(value for value in values if self.values.maker[value] not in own)
         sizes = self.values.sizes.at(num_samples)
         return sum(int(sizes[value]) for value in values)
+
+    def given_bytes(self, blocks: Collection[int], batch_size: int) -> int:
+        """Whole-batch inputs and draws that a rank with these blocks, and all frozen components, holds for the step."""
+        wanted = frozenset(blocks)
+        held = (given for given in self.given if given.components or not wanted.isdisjoint(given.blocks))
+        return sum(evaluate(given.num_bytes, batch_size) for given in held)
 
     @cached_property
     def _saved(self) -> Polynomials:

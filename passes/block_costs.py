@@ -7,14 +7,14 @@
 No stage graph is traced: seconds, bytes and weights are of the operations of the capture.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import sympy
 import torch
 from torch import fx
 
-from fxpipe.block_costs import BlockCosts, BlockSeconds, Values, Weight
+from fxpipe.block_costs import BlockCosts, BlockSeconds, Given, Values, Weight
 from fxpipe.block_graph import BlockGraph, Owner
 from fxpipe.capture import Capture
 from fxpipe.cost_table import CostTable, seconds_of_table
@@ -56,9 +56,8 @@ def block_costs(
         weights, _ = owners.sums(parts.backward_weight)
         return BlockSeconds(num_samples, forward, backward, inputs, weights, components)
 
-    return BlockCosts(
-        _weights(captured, graph), _values(captured, graph, device), owners.num_components, seconds_at, largest_at
-    )
+    weights, given, values = _weights(captured, graph), _given(captured, graph), _values(captured, graph, device)
+    return BlockCosts(weights, given, values, owners.num_components, seconds_at, largest_at)
 
 
 class _Owners:
@@ -84,36 +83,36 @@ class _Owners:
 
 
 def _weights(captured: Capture, graph: BlockGraph) -> tuple[Weight, ...]:
-    """Every weight with its readers, directly or through local operations that they compute for themselves."""
-    numbers = {component.name: number for number, component in enumerate(graph.components)}
-    readers: dict[str, dict[Owner, None]] = {}
-    of_name: dict[str, fx.Node] = {}
-    for placeholder in captured.graph.find_nodes(op="placeholder"):
-        if placeholder.meta["kind"] in STATE_KINDS:
-            name = captured.tensors.get(placeholder.name, placeholder.name)
-            of_name.setdefault(name, placeholder)
-            readers.setdefault(name, {}).update(dict.fromkeys(_readers(placeholder, graph.owners)))
+    """Every weight with its readers; tied ones have one name."""
+    placeholders: dict[str, list[fx.Node]] = {}
+    for node in captured.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] in STATE_KINDS:
+            placeholders.setdefault(captured.tensors.get(node.name, node.name), []).append(node)
     weights = []
-    for name, node in of_name.items():
-        value = node.meta["val"]
-        num_elements = int(value.numel())
-        num_bytes = num_elements * value.dtype.itemsize
-        blocks = tuple(sorted(owner for owner in readers[name] if isinstance(owner, int)))
-        components = tuple(sorted(numbers[owner] for owner in readers[name] if isinstance(owner, str)))
-        weights.append(Weight(name, num_bytes, num_elements, bool(node.meta["requires_grad"]), blocks, components))
+    for name, nodes in placeholders.items():
+        value = nodes[0].meta["val"]
+        sizes = int(value.numel()) * value.dtype.itemsize, int(value.numel())
+        weights.append(Weight(name, *sizes, bool(nodes[0].meta["requires_grad"]), *_readers(nodes, graph)))
     return tuple(weights)
 
 
-def _readers(node: fx.Node, owners: Mapping[str, Owner]) -> Iterator[Owner]:
-    pending, seen = [*node.users], set(node.users)
+def _given(captured: Capture, graph: BlockGraph) -> tuple[Given, ...]:
+    nodes = [n for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] not in STATE_KINDS]
+    return tuple(Given(node.name, _tensor_bytes(node), *_readers([node], graph)) for node in nodes)
+
+
+def _readers(nodes: Sequence[fx.Node], graph: BlockGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The blocks and components that read any of these, directly or through local operations of their own."""
+    pending, seen, owners = list(nodes), set(nodes), set[Owner]()
     while pending:
-        user = pending.pop()
-        if user.name in owners:
-            yield owners[user.name]
-        else:
-            new = [n for n in user.users if n not in seen]
-            seen.update(new)
-            pending += new
+        for user in pending.pop().users:
+            if user.name in graph.owners:
+                owners.add(graph.owners[user.name])
+            elif user not in seen:
+                seen.add(user)
+                pending.append(user)
+    components = tuple(number for number, component in enumerate(graph.components) if component.name in owners)
+    return tuple(sorted(owner for owner in owners if isinstance(owner, int))), components
 
 
 def _values(captured: Capture, graph: BlockGraph, device: torch.device | str) -> Values:
