@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.graph_memory import ARGUMENT, NEW, SAVED, CallMemory, Storage, call_memory
-from fxpipe.rank_program import RankProgram
+from fxpipe.rank_program import RankProgram, Reduction
 from fxpipe.timeline import RankMemory
 
 ADAMW_BYTES = 8
@@ -121,6 +121,8 @@ class _Walk:
             ops.recv: self._filled,
             ops.wait: lambda node: self._values[node.all_input_nodes[0]],
             ops.accumulate: self._total,
+            ops.all_reduce: self._flat,
+            ops.wait_reduced: lambda node: self._values[node.all_input_nodes[0]],
             ops.add_weighted: partial(self._like, "activations"),
             torch.ops.aten.add.Tensor: partial(self._like, "gradients"),
             operator.getitem: lambda node: self._values[node.all_input_nodes[0]][node.args[1]],
@@ -213,3 +215,8 @@ class _Walk:
         """Weight gradients are added up in place."""
         total, new = (self._values[argument] for argument in node.args)  # type: ignore[index]
         return total or new
+
+    def _flat(self, node: fx.Node) -> list[Buffer]:
+        """Gradients are copied into one tensor to be summed, and the sums are parts of it."""
+        reduction: Reduction = node.meta["reduction"]
+        return [Buffer(self._meter, "gradients", reduction.num_bytes)] * len(reduction.parameters)

@@ -15,7 +15,7 @@ from fxpipe import ops
 from fxpipe.call_costs import moving_seconds
 from fxpipe.collectives import COLLECTIVES, Collective
 from fxpipe.costs import CostModel
-from fxpipe.rank_program import Message, RankProgram
+from fxpipe.rank_program import Message, RankProgram, Reduction
 
 _KINDS = {"run", "begin", "send", "wait", "none", *COLLECTIVES, *(f"wait_{kind}" for kind in COLLECTIVES)}
 
@@ -54,10 +54,19 @@ def _op(node: fx.Node, program: RankProgram, by_edge: Mapping[int, Message], mod
     if node.target is ops.wait:
         (receive,) = node.all_input_nodes
         return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
+    if node.target is ops.all_reduce:
+        return Op("reduce", collective=_reduction(node))
+    if node.target is ops.wait_reduced:
+        return Op("wait_reduce", collective=_reduction(node.all_input_nodes[0]))
     if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
         size = value_bytes(node.all_input_nodes[-1], program)
         return Op("run", seconds=moving_seconds(model, 2 * size, size))
     return Op("none")
+
+
+def _reduction(node: fx.Node) -> Collective:
+    reduction: Reduction = node.meta["reduction"]
+    return Collective(reduction.edge, "reduce", reduction.ranks, reduction.num_bytes)
 
 
 def value_bytes(node: fx.Node, program: RankProgram) -> int:

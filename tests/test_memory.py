@@ -19,7 +19,7 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.graph_memory import Segment, Storage, call_memory
 from fxpipe.links import Link
 from fxpipe.rank_program import RankProgram
-from fxpipe.transport import Pending, Transport
+from fxpipe.transport import Pending, PendingReduction, Transport
 from tests.models import ZOO
 from tests.unet import TinyUNet
 
@@ -74,6 +74,12 @@ class OwnBuffers:
         pending = self._transport.recv(src, edge, shape, dtype, device)
         return _Received(pending, torch.empty(shape, dtype=dtype, device=device))
 
+    def all_reduce(self, tensors: list[Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with _disable_current_modes():
+            copies = [tensor.clone() for tensor in tensors]
+            return _Reduced(self._transport.all_reduce(copies, ranks, edge), flat)
+
 
 class _Received:
     def __init__(self, pending: Pending, buffer: Tensor) -> None:
@@ -82,6 +88,17 @@ class _Received:
     def wait(self) -> Tensor:
         with _disable_current_modes():
             return self._buffer.copy_(self._pending.wait())
+
+
+class _Reduced:
+    def __init__(self, pending: PendingReduction, flat: Tensor) -> None:
+        self._pending, self._flat = pending, flat
+
+    def wait(self) -> list[Tensor]:
+        with _disable_current_modes():
+            sums = self._pending.wait()
+            parts = self._flat.split([tensor.numel() for tensor in sums])
+            return [part.view(tensor.shape).copy_(tensor) for part, tensor in zip(parts, sums, strict=True)]
 
 
 def measured_peaks(program: fxpipe.Program, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -131,16 +148,26 @@ MODELS: dict[str, Callable[[], Any]] = {
     "unet": lambda: TinyUNet("no_grad"),
     "sd": lambda: ZOO["sd"](torch.float32),
 }
-IDLE_NETWORK = Cluster("A100-80GB", (Level(2, Link("idle", 1e18, 0.0)),))
+IDLE_NETWORK = Cluster("A100-80GB", (Level(4, Link("idle", 1e18, 0.0)),))
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "schedule"),
-    [("wide", 1, "1f1b"), ("wide", 2, "zero-bubble"), ("unet", 1, "gpipe"), ("unet", 2, "wave"), ("sd", 2, "1f1b")],
+    ("name", "ranks", "schedule", "replicas"),
+    [
+        ("wide", 1, "1f1b", 1),
+        ("wide", 2, "zero-bubble", 1),
+        ("unet", 1, "gpipe", 1),
+        ("unet", 2, "wave", 1),
+        ("sd", 2, "1f1b", 1),
+        ("wide", 2, "1f1b", 2),
+        ("wide", 4, "zero-bubble", 2),
+    ],
 )
-def test_prediction_against_run(name: str, world_size: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_against_run(
+    name: str, ranks: int, schedule: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODELS[name]()
-    program = fxpipe.compile(model, world_size, batch_size=6, microbatches=3, schedule=schedule)
+    program = fxpipe.compile(model, ranks, batch_size=6, microbatches=3, schedule=schedule, data_parallel=replicas)
     timeline = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
     measured = measured_peaks(program, model.example_inputs(6), monkeypatch)
     assert list(timeline.peak_bytes) == pytest.approx(measured, rel=0.1)

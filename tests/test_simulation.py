@@ -95,10 +95,15 @@ def test_noise_is_reproducible_and_bounded() -> None:
     assert 1.8 <= found[0] < 2.0 < found[-1] <= 2.2
 
 
-@pytest.fixture(scope="module", params=[("1f1b", 2), ("wave", 2), ("zero-bubble", 3)], ids=lambda p: p[0])
+@pytest.fixture(
+    scope="module",
+    params=[("1f1b", 2, 1), ("wave", 2, 1), ("zero-bubble", 3, 1), ("1f1b", 4, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def program(request: Any) -> fxpipe.Program:
-    schedule, world_size = request.param
-    return fxpipe.compile(TinyUNet("no_grad"), world_size, batch_size=5, microbatches=3, schedule=schedule)
+    schedule, ranks, replicas = request.param
+    model = TinyUNet("no_grad")
+    return fxpipe.compile(model, ranks, batch_size=5, microbatches=3, schedule=schedule, data_parallel=replicas)
 
 
 def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.Program) -> None:
@@ -107,7 +112,15 @@ def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.P
         simulated = [event.action for event in timeline.actions if event.rank == rank]
         assert simulated == [*map(str, actions), END]
     assert timeline.channel_bytes == program.traffic().channels
-    assert sum(event.num_bytes for event in timeline.waits) == program.traffic().total_bytes
+    assert sum(event.num_bytes for event in timeline.waits if event.peer >= 0) == program.traffic().total_bytes
+    reduced = [0] * program.world_size
+    for reduction in program.step.reductions:
+        for rank in reduction.ranks:
+            reduced[rank] += reduction.num_bytes
+    assert timeline.reduced_bytes == tuple(reduced)
+    assert {event.action for event in timeline.collectives} == {
+        str(a) for actions in program.schedule.ranks for a in actions if a.kind == "R"
+    }
     assert 0 < timeline.bubble_ratio < 1
     assert timeline.spread[0] <= timeline.makespan_seconds * 1.1
     assert timeline.spread[-1] >= timeline.makespan_seconds * 0.9
