@@ -197,19 +197,20 @@ def test_weights_of_blocks_and_components(tied: Case) -> None:
 
 
 def test_saved_bytes_by_hand(tied: Case) -> None:
+    """Each silu keeps its operand, each product its input where its weight is trained, the loss both operands."""
     costs, row = tied.costed(device()), 4 * 8 * 4
-    stage = range(costs.num_blocks)
-    # Every silu keeps its operand and every trained product too. Four linear, four products with the buffer of which
-    # three are kept by the next layer's weight gradient (not by the frozen one's), mse's operands; the target is one.
-    kept = {1: 0, 2: 0}
-    for num_samples in kept:
-        kept[num_samples] = costs.stage_saved_bytes(stage, num_samples)
-    assert kept[2] == 2 * kept[1] > 0
-    assert kept[1] % row == 0
-    assert sum(costs.saved_bytes(2)) == kept[2]
-    assert costs.stage_saved_bytes(stage, 3, recomputed=True) == 3 * row  # the frozen encoder's output
-    assert sum(costs.saved_bytes_recomputed(1)[block] for block in stage) >= row
-    assert costs.given_bytes(stage, 5) == 5 * row
+    assert [size // row for size in costs.saved_bytes(1)] == [3, 1, 2, 2]  # with block 0 what the frozen encoder made
+    assert costs.saved_bytes(5) == tuple(5 * size for size in costs.saved_bytes(1))
+    stages = {(0,): 3, (1,): 2, (2,): 1, (3,): 4, (1, 2): 3, (2, 3): 5, (0, 1, 2, 3): 8}
+    assert {blocks: costs.stage_saved_bytes(blocks, 2) // (2 * row) for blocks in stages} == stages
+
+
+def test_inputs_are_what_recomputation_saves(tied: Case) -> None:
+    costs, row = tied.costed(device()), 4 * 8 * 4
+    assert [size // row for size in costs.saved_bytes_recomputed(1)] == [1, 1, 1, 1]
+    stages = {(0,): 1, (1,): 1, (3,): 2, (2, 3): 2, (0, 1, 2, 3): 1}
+    assert {blocks: costs.stage_saved_bytes(blocks, 3, recomputed=True) // (3 * row) for blocks in stages} == stages
+    assert costs.given_bytes([1], 5) == costs.given_bytes(range(4), 5) == 5 * row
 
 
 def test_a_stage_keeps_no_more_than_its_blocks(unet: Case) -> None:
