@@ -61,16 +61,17 @@ def fill(problem: FillProblem, how: str = "per-device") -> Fill:
 
 
 def _best(problem: FillProblem) -> Fill:
-    candidates = [per_device(problem), no_fill(problem), greedy(problem)]
+    found = per_device(problem)
+    if found.tail_seconds == 0.0:
+        return found
     paper = published(problem)
     stricter = replace(
         problem,
         min_bubble_seconds=max(problem.min_bubble_seconds, paper.min_bubble_seconds),
         local_batches=tuple(n for n in paper.local_batches if n in problem.local_batches),
     )
-    if stricter != problem:
-        candidates.append(greedy(stricter))
-    return min(candidates, key=lambda found: found.iteration_seconds)
+    others = [no_fill(problem), greedy(problem), *([greedy(stricter)] if stricter != problem else [])]
+    return min([found, *others], key=lambda each: each.iteration_seconds)
 
 
 FILLERS: dict[str, Callable[[FillProblem], Fill]] = {

@@ -9,6 +9,8 @@ The last also holds for some of the ranks and what only these may run, where wei
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from passes.fill.problem import FillProblem
 
 
@@ -43,6 +45,7 @@ def _busy(problem: FillProblem, ranks: Iterable[int]) -> float:
 
 def least_device_seconds(problem: FillProblem, component: int) -> float:
     """Device time of a component on the whole batch, every sample at the rate of the best batch."""
-    size, whole = problem.batch_size, problem.components[component].whole
-    tables = problem.seconds[component]
-    return sum(t[size] if whole else size * min(t[n] / n for n in range(1, size + 1)) for t in tables)
+    size, tables = problem.batch_size, problem.seconds[component]
+    if problem.components[component].whole:
+        return sum(table[size] for table in tables)
+    return size * sum(float(np.min(np.array(table[1:]) / np.arange(1, size + 1))) for table in tables)

@@ -68,7 +68,10 @@ class Layer:
 
     def table(self, batch_size: int) -> list[float]:
         """`seconds` of 0 to `batch_size` samples."""
-        return [self.seconds(n) for n in range(batch_size + 1)]
+        last = self.points[-1][0]
+        sizes, times = zip(*self.points, strict=True)
+        found: list[float] = np.interp(np.arange(min(batch_size, last) + 1), sizes, times).tolist()
+        return [0.0, *found[1:], *map(self.seconds, range(last + 1, batch_size + 1))]
 
 
 @dataclass(frozen=True)
