@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from cost_models.flops import node_costs
-from fxpipe._interim_costs import block_costs
 from fxpipe.block_graph_check import require as require_block_graph
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
@@ -34,6 +33,7 @@ from fxpipe.schedule_check import require as require_schedule
 from fxpipe.step import StepPlan
 from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
+from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
 from passes.lowering import lower
@@ -134,7 +134,7 @@ def compile(
     see("blocks", graph)
 
     # plan: how many replicas, stages and micro-batches; which blocks form a stage, which ranks own it
-    table = block_costs(captured, graph, costs, seconds_of)
+    table = block_costs(captured, graph, costs, seconds_of, where)
     if isinstance(asked, Schedule):
         assert count is not None
         tuned, times = None, block_times(table, -(-inputs.batch_size // count))

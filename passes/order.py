@@ -6,7 +6,7 @@ stages, times, transfers, memory    ->    one pipeline's schedule, and a bound o
 
 from dataclasses import dataclass, replace
 
-from fxpipe._interim_costs import BlockCosts
+from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.schedule import Schedule, Work

@@ -7,7 +7,7 @@ rank 0 of a 1F1B line    weights, gradients, optimizer state, frozen weights    
 
 from collections.abc import Sequence
 
-from fxpipe._interim_costs import BlockCosts
+from fxpipe.block_costs import BlockCosts
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
 
@@ -16,32 +16,24 @@ ADAMW_BYTES = 8
 
 
 def saved_bytes(costs: BlockCosts, staged: Staged, num_samples: int) -> tuple[int, ...]:
-    """What one micro-batch leaves on every stage for its backward."""
-    whole, inputs = costs.saved_bytes(num_samples), costs.saved_bytes_recomputed(num_samples)
-    # Of a stage that is recomputed only what comes in stays: its first block's inputs, nearly.
+    """What one micro-batch leaves on every stage for its backward; what came in, where that is recomputed."""
     return tuple(
-        sum((inputs if stage in staged.recompute else whole)[b] for b in _kept_blocks(staged, stage))
+        costs.stage_saved_bytes(staged.blocks(stage), num_samples, stage in staged.recompute)
         for stage in range(staged.num_stages)
     )
-
-
-def _kept_blocks(staged: Staged, stage: int) -> range:
-    blocks = staged.blocks(stage)
-    return blocks[:1] if stage in staged.recompute else blocks
 
 
 def held_bytes(costs: BlockCosts, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
     """What a rank with these stages holds, whatever the order: state, gradients, AdamW's averages, frozen weights, and
     room for the largest temporary, with what is recomputed for one backward."""
     blocks = [b for stage in stages for b in staged.blocks(stage)]
-    state = sum(
-        costs.parameter_bytes[b] + costs.trained_bytes[b] + ADAMW_BYTES * costs.trained_elements[b] for b in blocks
-    )
-    temporary_of, saved_of = costs.temporary_bytes(num_samples), costs.saved_bytes(num_samples)
-    again = [sum(saved_of[b] for b in staged.blocks(s)) for s in stages if s in staged.recompute]
-    return (
-        state + sum(costs.component_bytes) + max((temporary_of[b] for b in blocks), default=0) + max(again, default=0)
-    )
+    state = 0
+    for weight in costs.weights_of(blocks):
+        state += weight.num_bytes + weight.trained * (weight.num_bytes + ADAMW_BYTES * weight.num_elements)
+    largest = costs.temporary_bytes(num_samples)
+    again = [costs.stage_saved_bytes(staged.blocks(s), num_samples) for s in stages if s in staged.recompute]
+    temporary = max((largest[b] for b in blocks), default=0) + max(again, default=0)
+    return state + sum(costs.component_bytes) + temporary
 
 
 def most_saved(actions: Sequence[Action], saved: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ Candidates are looked at in the order of a lower bound on their time, until no b
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fxpipe._interim_costs import BlockCosts
+from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
