@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
-from cost_models.measured import Measured, is_composite, measure, refuse_uncounted
+from cost_models.measured import EXTRA, Measured, is_composite, measure, refuse_uncounted
 from fxpipe.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs import COUNT_NAMES, Kind, NodeCost, total_cost
 from fxpipe.errors import CompileError
@@ -105,7 +105,8 @@ def _call_cost(call: Call) -> NodeCost:
     formula = FORMULAS.get(schema.name)
     if formula is not None:
         return _with_bytes(call, _by_formula(call, formula), formula)
-    if is_composite(call.target) or call.target._overloadpacket in flop_registry:
+    packet = call.target._overloadpacket
+    if is_composite(call.target) or packet in flop_registry or packet in EXTRA:
         counted = measure(call)
         moved = counted.copies or len({operand.device for operand in (*call.inputs, *call.outputs)}) > 1
         return _with_bytes(call, counted, None) if moved else FREE

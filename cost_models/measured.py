@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from cost_models.factorisations import FACTORISATIONS
 from fxpipe.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument, tensors_in
 from fxpipe.errors import CompileError
 
@@ -39,7 +40,7 @@ def is_composite(op: torch._ops.OpOverload[..., Any]) -> bool:
 def refuse_uncounted(op: torch._ops.OpOverload[..., Any]) -> None:
     """Raise CompileError for a single kernel that may multiply matrices and whose FLOPs torch does not count."""
     namespace, _, name = op._schema.name.partition("::")
-    if op._overloadpacket in flop_registry or op._overloadpacket in _EXTRA or is_composite(op):
+    if op._overloadpacket in flop_registry or op._overloadpacket in EXTRA or is_composite(op):
         return
     if namespace in ("aten", "prim", "prims") and (not MATRIX_WORDS & set(name.split("_")) or name in NO_MATRICES):
         return
@@ -113,7 +114,7 @@ def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
 
 @contextmanager
 def _counting() -> Iterator[FlopCounterMode]:
-    with _RefuseUncounted(), FlopCounterMode(display=False, custom_mapping=_EXTRA) as counter:  # type: ignore[no-untyped-call]
+    with _RefuseUncounted(), FlopCounterMode(display=False, custom_mapping=EXTRA) as counter:  # type: ignore[no-untyped-call]
         yield counter
 
 
@@ -151,7 +152,8 @@ def _added_vector_product(added: torch.Size, left: torch.Size, right: torch.Size
     return 2 * left.numel()
 
 
-_EXTRA = {  # torch's counter leaves these out
+EXTRA = {  # torch's counter leaves these out
+    **FACTORISATIONS,
     torch.ops.aten.mv: _vector_product,
     torch.ops.aten.dot: _vector_product,
     torch.ops.aten.vdot: _vector_product,

@@ -4,14 +4,17 @@ import operator
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
+from torch._decomp import decomposition_table
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
@@ -85,6 +88,18 @@ def fake_result(target: Any, args: Any, kwargs: Any, like: torch.Tensor) -> Any:
     given, named = fx.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
     with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext(), torch.no_grad():
         return target(*given, **named)
+
+
+def mode_of(value: Any) -> Any:
+    """The fake mode of a traced value; None for a plain tensor, or one that a transform (vmap) wraps."""
+    return getattr(value, "fake_mode", None)
+
+
+def decomposition(target: Any) -> Callable[..., Any] | None:
+    """How torch writes an operation as others, where it is a kernel of its own."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+        return None
+    return decomposition_table.get(target)
 
 
 def rename(node: fx.Node, name: str) -> None:
@@ -175,6 +190,24 @@ def plain_checkpoints() -> Iterator[None]:
         setattr(checkpoint, name, original)
 
 
+class _Framework(set[str]):
+    """The files of torch and of fxpipe, as `uninteresting_files` is asked for them."""
+
+    def __contains__(self, file: object) -> bool:
+        return str(file).startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))
+
+
+@contextmanager
+def user_frames() -> Iterator[None]:
+    """Guards that a trace meets name the line of the user's code, not torch's."""
+    original = symbolic_shapes.uninteresting_files
+    symbolic_shapes.uninteresting_files = _Framework  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        symbolic_shapes.uninteresting_files = original
+
+
 @contextmanager
 def no_autocast_cache() -> Iterator[None]:
     """Autocast inside casts every weight anew."""
@@ -225,14 +258,14 @@ def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None
     for guard in env.guards:
         free = guard.expr.free_symbols
         if fixed and isinstance(guard.expr, sympy.Eq) and len(free) == 1:
-            return f"forward makes it a number, {_place(guard)}"
+            return f"forward makes it a number (take x.shape[0], not len(x) or int()), {_place(guard)}"
         if not fixed and free and free <= symbols:
             if guard.expr.xreplace(dict.fromkeys(free, sympy.Integer(batch_size))) == sympy.false:
                 return f"forward has another form where {sympy.Not(guard.expr)}, {_place(guard)}"
     bounds = [env.var_to_range[symbol] for symbol in symbols if symbol in env.var_to_range]
     if any(batch_size < bound.lower or batch_size > bound.upper for bound in bounds):
         return f"forward has another form at {batch_size} samples"
-    return "forward makes it a number" if fixed else None
+    return "forward makes it a number (take x.shape[0], not len(x) or int())" if fixed else None
 
 
 def _symbols(size: Any) -> set[Any]:

@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxpipe import private
 from fxpipe.capture import loss_of
-from fxpipe.capture.randomness import PlainRandomCalls, SeededDraws
+from fxpipe.capture.random_calls import PlainRandomCalls
+from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CompileError
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.

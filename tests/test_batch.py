@@ -292,7 +292,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "counted_gradient": ("F.embedding(ids, m.table.weight, scale_grad_by_freq=True).mean()", r"scale_grad_by_freq"),
     "mask": ('F.mse_loss(m.linear(x), y, reduction="none").mean((1, 2)).median()', r"median.*the batch"),
     "per_sample_weights": ("F.linear(m.linear(x), y[:, 0]).mean()", r"linear.*write it as a batched"),
-    "no_rule": ("torch.renorm(m.linear(x), 2, 0, 1.0).mean()", r"renorm.*no rule"),
+    "no_rule": ("torch.histc(m.linear(x)).mean()", r"histc.*no rule"),
+    "part": ("torch.renorm(m.linear(x), 2, 1, 1.0).mean()", r"renorm.*its part aten.linalg_vector_norm.*the batch"),
 }
 
 

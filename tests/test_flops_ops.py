@@ -244,8 +244,29 @@ def test_an_operator_nobody_counts_is_refused_by_name(unknown_operator: Callable
 
 
 @pytest.mark.parametrize(
-    "function", [torch.linalg.inv, torch.linalg.matrix_exp, lambda x: torch.linalg.cholesky(x @ x.mT)]
+    ("function", "per_matrix"),
+    [
+        (torch.linalg.inv, 2 * 6**3),
+        (torch.linalg.det, 2 * 6**3 // 3),
+        (torch.logdet, 2 * 6**3 // 3),
+        (torch.linalg.cholesky, 6**3 // 3),
+        (torch.linalg.eigvalsh, 9 * 6**3),
+        (torch.linalg.matrix_exp, 24 * 6**3),
+        (torch.linalg.svdvals, 22 * 6**3),
+        (torch.linalg.pinv, 22 * 6**3),
+        (lambda x: torch.linalg.qr(x).R, 2 * 6**3 - 2 * 6**3 // 3),
+        (lambda x: torch.linalg.solve(x, x[..., :2]), 2 * 6**3 // 3 + 2 * 6 * 6 * 2),
+        (lambda x: torch.linalg.solve_triangular(x, x[..., :2], upper=True), 6 * 6 * 2),
+        (lambda x: torch.cholesky_solve(x[..., :2], x), 2 * 6 * 6 * 2),
+    ],
 )
+def test_factorisations(function: Callable[[Tensor], Tensor], per_matrix: int) -> None:
+    cost = graph_cost(traced(Apply(function), torch.randn(5, 6, 6)).nodes)
+    assert flops(cost, 7)[0] == 7 * per_matrix
+    assert flops(cost, 7)[1] >= 0
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.linalg.ldl_factor(x)[0], lambda x: torch.linalg.eigvals(x).real])
 def test_matrix_kernels_hidden_in_composites_are_refused(function: Callable[[Tensor], Tensor]) -> None:
     graph = traced(Apply(function), torch.randn(5, 6, 6))
     with pytest.raises(CompileError, match=r"FLOPs of aten\.linalg"):

@@ -194,8 +194,7 @@ EXACT: list[Middle] = [
 
 @pytest.mark.parametrize("middle", EXACT, ids=lambda m: m.__name__)
 def test_in_place_operations_are_exact(middle: Middle) -> None:
-    program = exact(Step(middle), batch())
-    assert len(program.plan.microbatch_sizes) == 3
+    program = exact(Step(middle), batch(), microbatches=3)
     for node in program.capture.graph.nodes:
         assert not getattr(getattr(node.target, "_schema", None), "is_mutable", False), node
 

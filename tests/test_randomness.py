@@ -146,8 +146,7 @@ def numpy_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
     ("middle", "says"),
     [
         (lambda s, h, y: h + torch.randn(4, generator=torch.Generator()), "a torch.Generator passed inside"),
-        (lambda s, h, y: F.alpha_dropout(h, 0.3, training=True), "alpha_dropout is not supported; use nn.Dropout"),
-        (lambda s, h, y: h * torch.multinomial(y.abs(), 1), "aten.multinomial.default: its result depends on a tensor"),
+        (lambda s, h, y: torch.alpha_dropout(h, 0.3, True), "alpha_dropout is not supported; use nn.Dropout"),
         (lambda s, h, y: h * torch.poisson(y.abs()), "aten.poisson.default: its result depends on a tensor's values"),
         (python_random, "Python's or numpy's random"),
         (numpy_random, "Python's or numpy's random"),

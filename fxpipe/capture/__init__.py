@@ -100,6 +100,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
     tensors = {placeholder: tied.get(name, name) for placeholder, name in tensors.items()}
     _refuse_statistics(exported.graph)
+    _refuse_sparse(exported.graph)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name for name, p in parameters.items() if p.requires_grad}
     graph, overwritten = functionalise.run(exported.graph)
@@ -108,7 +109,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     graph.eliminate_dead_code()
     functionalise.refuse_hidden_writes(overwritten)
     expand_attention_dropout(graph)
-    draws = hoist_draws(graph)
+    draws = hoist_draws(graph, constants)
     graph.eliminate_dead_code()
     _refuse_values(graph)
     _drop_unused_placeholders(graph)
@@ -168,6 +169,16 @@ def _refuse_statistics(graph: fx.Graph) -> None:
                 f"{private.where(node)}: batch statistics update its running mean and variance, which "
                 "micro-batches would change in another way; call .eval() on it, or use a normalisation without running "
                 "statistics"
+            )
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """Refuse lookups with sparse gradients, which no stage sends, adds up or reduces."""
+    for node in graph.nodes:
+        if private.argument(node, "sparse") is True:
+            raise CaptureError(
+                f"{private.where(node)}: {node.target}: sparse=True asks for a sparse gradient, which cannot be "
+                "compiled; use sparse=False"
             )
 
 

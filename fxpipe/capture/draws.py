@@ -1,6 +1,6 @@
 """How one random ATen operation of the graph becomes a `Draw`: the same call, on the whole batch, from shapes alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ def passes_through(node: fx.Node) -> bool:
     return name in DROPOUTS and name != "native_dropout" and (float(node.args[1]) == 0.0 or not node.args[2])  # type: ignore[arg-type]
 
 
-def hoist_draws(graph: fx.Graph) -> dict[str, Draw]:
-    """Make every random operation a placeholder `draw_<k>`; a dropout becomes a product with its drawn mask."""
+def hoist_draws(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, Draw]:
+    """Make every random operation a placeholder `draw_<k>`; a dropout becomes a product with its drawn mask.
+
+    Args:
+        constants: the values of the graph's constants, by placeholder.
+    """
     random = [n for n in graph.nodes if n.op == "call_function" and is_random(n.target, n.args)]
     first = next(iter(graph.nodes))
     draws = {}
     for index, node in enumerate(random):
-        draw, masks, value_of_draw = _draw_of(node, index)
+        draw, masks, value_of_draw = _draw_of(node, index, constants)
         with graph.inserting_before(first):
             placeholder = graph.placeholder(f"draw_{index}")
         placeholder.meta = {"path": node.meta["path"], "kind": "draw", "val": value_of_draw}
@@ -46,7 +50,9 @@ def hoist_draws(graph: fx.Graph) -> dict[str, Draw]:
     return draws
 
 
-def _draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Tensor]:
+def _draw_of(
+    node: fx.Node, index: int, constants: Mapping[str, torch.Tensor]
+) -> tuple[Draw, fx.Node | None, torch.Tensor]:
     """The draw; for a dropout the value that its mask multiplies; the draw's fake tensor."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
@@ -68,7 +74,48 @@ def _draw_of(node: fx.Node, index: int) -> tuple[Draw, fx.Node | None, torch.Ten
             raise _refusal(node, "its result depends on a tensor's values; compare torch.rand with the probabilities")
         make = _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)
         return Draw(index, str(target), make), None, node.meta["val"]
-    raise _refusal(node, "its result depends on a tensor's values; draw with rand/randn/randint and transform")
+    recipe = _recipe(node, constants)
+    if recipe is None or not isinstance(node.meta["val"], torch.Tensor):
+        raise _refusal(node, "its result depends on a tensor's values; draw with rand/randn/randint and transform")
+    return Draw(index, str(target), _by_recipe(recipe, constants)), None, node.meta["val"]
+
+
+def _recipe(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> fx.Graph | None:
+    """How a random operation's result is made from constants and sizes; None where it takes anything else."""
+    needed, pending = {node}, [node]
+    while pending:
+        for argument in pending.pop().all_input_nodes:
+            if argument not in needed and not _is_size(argument):
+                if argument.op == "placeholder" and argument.name not in constants:
+                    return None
+                pending.append(argument)
+            needed.add(argument)
+    recipe, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for one in node.graph.nodes:
+        if one in needed:
+            size = _is_size(one)
+            copies[one] = recipe.placeholder(one.name) if size else recipe.node_copy(one, copies.__getitem__)
+            copies[one].meta = {"val": one.meta["val"], "of": one.name}
+    return recipe
+
+
+def _is_size(node: fx.Node) -> bool:
+    return private.first_tensor(node.meta["val"]) is None
+
+
+def _by_recipe(recipe: fx.Graph, constants: Mapping[str, torch.Tensor]) -> Callable[[int, torch.device], torch.Tensor]:
+    def make(batch_size: int, device: torch.device) -> torch.Tensor:
+        values: dict[fx.Node, Any] = {}
+        for node in recipe.nodes:
+            if node.op == "placeholder":
+                known = constants.get(node.meta["of"])
+                values[node] = concrete(node.meta["val"], batch_size) if known is None else known.to(device)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*concrete(args, batch_size), **_on(kwargs, device))
+        return values[node]  # type: ignore[no-any-return]
+
+    return make
 
 
 def _refusal(node: fx.Node, why: str) -> CaptureError:

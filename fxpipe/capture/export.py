@@ -19,8 +19,9 @@ from torch import fx, nn
 
 from fxpipe import private
 from fxpipe.capture.inputs import InputSpec, Leaf
-from fxpipe.capture.randomness import PlainRandomCalls
+from fxpipe.capture.random_calls import PlainRandomCalls
 from fxpipe.capture.watch import buffers_kept, watched
+from fxpipe.capture.written_out import WrittenOut
 from fxpipe.errors import CaptureError
 from fxpipe.sizes import concrete, is_symbolic
 
@@ -86,8 +87,10 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     if traced is not None and other is None:
         return _flat(traced, inputs, None)
     fixed = at_size(fault or "")
-    flexible = None if symbolic is None else _flat(symbolic, inputs, None)
-    return flexible if flexible is not None and _equal_at(flexible.graph, fixed.graph, inputs.batch_size) else fixed
+    if symbolic is None or not all(is_symbolic(value.shape[0]) for value in _batched_values(symbolic, inputs)):
+        return fixed
+    flexible = _flat(symbolic, inputs, None)
+    return flexible if _equal_at(flexible.graph, fixed.graph, inputs.batch_size) else fixed
 
 
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
@@ -154,7 +157,7 @@ def _trace(
     shapes = tuple({0: auto} if leaf.batched and dynamic else None for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
-            with watched(step.model), PlainRandomCalls():
+            with watched(step.model), WrittenOut(), PlainRandomCalls():
                 return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
         except CaptureError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None

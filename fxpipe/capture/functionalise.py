@@ -193,7 +193,8 @@ class _Rewriter:
             mask, value = args[1][0].meta["val"], args[2].meta["val"]
             if mask.dtype == torch.bool and value.ndim == 0:
                 return aten.masked_fill.Tensor, (args[0], self._trailing(args[1][0], args[0]), args[2]), {}
-        return _functional_target(node), args, kwargs
+        target = _functional_target(node)
+        return target, _with_defaults(node.target, target, args, kwargs), kwargs
 
     def _trailing(self, mask: fx.Node, like: fx.Node) -> fx.Node:
         """A mask of the leading dimensions, with dimensions of one for the others."""
@@ -226,6 +227,13 @@ def _functional_target(node: fx.Node) -> Any:
         if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
             return found
     raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
+
+
+def _with_defaults(inplace: Any, functional: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments, with those that only the in-place form may leave out (`bernoulli_`'s p)."""
+    defaults = {a.name: a.default_value for a in inplace._schema.arguments if a.has_default_value()}
+    needed = [a for a in functional._schema.arguments[len(args) :] if not a.has_default_value()]
+    return (*args, *(defaults[a.name] for a in needed if a.name not in kwargs))
 
 
 def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:

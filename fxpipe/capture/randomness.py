@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from fxpipe.errors import CaptureError
 
 # The default generator belongs to the process; in-process ranks are threads and take turns.
 _GENERATOR_LOCK = threading.RLock()
@@ -70,40 +67,6 @@ def _draw_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].copy_(drawn) if func._schema.is_mutable else drawn
 
 
-class PlainRandomCalls(TorchFunctionMode):
-    """Rewrites random calls into draws that depend on shapes alone: no generator, no tensors of probabilities."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.pop("generator", None) is not None:
-            raise CaptureError("a torch.Generator passed inside the model cannot be captured; draw without generator=")
-        if func in _REWRITTEN:
-            return _REWRITTEN[func](func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _bernoulli(func: Any, input: torch.Tensor, p: float | None = None) -> torch.Tensor:
-    if p is not None:
-        return func(input, p)  # type: ignore[no-any-return]
-    return (torch.rand_like(input) < input).to(input.dtype)
-
-
-def _normal(func: Any, mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> torch.Tensor:
-    tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
-    if not tensors:
-        return func(mean, std, *args, **kwargs)  # type: ignore[no-any-return]
-    like = torch.broadcast_tensors(*tensors)[0]
-    drawn: torch.Tensor = mean + std * torch.randn(like.shape, dtype=like.dtype, device=like.device)
-    return drawn
-
-
-_REWRITTEN: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.bernoulli: _bernoulli,
-    torch.Tensor.bernoulli: _bernoulli,
-    torch.normal: _normal,
-}
-
-
 def is_random(func: Any, args: Any) -> bool:
     """Whether an ATen call draws random numbers (an inactive dropout, or one of everything, does not)."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
@@ -111,8 +74,12 @@ def is_random(func: Any, args: Any) -> bool:
     name = func.overloadpacket.__name__
     if name in DROPOUTS:
         return 0.0 < float(args[1]) < 1.0 and bool(args[2])
+    if name in RECURRENT:  # dropout between the layers only
+        *_, num_layers, dropout, training = args[: 7 if isinstance(args[3], bool) else 8]
+        return num_layers > 1 and 0.0 < float(dropout) and bool(training)
     # Attention draws only to drop weights, which `fxpipe.capture.attention` writes out.
     return "scaled_dot_product" not in name
 
 
 DROPOUTS = ("dropout", "native_dropout", "feature_dropout", "alpha_dropout")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe import private
 from passes.batch.layout import Call, Mixed, Result, bind
 
 Follow = Callable[[Call], list[Result]]
@@ -23,15 +24,15 @@ def follow_parts(call: Call, follow: Follow) -> list[Result]:
     Raises:
         Mixed: it is not composed of others, or one of its parts mixes samples.
     """
-    mode = next((t.meta["val"].fake_mode for t in call.operands), None)
-    if mode is None or not isinstance(call.node.target, torch._ops.OpOverload):
+    mode = next((private.mode_of(t.meta["val"]) for t in call.operands), None)
+    if mode is None or mode.shape_env is None or not isinstance(call.node.target, torch._ops.OpOverload):
         raise no_rule("it")
     values = fx.map_arg((call.node.args, dict(call.node.kwargs)), lambda n: n.meta["val"])
     parts = _Parts(call, follow)
     try:
         with mode.shape_env.suppress_guards(), parts:
-            result = call.node.target(*values[0], **values[1])
-    except RuntimeError as error:  # some operations have no fake form at this level
+            result = parts.run(call.node.target, *values)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # no fake form at this level
         raise no_rule("it") from error
     return [parts.state_of(result)]
 
@@ -59,6 +60,11 @@ class _Parts(TorchDispatchMode):
         self._states[node] = state
         self._nodes[id(value)] = node
 
+    def run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The operation's result: as torch composes it, else as torch would decompose it."""
+        decomposed = private.decomposition(target)
+        return (decomposed or target)(*args, **kwargs)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self._target or torch.Tag.nondeterministic_seeded in func.tags:
             raise no_rule("it")
@@ -66,7 +72,13 @@ class _Parts(TorchDispatchMode):
         node = self._graph.call_function(func, *self._as_nodes((args, kwargs or {})))
         value = func(*args, **(kwargs or {}))
         node.meta["val"] = value
-        (state, *_) = self._follow(bind(node, self._states))
+        if not any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(value)):
+            return value  # sizes
+        try:
+            (state, *_) = self._follow(bind(node, self._states))
+        except Mixed as error:
+            why = error.why if error.why.startswith("its part") else f"its part {func}: {error.why}"
+            raise Mixed(why, error.remedy) from error
         if func._schema.is_mutable and state != before[0]:
             raise no_rule(f"its part {func}")  # views of what it changes would keep the state of before
         self._add(node, value, state)

@@ -16,6 +16,10 @@ def embedding(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
+def embedding_bag(call: Call) -> list[Result]:
+    raise Mixed("it sums bags of lengths in a tensor", "pass the numbers as [batch, length], without offsets")
+
+
 def gather(call: Call) -> list[Result]:
     """A lookup along `dim`: entry by entry, unless the table is the same for every sample."""
     table, index = call.operands
@@ -77,11 +81,14 @@ def arange(call: Call) -> list[Result]:
 
 
 def bucketize(call: Call) -> list[Result]:
-    """`bucketize`, `searchsorted`: elementwise in the values, whole in the boundaries."""
-    values = next(call.tensors("self"), None)
+    """`bucketize`, `searchsorted`: elementwise in the values; boundaries in one row, or a row for each of values."""
+    values, (boundaries, *_) = next(call.tensors("self"), None), call.tensors("boundaries", "sorted_sequence")
     layout = call.layout(values) if values is not None else None
-    if layout is None or call.batched(list(call.tensors("boundaries", "sorted_sequence"))):
-        raise Mixed("its boundaries differ from sample to sample")
+    by_row = boundaries.meta["val"].ndim > 1
+    if layout is None or call.layout(boundaries) != (layout if by_row else None):
+        raise Mixed("its boundaries are those of other samples")
+    if by_row and layout.dim == boundaries.meta["val"].ndim - 1:
+        raise Mixed("it looks samples up by number")
     return moved(call, layout)
 
 
@@ -111,4 +118,19 @@ def slice_scatter(call: Call) -> list[Result]:
         return along(call)
     if call.layout(part) != layout or call.arguments["step"] != 1:
         raise Mixed("it writes some samples of the batch")
+    return moved(call, layout)
+
+
+def diagonal_scatter(call: Call) -> list[Result]:
+    """A write into a diagonal, which is the last dimension of what is written."""
+    no_batch_numbers(call)
+    value, part = call.operands
+    layout, ndim = call.layout(value), value.meta["val"].ndim
+    gone = acted_dims(call, ndim)
+    if (
+        layout is None
+        or layout.dim in gone
+        or call.layout(part) != layout.at(layout.dim - sum(d < layout.dim for d in gone))
+    ):
+        raise Mixed("it writes one sample's values into another's")
     return moved(call, layout)

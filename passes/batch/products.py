@@ -93,3 +93,18 @@ def cdist(call: Call) -> list[Result]:
     if layout is None:
         raise Mixed("it measures distances along the batch")
     return moved(call, layout)
+
+
+def solve(call: Call) -> list[Result]:
+    """Systems of equations: matrices in the last two dimensions, right sides there or vectors in the last one."""
+    no_batch_numbers(call)
+    matrix = next(call.tensors("A", "LU", "self"))
+    shapes = []
+    for node in call.operands:
+        shape, layout = node.meta["val"].shape, call.layout(node)
+        vectors = node is not matrix and (len(shape) == 1 or list(shape) == list(matrix.meta["val"].shape[:-1]))
+        lead = shape[: -1 if vectors else -2]
+        if layout is not None and layout.dim >= len(lead):
+            raise Mixed("it solves one system over the batch")
+        shapes.append((lead, layout))
+    return moved(call, broadcast(shapes))

@@ -87,6 +87,18 @@ def along(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
+def along_first(call: Call) -> list[Result]:
+    """An operation along dimensions of its first operand; the others are the same for every sample."""
+    no_batch_numbers(call)
+    first, *others = call.operands
+    layout = call.layout(first)
+    if layout is None or call.batched(others):
+        raise Mixed("its settings differ from sample to sample")
+    if layout.dim in acted_dims(call, first.meta["val"].ndim):
+        raise Mixed(f"it acts along dimension {layout.dim}, the batch")
+    return moved(call, layout)
+
+
 def stack(call: Call) -> list[Result]:
     return moved(call, aligned(call, call.operands))
 
@@ -134,3 +146,16 @@ def batch_norm(call: Call) -> list[Result]:
     if call.arguments["training"]:
         raise Mixed("batch normalisation in training uses statistics of the whole batch", "use GroupNorm, or .eval()")
     return trailing(lambda call, ndim: ndim - 1)(call)
+
+
+def recurrent(call: Call) -> list[Result]:
+    """`lstm`, `gru`, `rnn`: along time; the batch is dimension 1 of states, and of the input unless `batch_first`."""
+    no_batch_numbers(call)
+    if "batch_sizes" in call.arguments:
+        raise Mixed("it reads sequences packed by length", "pad the sequences, and mask what is beyond their ends")
+    layout, states = call.layout(next(call.tensors("input"))), list(call.tensors("hx"))
+    if layout is None or layout.dim != (0 if call.arguments["batch_first"] else 1):
+        raise Mixed("it goes through the batch as through time", "pass batch_first=True, and [batch, time, ...]")
+    if any(call.layout(state) != layout.at(1) for state in states) or call.batched(list(call.tensors("params"))):
+        raise Mixed("its states hold the batch in another place than its input")
+    return moved(call, layout)

@@ -29,16 +29,17 @@ _ELEMENTWISE = """
     contiguous clone detach alias alias_copy lift lift_fresh lift_fresh_copy zeros_like ones_like full_like empty_like
     fill masked_fill where rsub absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide multiply subtract
     negative fix floor_divide greater greater_equal less less_equal not_equal hardswish log_sigmoid complex polar real
-    imag conj resolve_conj resolve_neg float_power square copy isclose isreal special_expit
+    imag conj _conj _conj_physical resolve_conj _neg_view resolve_neg float_power square copy isclose isreal
+    special_expit
 """
 # Operations along the dimensions that their arguments dim, dims, dimension, dim1 and dim2 name; all without these.
 _ALONG = """
     softmax log_softmax _softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk argsort kthvalue
     median nanmedian mode glu flip roll amax amin aminmax max min argmax argmin prod var std var_mean std_mean norm
     linalg_vector_norm frobenius_norm linalg_norm logsumexp all any count_nonzero nansum nanmean select unbind scatter
-    scatter_add scatter_reduce diff unfold linalg_cross diagonal fft_fft fft_ifft fft_rfft fft_irfft
-    fft_hfft fft_ihfft fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftshift
-    fft_ifftshift cosine_similarity
+    scatter_add scatter_reduce diff unfold linalg_cross diagonal cosine_similarity
+    fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2
+    fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift
 """
 # Operations on the last one, two or three dimensions, as their names say.
 _SPATIAL = """
@@ -83,15 +84,24 @@ RULES: dict[str, Rule] = {
         trailing(_pad_count),
     ),
     **_names("layer_norm rms_norm native_layer_norm", trailing(_normalized)),
+    **_names("max_unpool2d max_unpool3d", trailing(lambda call, ndim: _spatial(call, ndim) + 1, ("indices",))),
     **_names("pixel_shuffle pixel_unshuffle", trailing(lambda call, ndim: 3)),
     **_names(
         "tril triu linalg_inv inverse linalg_det det linalg_cholesky cholesky linalg_matrix_exp linalg_qr trace "
-        "linalg_pinv linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_eigh _linalg_svd",
+        "linalg_pinv linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_eigh _linalg_svd _linalg_slogdet "
+        "linalg_lu_factor_ex linalg_lu cholesky_inverse istft",
         trailing(lambda call, ndim: 2),
     ),
-    **_names("linear view_as_complex", trailing(lambda call, ndim: 1)),
+    **_names("linear view_as_complex diag_embed stft", trailing(lambda call, ndim: 1)),
+    **_names("bilinear", trailing(lambda call, ndim: 1, ("input1", "input2"))),
+    **_names(
+        "_linalg_solve_ex linalg_solve_ex linalg_solve linalg_solve_triangular cholesky_solve linalg_lu_solve",
+        products.solve,
+    ),
+    **_names("quantile nanquantile", rules.along_first),
+    **_names("lstm gru rnn_tanh rnn_relu", rules.recurrent),
     **_names("one_hot", trailing(lambda call, ndim: 0)),
-    **_names("index_add index_copy index_fill", lookups.at_numbers),
+    **_names("index_add index_copy index_fill index_reduce", lookups.at_numbers),
     **_names("sum mean", sums.reduce),
     **_names(_LOSSES, sums.loss),
     **_names("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", sums.class_loss),
@@ -101,8 +111,10 @@ RULES: dict[str, Rule] = {
     "broadcast_tensors": views.broadcast_tensors,
     "cat": views.cat,
     "concat": views.cat,
+    "diagonal_scatter": lookups.diagonal_scatter,
     "einsum": products.einsum,
     "embedding": lookups.embedding,
+    "embedding_bag": lookups.embedding_bag,
     "gather": lookups.gather,
     "index": lookups.index,
     "index_put": lookups.index_put,

@@ -1,0 +1,129 @@
+"""Calls that torch.export fixes to one batch size, or that cut rows by numbers in tensors, written with others.
+
+    embedding_bag(ids, w)          ->   embedding(ids, w).mean(1)
+    take_along_dim(x, i, 1)        ->   gather(x, 1, i)
+    kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
+
+Only the trace runs under this mode: `program.verify` compares what is written here with torch's own.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class WrittenOut(TorchFunctionMode):
+    """Rewrites calls of the table below."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WRITTEN:
+            return _WRITTEN[func](func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _take_along_dim(func: Any, input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    if dim is None or input.ndim != indices.ndim:
+        return func(input, indices, dim)  # type: ignore[no-any-return]
+    dim %= input.ndim
+    pairs = zip(input.shape, indices.shape, strict=True)
+    shape = [a if isinstance(b, int) and b == 1 else b for a, b in pairs]
+    table = input.expand(*shape[:dim], -1, *shape[dim + 1 :])
+    return table.gather(dim, indices.expand(*shape[:dim], -1, *shape[dim + 1 :]))
+
+
+def _kron(func: Any, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    ndim = max(input.ndim, other.ndim)
+    a, b = (t.reshape((1,) * (ndim - t.ndim) + t.shape) for t in (input, other))
+    shape = [m * n for m, n in zip(a.shape, b.shape, strict=True)]
+    for dim in range(ndim):
+        a, b = a.unsqueeze(2 * dim + 1), b.unsqueeze(2 * dim)
+    return (a * b).reshape(shape)
+
+
+def _multi_dot(func: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.matmul, tensors)
+
+
+def _chain_matmul(func: Any, *matrices: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(torch.matmul, matrices)
+
+
+def _embedding_bag(
+    func: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Bags of one length, [batch, length]: the rows, then their sum, mean or maximum without the padding."""
+    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        options = (offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights)
+        return func(input, weight, *options, include_last_offset, padding_idx)  # type: ignore[no-any-return]
+    rows = F.embedding(input, weight, padding_idx)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    kept = (input != padding)[..., None]
+    if mode == "max":
+        return torch.where(kept.any(1), rows.masked_fill(~kept, float("-inf")).max(1).values, 0.0)
+    weights = 1.0 if per_sample_weights is None else per_sample_weights[..., None]
+    total = (rows * weights * kept).sum(1)
+    return total / kept.sum(1).clamp(min=1) if mode == "mean" else total
+
+
+def _istft(
+    func: Any,
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> torch.Tensor:
+    """Overlapping frames added up, over the sum of their squared windows; torch also looks at that sum's values."""
+    if return_complex or input.ndim != 3:
+        options = (hop_length, win_length, window, center, normalized, onesided, length, return_complex)
+        return func(input, n_fft, *options)  # type: ignore[no-any-return]
+    hop, norm = hop_length or n_fft // 4, "ortho" if normalized else "backward"
+    if onesided is False:
+        frames = torch.fft.ifft(input, n_fft, 1, norm).real
+    else:
+        frames = torch.fft.irfft(input, n_fft, 1, norm)
+    size = win_length or n_fft
+    shape = torch.ones(size, dtype=frames.dtype, device=frames.device) if window is None else window
+    shape = F.pad(shape, ((n_fft - size) // 2, n_fft - size - (n_fft - size) // 2))[:, None]
+    span = n_fft + hop * (input.shape[2] - 1)
+    added, squares = (
+        F.fold(part, (1, span), (1, n_fft), stride=(1, hop))[:, 0, 0]
+        for part in (frames * shape, (shape * shape).expand(1, -1, input.shape[2]))
+    )
+    start = n_fft // 2 if center else 0
+    end = span - start if length is None else min(span, start + length)
+    signal = added[:, start:end] / squares[:, start:end]
+    return signal if length is None else F.pad(signal, (0, length - (end - start)))
+
+
+_WRITTEN: dict[Any, Callable[..., Any]] = {
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
+    torch.kron: _kron,
+    torch.Tensor.kron: _kron,
+    torch.linalg.multi_dot: _multi_dot,
+    torch.chain_matmul: _chain_matmul,
+    F.embedding_bag: _embedding_bag,
+    torch.istft: _istft,
+    torch.Tensor.istft: _istft,
+}

@@ -1,0 +1,169 @@
+"""Operations of torch.nn and torch.nn.functional in a compiled step: exact on two ranks and two micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import CompileError
+from tests.steps import exact
+
+Body = Callable[[nn.Module, Tensor, Tensor], Any]
+DTYPE = torch.float64
+
+
+class Operation(nn.Module):
+    """mse(b(body(m, a(x), y)), y) on [batch, 12]; what body makes of a sample is flattened."""
+
+    def __init__(self, body: Body, make: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.a, self.m = nn.Linear(12, 12).to(DTYPE), make().to(DTYPE)
+        with torch.no_grad():
+            self.b = nn.Linear(self.middle(*batch()).shape[1], 3).to(DTYPE)
+
+    def middle(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.body(self.m, self.a(x), y)
+        out = out[0] if isinstance(out, tuple) else out
+        return (torch.view_as_real(out.resolve_conj()) if out.is_complex() else out).flatten(1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.b(self.middle(x, y)), y[:, :3])
+
+
+def batch(size: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(size, 12, generator=generator, dtype=DTYPE) for _ in range(2))
+    return x, y
+
+
+def ids(y: Tensor) -> Tensor:
+    """[batch, 6], below 4."""
+    return (y[:, :6].abs() * 2).long().clamp(max=3)
+
+
+def spd(h: Tensor) -> Tensor:
+    """[batch, 3, 3], positive definite."""
+    h = h.reshape(-1, 4, 3)
+    return h.mT @ h + 2 * torch.eye(3, dtype=DTYPE)
+
+
+def complexes(h: Tensor) -> Tensor:
+    return torch.view_as_complex(h.reshape(-1, 6, 2))
+
+
+def spectrum(h: Tensor) -> Tensor:
+    return torch.stft(h, 4, 2, window=torch.hann_window(4, dtype=DTYPE), return_complex=True)
+
+
+def diagonal(h: Tensor) -> Tensor:
+    h = h.reshape(-1, 3, 4) * 1
+    h.diagonal(dim1=1, dim2=2).mul_(2)
+    return h
+
+
+def sequence(m: nn.Module, h: Tensor, y: Tensor) -> Any:
+    return m(h.view(-1, 2, 6))
+
+
+OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
+    "LSTM": (sequence, lambda: nn.LSTM(6, 2, batch_first=True)),
+    "GRU, last state": (lambda m, h, y: m(h.view(-1, 3, 4).transpose(0, 1))[1].transpose(0, 1), lambda: nn.GRU(4, 2)),
+    "LSTM with dropout": (sequence, lambda: nn.LSTM(6, 2, 2, batch_first=True, dropout=0.4)),
+    "RNN with dropout": (sequence, lambda: nn.RNN(6, 2, 2, batch_first=True, dropout=0.4, bidirectional=True)),
+    "GRUCell": (lambda m, h, y: m(h, y[:, :3]), lambda: nn.GRUCell(12, 3)),
+    "LSTMCell": (lambda m, h, y: m(h)[1], lambda: nn.LSTMCell(12, 3)),
+    "EmbeddingBag": (lambda m, h, y: m(ids(y)) + h, lambda: nn.EmbeddingBag(4, 12, padding_idx=1)),
+    "EmbeddingBag, weighted": (
+        lambda m, h, y: m(ids(y), per_sample_weights=h[:, :6]) + h,
+        lambda: nn.EmbeddingBag(4, 12, mode="sum"),
+    ),
+    "EmbeddingBag, largest": (
+        lambda m, h, y: m(ids(y)) + h,
+        lambda: nn.EmbeddingBag(4, 12, mode="max", padding_idx=-1),
+    ),
+    "Bilinear": (lambda m, h, y: m(h, y), lambda: nn.Bilinear(12, 12, 2)),
+    "RReLU": (lambda m, h, y: m(h), nn.RReLU),
+    "RReLU in evaluation": (lambda m, h, y: m(h), lambda: nn.RReLU().eval()),
+    "AlphaDropout": (lambda m, h, y: m(h), lambda: nn.AlphaDropout(0.3)),
+    "FeatureAlphaDropout": (lambda m, h, y: m(h.view(-1, 3, 4)), nn.FeatureAlphaDropout),
+    "stft": (lambda m, h, y: spectrum(h), nn.Identity),
+    "istft": (
+        lambda m, h, y: torch.istft(spectrum(h) * (1 + 1j), 4, 2, window=torch.hann_window(4, dtype=DTYPE)),
+        nn.Identity,
+    ),
+    "hfft": (lambda m, h, y: torch.fft.hfft(complexes(h)), nn.Identity),
+    "ihfft2": (lambda m, h, y: torch.fft.ihfft2(h.view(-1, 3, 4)), nn.Identity),
+    "conjugates": (lambda m, h, y: complexes(h).conj() * complexes(y) + complexes(h).conj().imag, nn.Identity),
+    "adjoint": (lambda m, h, y: complexes(h).view(-1, 2, 3).mH, nn.Identity),
+    "rot90": (lambda m, h, y: h.view(-1, 3, 4).rot90(3, (2, 1)), nn.Identity),
+    "diag_embed": (lambda m, h, y: torch.diag_embed(h.view(-1, 3, 4), 1, 1, 2), nn.Identity),
+    "diagonal_scatter": (lambda m, h, y: h.view(-1, 3, 4).diagonal_scatter(y[:, :3], 0, 1, 2), nn.Identity),
+    "diagonal in place": (lambda m, h, y: diagonal(h), nn.Identity),
+    "solve": (lambda m, h, y: torch.linalg.solve(spd(h), y.view(-1, 3, 4)), nn.Identity),
+    "take_along_dim": (lambda m, h, y: h.view(-1, 3, 4).take_along_dim(ids(y)[:, None, :4], 2), nn.Identity),
+    "kron": (lambda m, h, y: torch.kron(h.view(-1, 3, 4), torch.eye(2, dtype=DTYPE)), nn.Identity),
+    "multi_dot": (lambda m, h, y: torch.linalg.multi_dot([h, h.new_ones(12, 3), h.new_ones(3, 2)]), nn.Identity),
+    "max_unpool2d": (
+        lambda m, h, y: F.max_unpool2d(*F.max_pool2d(h.view(-1, 1, 2, 6), 2, return_indices=True), [2, 2]),
+        nn.Identity,
+    ),
+    "affine_grid": (lambda m, h, y: F.affine_grid(h.view(-1, 2, 2, 3)[:, 0], [h.shape[0], 1, 2, 2]), nn.Identity),
+    "quantiles": (lambda m, h, y: h.quantile(torch.tensor([0.2, 0.7], dtype=DTYPE), 1).mT, nn.Identity),
+    "index_reduce": (lambda m, h, y: h.index_reduce(1, torch.tensor([0, 2]), h[:, :2], "prod"), nn.Identity),
+    "searchsorted by row": (
+        lambda m, h, y: h * torch.searchsorted(y.sort(1).values.contiguous(), y.contiguous()),
+        nn.Identity,
+    ),
+    "multinomial": (lambda m, h, y: h * torch.multinomial(torch.ones(9), h.shape[0], True)[:, None], nn.Identity),
+    "multinomial by sample": (lambda m, h, y: h.gather(1, torch.multinomial(y.abs(), 3)), nn.Identity),
+    "beta": (lambda m, h, y: h * torch.distributions.Beta(2.0, 3.0).sample((h.shape[0], 1)), nn.Identity),
+    "poisson": (lambda m, h, y: h * torch.poisson(torch.full((h.shape[0], 1), 3.0)), nn.Identity),
+    "bernoulli in place": (lambda m, h, y: h * torch.empty_like(h).bernoulli_(), nn.Identity),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:RNN module weights", "ignore:Default grid_sample", "ignore:dropout option", "ignore:index_reduce"
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_are_exact(name: str) -> None:
+    body, make = OPERATIONS[name]
+    program = exact(Operation(body, make), batch(), microbatches=2, schedule="1f1b")
+    assert program.capture.batch
+
+
+REFUSED: dict[str, tuple[Body, Callable[[], nn.Module], str]] = {
+    "bags of any length": (
+        lambda m, h, y: m(ids(y).flatten(), 6 * torch.arange(h.shape[0])) + h,
+        lambda: nn.EmbeddingBag(4, 12),
+        r"module m: aten.embedding_bag.*bags of lengths in a tensor.*\[batch, length\]",
+    ),
+    "sparse gradients": (
+        lambda m, h, y: m(ids(y)[:, :1]).flatten(1) + h,
+        lambda: nn.Embedding(4, 12, sparse=True),
+        r"module m: aten.embedding.*sparse=True.*sparse=False",
+    ),
+    "rates of each sample": (
+        lambda m, h, y: h * torch.poisson(y.abs()),
+        nn.Identity,
+        r"random operation aten.poisson.*depends on a tensor's values",
+    ),
+    "a table's norm": (
+        lambda m, h, y: m(ids(y)[:, :1]).flatten(1) + h,
+        lambda: nn.Embedding(4, 12, max_norm=1.0),
+        r"module m: aten.embedding_renorm_.*changes the parameter 'm.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operations_that_are_refused(name: str) -> None:
+    body, make, says = REFUSED[name]
+    with pytest.raises((CompileError, fxpipe.errors.CaptureError), match=says):
+        fxpipe.compile(Operation(body, make), 2, example_inputs=batch(), microbatches=2)
