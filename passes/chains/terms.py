@@ -1,0 +1,80 @@
+"""Objectives as tables, for all cuts into so many stages: a *main* value and *criteria* that are maxima over stages.
+
+    simulated    main: sum of transfers             criteria: (M - 1) T0, late all-reduces
+    paper        main: max of (M + 2S - 2) T0       criteria: late all-reduces
+
+Each is known from a stage's first block and its end. The main value is minimised by dynamic programming under limits on
+the criteria (`layers`), and the limits are searched (`boxes`): exact to a relative 1e-11.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.chains.boxes import search
+from passes.chains.chain import Objective
+from passes.chains.costs import Costs
+from passes.chains.layers import ChainProblems, band, lower_bounds, paths
+from passes.chains.layers import evaluate as evaluate_boxes
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One problem: so many stages, micro-batches, and replicas of every stage."""
+
+    num_stages: int
+    num_microbatches: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The parts of an objective that depend on the cuts, for the stages of `band` [L - S + 1, L]."""
+
+    main: Floats
+    main_adds: bool
+    criteria: tuple[Floats, ...]
+
+
+def objective_terms(costs: Costs, layout: Layout, objective: Objective) -> Terms:
+    """An objective as a main table and criteria; the sum of all compute is the same for all cuts."""
+    start, stop = band(len(costs.state) - 1, layout.num_stages)
+    period, sync = costs.period_seconds(start, stop), costs.sync_seconds(start, stop)
+    if objective == "simulated":
+        late = np.maximum(sync - costs.backward[start], 0.0)
+        transfer = np.broadcast_to(costs.transfer[stop], period.shape)
+        return Terms(transfer, True, ((layout.num_microbatches - 1) * period, late))
+    late = sync - costs.backward_seconds(start, stop)
+    late = np.maximum(late, 0.0) if objective == "paper-clamped" else late
+    return Terms((layout.num_microbatches + 2 * layout.num_stages - 2) * period, False, (late,))
+
+
+def chain_problems(
+    terms: Sequence[Terms], layouts: Sequence[Layout], costs: Sequence[Costs], limit: float | None
+) -> ChainProblems:
+    """All problems of one number of stages together."""
+    num_stages, adds = layouts[0].num_stages, terms[0].main_adds
+    main = np.stack([term.main for term in terms], axis=1)
+    criteria = [np.stack(tables, axis=1) for tables in zip(*(term.criteria for term in terms), strict=True)]
+    if limit is None:
+        return ChainProblems(num_stages, main, adds, criteria)
+    start, stop = band(main.shape[2], num_stages)
+    peaks = [
+        np.stack(
+            [c.peak_bytes(start, stop, min(k, x.num_microbatches)) for c, x in zip(costs, layouts, strict=True)], 1
+        )
+        for k in range(1, num_stages + 1)
+    ]
+    return ChainProblems(num_stages, main, adds, criteria, lambda k, problem: (peaks[k - 1] <= limit)[:, problem])
+
+
+def solve_problems(problems: ChainProblems) -> list[tuple[int, ...] | None]:
+    """The boundaries of an optimal solution of every problem; None where there is none."""
+    best, criteria = search(lambda boxes, ceiling: evaluate_boxes(problems, boxes, ceiling), *lower_bounds(problems))
+    solved = np.flatnonzero(np.isfinite(best))
+    found = dict(zip(solved.tolist(), paths(problems, solved, criteria[solved]), strict=True))
+    return [found.get(p) for p in range(len(best))]
