@@ -13,9 +13,12 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from math import lcm
 
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Action, Schedule, Work
+from passes.hanayo import wave_orders
+from passes.repetition import keep_blocks
 from passes.replicas import with_reductions
 
 
@@ -26,6 +29,8 @@ class Policy:
     drain_last: bool = False  # a rank ends its forwards before its first backward; nothing bounds what is in flight
     split: bool = False  # backward as I and W (ZB-H1 of "Zero Bubble Pipeline Parallelism", 2024): W fills idle time
     grouped: bool = False  # world_size micro-batches pass a stage before the rank turns to its next (Megatron-LM, 2021)
+    capped: bool = False  # no more in flight on a rank than 1F1B holds at most (Hanayo: Liu et al., SC 2023)
+    repeated: bool = False  # one micro-batch's block every period (ZB-V: Qi et al., NeurIPS 2024)
 
 
 POLICIES = {
@@ -33,7 +38,10 @@ POLICIES = {
     "1f1b": Policy(),
     "interleaved": Policy(grouped=True),
     "wave": Policy(),
+    "hanayo": Policy(capped=True),
     "zero-bubble": Policy(split=True),
+    "zb-h1": Policy(split=True),  # the paper's name of the one above
+    "zb-v": Policy(split=True, repeated=True),
 }
 
 
@@ -60,15 +68,23 @@ def make_schedule(
     policy = POLICIES[name]
     replicas = [ranks if isinstance(ranks, tuple) else (ranks,) for ranks in stage_rank]
     world_size = max(map(max, replicas)) + 1 if world_size is None else world_size
+    if policy.capped and all(len(ranks) == 1 for ranks in replicas):
+        seconds = {"F": forward_seconds, "B": backward_seconds, "T": frozen_seconds or [1.0] * work.num_components}
+        waves = wave_orders(work, [ranks[0] for ranks in replicas], seconds, world_size)
+        if waves is not None:
+            return Schedule(name, work.num_stages, work.num_microbatches, waves)
     split = work.input_grad & work.weight_grad if policy.split else frozenset()
     rank_of = {action: _rank(action, replicas, world_size) for action in _actions(work, split)}
     needs = {action: set(work.needs(action, rank_of.keys())) for action in rank_of}
-    _keep_order(needs, replicas)
+    ticks = _ticks(forward_seconds, backward_seconds, frozen_seconds or [1.0] * work.num_components)
+    if policy.repeated:
+        keep_blocks(needs, rank_of, ticks, lcm(*map(len, replicas)))
+    else:
+        _keep_order(needs, replicas)
     if policy.drain_last:
         _drain_last(needs, rank_of)
-    else:
-        _bound_in_flight(needs, work, replicas, policy.grouped)
-    ticks = _ticks(forward_seconds, backward_seconds, frozen_seconds or [1.0] * work.num_components)
+    elif not policy.repeated:
+        _bound_in_flight(needs, work, replicas, policy)
     order = _list_schedule(needs, rank_of, world_size, ticks, _priority(work, world_size if policy.grouped else 1))
     return with_reductions(Schedule(name, work.num_stages, work.num_microbatches, order), work)
 
@@ -115,15 +131,19 @@ def _drain_last(needs: Needs, rank_of: dict[Action, int]) -> None:
             before |= forwards[rank_of[action]]
 
 
-def _bound_in_flight(needs: Needs, work: Work, replicas: Replicas, grouped: bool) -> None:
+def _bound_in_flight(needs: Needs, work: Work, replicas: Replicas, policy: Policy) -> None:
     """A forward waits until its stage has few enough micro-batches whose gradient (or, without one, whose use) is due.
 
     Weight gradients may lag behind their input gradient as far as the memory of the fullest rank admits.
     """
-    limits = _limits(work, replicas, grouped)
+    limits = _limits(work, replicas, policy.grouped)
     on_ranks: dict[tuple[int, ...], list[int]] = {}
     for stage in work.stages:
         on_ranks.setdefault(replicas[stage], []).append(stage)
+    if policy.capped:
+        for stages in on_ranks.values():
+            cap = _cap([limits[stage] for stage in stages], len(on_ranks) * len(stages))
+            limits |= {stage: min(limits[stage], cap) for stage in stages}
     held = {ranks: sum(limits[stage] for stage in stages) for ranks, stages in on_ranks.items()}
     for forward in [action for action in needs if action.kind == "F"]:
         stage, ranks = forward.stage, replicas[forward.stage]
@@ -155,6 +175,11 @@ def _limits(work: Work, replicas: Replicas, grouped: bool) -> dict[int, int]:
     for stage in TopologicalSorter(users).static_order():
         limits[stage] = 1 + max((limits[user] for user in users[stage]), default=0)
     return limits
+
+
+def _cap(limits: Sequence[int], room: int) -> int:
+    """The largest cap under which the limits of a rank's stages add up to no more than `room`; at least one."""
+    return max(cap for cap in range(1, max(limits) + 1) if cap == 1 or sum(min(limit, cap) for limit in limits) <= room)
 
 
 def _ticks(forward: Sequence[float], backward: Sequence[float], frozen: Sequence[float]) -> Callable[[Action], int]:
