@@ -1,7 +1,11 @@
 """`fxpipe cost` and `fxpipe profile`: what a model costs, before any plan."""
 
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -9,6 +13,13 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxpipe.errors import CompileError
+
+if TYPE_CHECKING:
+    import torch
+
+    from cost_models.profiled import Profile
+    from fxpipe.cost_report import Costed
+    from fxpipe.transport import Transport
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
 BatchSize = Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")]
@@ -19,15 +30,26 @@ DeviceModel = Annotated[
 Blocks = Annotated[int, typer.Option(min=1, help="about how many blocks to cut the model into")]
 
 
-def cost(model: Model, batch_size: BatchSize = 8, device: DeviceModel = "A100-80GB", blocks: Blocks = 24) -> None:
+def cost(
+    model: Model,
+    batch_size: BatchSize = 8,
+    device: DeviceModel = "A100-80GB",
+    blocks: Blocks = 24,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="write everything to this file, formulas as strings")
+    ] = None,
+) -> None:
     """Print what every block of MODEL costs: formulas in the batch b, seconds on a device."""
-    from fxpipe.costing import cost_table, costed, given_cost_model
+    from fxpipe.cost_report import cost_data, cost_table
+    from fxpipe.costing import costed, given_cost_model
     from fxpipe.user_model import example_inputs, load_model
 
-    seconds_of = given_cost_model(device or "A100-80GB")
     step = load_model(model)
+    seconds_of = given_cost_model(device or "A100-80GB")
     found = costed(step, example_inputs(step, batch_size), batch_size, seconds_of, blocks)
-    table = cost_table(found, seconds_of, batch_size)
+    if json_file is not None:
+        json_file.write_text(json.dumps(cost_data(found, batch_size), indent=1) + "\n")
+    table = cost_table(found, batch_size)
     console = Console()
     wide = console.options.update(max_width=1000)
     console.width = max(console.width, Measurement.get(console, wide, table).maximum)  # formulas are read unfolded
@@ -41,31 +63,63 @@ def profile(
     device: Annotated[str, typer.Option(help="device to time on, cpu or cuda:0")] = "cpu",
     blocks: Blocks = 24,
 ) -> None:
-    """Time every block of MODEL on the device at hand, for compile --device-model FILE."""
-    import torch
+    """Time every block of MODEL on the device at hand, for compile --device-model FILE.
 
-    from cost_models import devices, profiled
-    from fxpipe.costing import costed, part_count
-    from fxpipe.costing import profile as measure
+    Under torchrun every rank times its share of the blocks on its own device, and rank 0 writes the file.
+    """
     from fxpipe.options import given_device
+    from fxpipe.transport.distributed import DistributedTransport
+
+    sizes, where = _sizes(batch_sizes), given_device(device)
+    if "RANK" not in os.environ:
+        _profile(model, out, sizes, where, blocks, None)
+        return
+    ranks = DistributedTransport.from_environment(where)
+    try:
+        _profile(model, out, sizes, ranks.device, blocks, ranks)
+    except BaseException as error:
+        ranks.abort(error)
+        raise
+    finally:
+        ranks.close()
+
+
+def _profile(
+    model: str, out: Path, sizes: Sequence[int], where: "torch.device", blocks: int, ranks: "Transport | None"
+) -> None:
+    """As rank 0 of one, or as one of many `ranks`."""
+    from cost_models import devices, profiled
+    from fxpipe.costing import costed, gathered, part_count
+    from fxpipe.costing import profile as measure
     from fxpipe.user_model import example_inputs, load_model
 
-    sizes = _sizes(batch_sizes)
-    where: torch.device = given_device(device)
+    share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     step, base = load_model(model), devices.device()
     found = costed(step, example_inputs(step, max(sizes)), max(sizes), base, blocks)
-    if out.exists():
-        old = profiled.load(out, base)
-        profiled.require_key(old.key, profiled.key_of(found.captured.graph, where))
-        if all(set(sizes) <= set(entry.samples) for entry in old.entries):
-            print(f"{out} holds already: {old.key.device}, {len(old.entries)} parts at {batch_sizes} samples")
-            return
+    held = share[0] == 0 and out.exists() and _holds(profiled.load(out, base), found, sizes, where)
+    if held:
+        print(f"{out} holds already: all parts at {', '.join(map(str, sizes))} samples")
+    if held if ranks is None else ranks.broadcast_object(held):
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("timing", total=part_count(found, sizes))
-        made = measure(found, sizes, where, lambda name: bar.update(task, advance=1, description=name[-40:]))
-    made.save(out)
-    print(f"{out}: {len(made.entries)} parts at {batch_sizes} samples on {made.key.device}")
+    with Progress(*columns, console=Console(stderr=True), disable=share[0] != 0) as bar:
+        task = bar.add_task("timing", total=part_count(found, sizes, share))
+        shown = partial(bar.update, task, advance=1)
+        made = measure(found, sizes, where, lambda name: shown(description=name[-40:]), share)
+    shares = [made] if ranks is None else ranks.gather_object(made)
+    if shares is not None:
+        whole = gathered(shares)
+        whole.save(out)
+        by = "" if ranks is None else f", by {ranks.world_size} ranks"
+        print(f"{out}: {len(whole.entries)} parts at {', '.join(map(str, sizes))} samples on {whole.key.device}{by}")
+
+
+def _holds(old: "Profile", found: "Costed", sizes: Sequence[int], where: "torch.device") -> bool:
+    """Whether a profile has all sizes; CompileError where it is of another graph or device."""
+    from cost_models import profiled
+
+    profiled.require_key(old.key, profiled.key_of(found.captured.graph, where))
+    return all(set(sizes) <= set(entry.samples) for entry in old.entries)
 
 
 def _sizes(text: str) -> list[int]:

@@ -4,27 +4,27 @@ fxpipe cost MODEL         FLOPs, bytes and parameters of every block as formulas
 fxpipe profile MODEL      seconds of every block at a few batch sizes, for `cost_model="profile.json"`
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
-from rich.table import Table
 from torch import fx, nn
 
 from cost_models import devices, profiled
 from cost_models.flops import node_costs
-from fxpipe.block_graph import Block, BlockGraph, Component
-from fxpipe.capture import Capture, capture
+from fxpipe.block_graph import Block
+from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
-from fxpipe.costs import CostModel, NodeCost, evaluate, node_seconds, total_cost
+from fxpipe.cost_report import Costed
+from fxpipe.costs import CostModel, node_seconds
 from fxpipe.errors import CompileError
 from fxpipe.options import training_step
 from fxpipe.rank_program import nest
 from fxpipe.staged import Staged
 from passes.batch import analyse as analyse_batch
+from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.trace import trace
@@ -40,19 +40,6 @@ def given_cost_model(given: CostModel | str) -> CostModel:
     return devices.device(given)
 
 
-@dataclass(frozen=True)
-class Costed:
-    """A captured step with the cost of every node, by name, and its blocks."""
-
-    captured: Capture
-    costs: Mapping[str, NodeCost]
-    graph: BlockGraph
-
-    @property
-    def parts(self) -> tuple[Component | Block, ...]:
-        return (*self.graph.components, *self.graph.blocks)
-
-
 def costed(model: nn.Module, example_inputs: Any, batch_size: int, cost_model: CostModel, num_blocks: int) -> Costed:
     """Capture a step and cut it into about `num_blocks` blocks by `cost_model`'s roofline."""
     step, args, kwargs = training_step(model, example_inputs, batch_size, 1)
@@ -60,90 +47,22 @@ def costed(model: nn.Module, example_inputs: Any, batch_size: int, cost_model: C
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
     seconds = node_seconds(cost_model, captured.graph, costs, batch_size)
     both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
-    return Costed(captured, costs, analyse_blocks(captured, both, num_blocks))
-
-
-def cost_table(step: Costed, cost_model: CostModel, batch_size: int) -> Table:
-    """A row per frozen component and block, and the total: formulas in the batch b, seconds at `batch_size`."""
-    seconds = node_seconds(cost_model, step.captured.graph, step.costs, batch_size)
-    table = Table(title=f"seconds and GMACs at b = {batch_size}", title_justify="left")
-    for column in ("block", "ops", "forward FLOPs", "input grads", "weight grads", "forward bytes", "parameters"):
-        table.add_column(column, justify="left" if column == "block" else "right", overflow="fold")
-    for column in ("forward ms", "backward ms"):
-        table.add_column(column, justify="right")
-    sizes = _parameter_sizes(step.captured)
-    rows: list[tuple[str, Sequence[str]]] = [(_label(part), part.nodes) for part in step.parts]
-    rows.append(("total", [name for _, nodes in rows for name in nodes]))
-    for label, nodes in rows:
-        cost = total_cost(step.costs[name] for name in nodes)
-        read = {name for node in nodes for name in sizes.get(node, {})}
-        backward = sum(seconds.backward[n] for n in nodes) if not label.startswith("frozen") else 0.0
-        table.add_row(
-            label,
-            str(len(nodes)),
-            formula(cost.forward_flops),
-            formula(cost.backward_input_flops),
-            formula(cost.backward_weight_flops),
-            formula(cost.bytes_read + cost.bytes_written),
-            _human(sum(sizes[name][name] for name in read)),
-            f"{sum(seconds.forward[n] for n in nodes) * 1e3:.3f}",
-            f"{backward * 1e3:.3f}",
-            end_section=label != "total" and rows[-2][0] == label,
-        )
-    table.caption = _gmacs(total_cost(step.costs[name] for name in rows[-1][1]), batch_size)
-    return table
-
-
-def _gmacs(cost: NodeCost, batch_size: int) -> str:
-    flops = (cost.forward_flops, cost.backward_input_flops + cost.backward_weight_flops)
-    forward, backward = (evaluate(f, batch_size) / 2e9 for f in flops)
-    return f"{forward:,.3f} GMACs forward, {backward:,.3f} GMACs backward"
-
-
-def _label(part: Component | Block) -> str:
-    return f"{part.index:3} {part.name}" if isinstance(part, Block) else f"frozen {part.name}"
-
-
-def _parameter_sizes(captured: Capture) -> dict[str, dict[str, int]]:
-    """Elements of the parameters a node reads, by node; of a parameter itself, by its own placeholder."""
-    sizes: dict[str, dict[str, int]] = {}
-    for node in captured.graph.find_nodes(op="placeholder"):
-        if node.meta["kind"] == "parameter":
-            own = {node.name: node.meta["val"].numel()}
-            for reader in (node, *node.users):
-                sizes.setdefault(reader.name, {}).update(own)
-    return sizes
-
-
-def formula(expression: sympy.Expr) -> str:
-    """`12.6 G*b + 3 M`: a polynomial of the batch b with short coefficients."""
-    symbols = expression.free_symbols
-    if not symbols:
-        return _human(int(expression))
-    b = sympy.Symbol("b")
-    expression = expression.subs(dict.fromkeys(symbols, b))
-    if not expression.is_polynomial(b):
-        return str(expression)
-    names = {0: "", 1: "*b"}
-    terms = [(power, int(value)) for (power,), value in sympy.Poly(expression, b).terms()]
-    return " + ".join(_human(value) + names.get(power, f"*b^{power}") for power, value in terms)
-
-
-def _human(number: float) -> str:
-    for unit in ("", " K", " M", " G"):
-        if abs(number) < 1000:
-            return f"{number:.4g}{unit}"
-        number /= 1000
-    return f"{number:.4g} T"
+    graph = analyse_blocks(captured, both, num_blocks)
+    return Costed(captured, costs, graph, block_costs(captured, graph, costs, cost_model))
 
 
 def profile(
-    step: Costed, batch_sizes: Sequence[int], device: torch.device, progress: Callable[[str], None] = lambda name: None
+    step: Costed,
+    batch_sizes: Sequence[int],
+    device: torch.device,
+    progress: Callable[[str], None] = lambda name: None,
+    share: tuple[int, int] = (0, 1),
 ) -> profiled.Profile:
     """Time every block and component, forward and backward, at every batch size; all weights and inputs are made up.
 
     The explicit graphs that rank programs are made of run on `device`, one block at a time. `progress` is called with a
-    part's name before it is timed: parts times batch sizes calls.
+    part's name before it is timed. Of a `share` (r, N) only parts r, r + N, ... are timed; `gathered` puts the profiles
+    of all N together.
     """
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:
@@ -152,10 +71,10 @@ def profile(
     if not step.captured.batch and sizes != [fixed]:
         raise CompileError(f"the graph holds for batches of {fixed} only; profile that size")
     num_blocks = len(step.graph.blocks)
-    alone = Staged(tuple(range(num_blocks + 1)), (0,) * num_blocks, "1f1b", False, 1)
+    alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
     traced = trace(step.captured, analyse_batch(step.captured, 2), step.graph, alone, sizes, device)
     entries = []
-    for part in step.parts:
+    for part in step.parts[share[0] :: share[1]]:
         where = ("F", part.index) if isinstance(part, Block) else ("T", step.graph.components.index(part))
         times = []
         for size in sizes:
@@ -165,6 +84,20 @@ def profile(
         entries.append(profiled.Entry(part.name, part.nodes, tuple(sizes), forward, backward))
     key = profiled.key_of(step.captured.graph, device)
     return profiled.with_measurements(devices.device("A100-80GB"), key, tuple(entries))
+
+
+def gathered(profiles: Sequence[profiled.Profile]) -> profiled.Profile:
+    """One profile of the N shares that N ranks have timed, in rank order.
+
+    Raises:
+        CompileError: they are of different graphs or devices.
+    """
+    first = profiles[0]
+    for other in profiles[1:]:
+        profiled.require_key(other.key, first.key)
+    most = max(len(one.entries) for one in profiles)
+    entries = [one.entries[turn] for turn in range(most) for one in profiles if turn < len(one.entries)]
+    return replace(first, entries=tuple(entries))
 
 
 def _timed(graphs: StageGraphs, device: torch.device) -> tuple[float, float]:
@@ -190,6 +123,6 @@ def _made_up(value: Value, device: torch.device) -> torch.Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
 
-def part_count(step: Costed, batch_sizes: Iterable[int]) -> int:
-    """How many timings a profile takes."""
-    return len(step.parts) * len(set(batch_sizes))
+def part_count(step: Costed, batch_sizes: Iterable[int], share: tuple[int, int] = (0, 1)) -> int:
+    """How many timings a share of a profile takes."""
+    return len(step.parts[share[0] :: share[1]]) * len(set(batch_sizes))

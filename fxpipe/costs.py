@@ -50,7 +50,7 @@ class NodeCost:
     The backward is in two parts: gradients of activations (*input*) and of parameters (*weight*). The forward's bytes
     are split into read and written; a backward part has one number for both. `dtype` is the type of the result, in
     which FLOPs are done (the widest one in a sum); None where nothing is computed. `kind` is None without FLOPs, and in
-    a sum of several kinds.
+    a sum of several kinds. `uncosted` names operators whose FLOPs nobody counts: there are none of them in the counts.
     """
 
     forward_flops: sympy.Expr = sympy.S.Zero
@@ -62,6 +62,7 @@ class NodeCost:
     backward_weight_bytes: sympy.Expr = sympy.S.Zero
     dtype: torch.dtype | None = None
     kind: Kind | None = None
+    uncosted: frozenset[str] = frozenset()
 
     def __add__(self, other: NodeCost) -> NodeCost:
         return total_cost((self, other))
@@ -83,7 +84,13 @@ def total_cost(costs: Iterable[NodeCost]) -> NodeCost:
             dtype = term.dtype if dtype is None else torch.promote_types(dtype, term.dtype)
     kinds = {term.kind for term in terms if term.kind is not None}
     sums = {name: sympy.Add(*(getattr(term, name) for term in terms)) for name in COUNT_NAMES}
-    return NodeCost(**sums, dtype=dtype, kind=kinds.pop() if len(kinds) == 1 else None)
+    uncosted = frozenset().union(*(term.uncosted for term in terms))
+    return NodeCost(**sums, dtype=dtype, kind=kinds.pop() if len(kinds) == 1 else None, uncosted=uncosted)
+
+
+def uncosted_ops(costs: Iterable[NodeCost]) -> tuple[str, ...]:
+    """The operators, by name, whose FLOPs these costs leave out."""
+    return tuple(sorted({name for cost in costs for name in cost.uncosted}))
 
 
 @dataclass(frozen=True, slots=True)
