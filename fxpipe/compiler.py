@@ -36,11 +36,12 @@ from passes.batch import analyse as analyse_batch
 from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
+from passes.candidates import Wishes
 from passes.lowering import lower
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
 from passes.place import place_schedule
-from passes.tune import Wishes, block_times, tune
+from passes.tune import block_times, tune
 
 Observe = Callable[[str, Any], None]
 _MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128

@@ -15,6 +15,7 @@ from fxpipe.staged import Staged
 from passes.schedule import make_schedule
 
 Pair = tuple[int, int]
+_LONG = 4  # micro-batches per rank beyond which a step is periodic
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,62 @@ def estimate(
     timeline = simulate(schedule, work, lambda action: tables[action.kind][action.stage], lag)
     ends = reduction_ends(staged, schedule, timeline, cluster, gradient_bytes)
     return Estimate(schedule, timeline, max([timeline.makespan_seconds, *ends]))
+
+
+def simulated_step(
+    graph: BlockGraph,
+    times: BlockTimes,
+    staged: Staged,
+    num_microbatches: int,
+    cluster: Cluster,
+    gradient_bytes: Sequence[int],
+) -> tuple[float, Schedule]:
+    """Seconds of one step, and a schedule with as many micro-batches in flight.
+
+    A long step is periodic: its time is that of a shorter one, and as much more for every further micro-batch.
+    """
+    count, places = staged.replicas, len({replicas[0] for replicas in staged.stage_ranks})
+    of_pipeline, short = -(-num_microbatches // count), _LONG * places
+
+    def simulated(microbatches: int) -> Estimate:
+        return estimate(graph, times, staged, microbatches * count, cluster, gradient_bytes)
+
+    if of_pipeline <= short + places:
+        found = simulated(of_pipeline)
+        return found.seconds, found.schedule
+    first, second = simulated(short), simulated(short + places)
+    each = (second.seconds - first.seconds) / places
+    return second.seconds + each * (of_pipeline - short - places), second.schedule
+
+
+def first_estimate(
+    graph: BlockGraph,
+    times: BlockTimes,
+    staged: Staged,
+    num_microbatches: int,
+    cluster: Cluster,
+    gradient_bytes: Sequence[int],
+) -> float:
+    """Seconds of one step without simulation: (M - 1) busiest rank + one micro-batch's way + transfers + frozen work.
+
+    Several stages per rank, or a split backward, fill about half of the ramps.
+    """
+    loads: dict[int, float] = {}
+    forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
+    for stage, ranks in enumerate(staged.stage_ranks):
+        loads[ranks[0]] = loads.get(ranks[0], 0.0) + forward[stage] + backward[stage]
+    of_pipeline = -(-num_microbatches // staged.replicas)
+    busiest = max(loads.values())
+    ramp = sum(loads.values()) - busiest
+    if staged.num_stages > len(loads) or staged.schedule == "zero-bubble":
+        ramp *= 0.5
+    lag = Lags(graph, staged, times.num_samples, cluster)
+    hops = sum(lag(s, s + 1, "F") + lag(s + 1, s, "B") for s in range(staged.num_stages - 1))
+    frozen = of_pipeline * sum(times.components) / len(loads)
+    # The first stage ends last: nothing is left to compute while its gradients are summed.
+    first = sum(gradient_bytes[b] for b in staged.blocks(0))
+    reduced = cluster.all_reduce_seconds(staged.stage_ranks[0], first) if staged.replicas > 1 else 0.0
+    return frozen + of_pipeline * busiest + ramp + hops + reduced
 
 
 def reduction_ends(

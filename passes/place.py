@@ -41,6 +41,11 @@ class Shape:
         return len(self.pipelines[0])
 
     @property
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every stage's replicas."""
+        return tuple(tuple(pipeline[p] for pipeline in self.pipelines) for p in self.place_of_stage)
+
+    @property
     def is_folded(self) -> bool:
         """Whether the network is folded, so that both ends of a skip can be on one rank."""
         return self.schedule in FOLDED or (self.schedule in SPLIT and self.stages == 2 * self.places > 2)
@@ -102,7 +107,7 @@ def pipelines(places: int, count: int, strided: bool = False) -> tuple[tuple[int
 def place(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster) -> Staged:
     """The stages of a shape, and the ranks of their replicas."""
     world_size = wanted.places * len(wanted.pipelines)
-    ranks = tuple(tuple(pipeline[p] for pipeline in wanted.pipelines) for p in wanted.place_of_stage)
+    ranks = wanted.stage_ranks
     recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
     if wanted.is_folded:
         return replace(_folded(graph, times, wanted, cluster, ranks), recompute=recompute)

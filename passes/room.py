@@ -8,8 +8,10 @@ rank 0 of a 1F1B line    weights, gradients, optimizer state, frozen weights    
 from collections.abc import Sequence
 
 from fxpipe.block_costs import BlockCosts
+from fxpipe.block_graph import BlockGraph
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
+from passes.estimate import stage_bytes
 
 ADAMW_BYTES = 8
 """Optimizer state per trained element: two float32 averages."""
@@ -67,3 +69,14 @@ def room_bytes(
         limit - held_bytes(costs, staged, [s for s, p in enumerate(places) if p == place], num_samples)
         for place in range(max(places) + 1)
     )
+
+
+def wire_bytes(graph: BlockGraph, costs: BlockCosts, staged: Staged, batch_size: int) -> int:
+    """Bytes all ranks send in a step: values and their gradients, and rings for the reductions."""
+    ranks = staged.stage_ranks
+    moved = sum(2 * size for (a, b), size in stage_bytes(graph, staged).items() if ranks[a] != ranks[b])
+    reduced = sum(
+        2 * (len(ranks[stage]) - 1) * sum(costs.trained_bytes[b] for b in staged.blocks(stage))
+        for stage in range(staged.num_stages)
+    )
+    return moved * batch_size + reduced
