@@ -7,7 +7,8 @@
 Products of matrices have formulas; composite operators without one are measured; pointwise operators and reductions
 count no FLOPs, as in `torch.utils.flop_counter`, but their bytes. Bytes are the least a kernel can move: each operand
 read once, each result written once. A backward part reads the outputs' gradients and the saved operands, and writes its
-gradients; gradients of views are free.
+gradients; gradients of views are free. An operator whose FLOPs nobody counts is costed by its bytes alone, and named in
+`NodeCost.uncosted`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
-from cost_models.measured import EXTRA, Measured, is_composite, measure, refuse_uncounted
+from cost_models.measured import EXTRA, UNKNOWN, Measured, Uncounted, is_composite, measure, require_counted
 from fxpipe.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs import COUNT_NAMES, Kind, NodeCost, total_cost
 from fxpipe.errors import CompileError
@@ -53,7 +54,7 @@ def node_costs(nodes: Iterable[fx.Node]) -> dict[fx.Node, NodeCost]:
     placeholders, `meta["kind"]`.
 
     Raises:
-        CompileError: an operator multiplies matrices in a way that nobody counts; names it.
+        CompileError: a higher order operator, whose graph is hidden in it; names it.
     """
     activations: set[fx.Node] = set()
     return {node: _node_cost(node, activations) for node in nodes}
@@ -68,7 +69,7 @@ def _node_cost(node: fx.Node, activations: set[fx.Node]) -> NodeCost:
         return FREE  # getitem and the arithmetic of shapes
     differentiable = node.meta["requires_grad"]
     gradients = {n: _gradient(n, activations) if differentiable else "none" for n in node.all_input_nodes}
-    return _call_cost(call_of(node, gradients))
+    return _call_cost(call_of(node, gradients), len(flop_registry))
 
 
 def _has_tensor(value: Any) -> bool:
@@ -100,7 +101,8 @@ def _is_activation(node: fx.Node) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def _call_cost(call: Call) -> NodeCost:
+def _call_cost(call: Call, num_registered: int) -> NodeCost:
+    """The cost of a call; counted anew when somebody has registered a formula with torch meanwhile."""
     schema = call.target._schema
     formula = FORMULAS.get(schema.name)
     if formula is not None:
@@ -110,7 +112,10 @@ def _call_cost(call: Call) -> NodeCost:
         counted = measure(call)
         moved = counted.copies or len({operand.device for operand in (*call.inputs, *call.outputs)}) > 1
         return _with_bytes(call, counted, None) if moved else FREE
-    refuse_uncounted(call.target)
+    try:
+        require_counted(call.target)
+    except Uncounted:
+        return _with_bytes(call, UNKNOWN, None)
     name = schema.name.partition("::")[2]
     if name in UNWRITTEN or all(r.alias_info and not r.alias_info.is_write for r in schema.returns):
         return FREE
@@ -145,7 +150,9 @@ def _with_bytes(call: Call, flops: Measured, formula: Formula | None) -> NodeCos
     counts = (flops.forward, flops.backward_input, flops.backward_weight, read, written, *backward)
     kind: Kind | None = None if flops.forward == 0 else formula.kind if formula else "matrix"
     dtype = call.outputs[0].dtype
-    return NodeCost(**dict(zip(COUNT_NAMES, map(sympy.sympify, counts), strict=True)), dtype=dtype, kind=kind)
+    uncosted = frozenset() if flops.complete else frozenset([str(call.target)])
+    fields = dict(zip(COUNT_NAMES, map(sympy.sympify, counts), strict=True))
+    return NodeCost(**fields, dtype=dtype, kind=kind, uncosted=uncosted)
 
 
 def _saved(call: Call, formula: Formula | None, part: Gradient) -> Iterable[Operand]:

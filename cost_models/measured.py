@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from cost_models.factorisations import FACTORISATIONS
 from fxpipe.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument, tensors_in
-from fxpipe.errors import CompileError
 
 BATCHES = (2, 3, 4, 5)
 
@@ -37,52 +36,66 @@ def is_composite(op: torch._ops.OpOverload[..., Any]) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
-def refuse_uncounted(op: torch._ops.OpOverload[..., Any]) -> None:
-    """Raise CompileError for a single kernel that may multiply matrices and whose FLOPs torch does not count."""
+class Uncounted(Exception):
+    """The FLOPs of an operator cannot be known: its kernel's are not counted, or it does not run on meta tensors."""
+
+
+def require_counted(op: torch._ops.OpOverload[..., Any]) -> None:
+    """Raise Uncounted for a single kernel that may multiply matrices and whose FLOPs nobody counts.
+
+    `torch.utils.flop_counter.register_flop_formula` makes a kernel known.
+    """
     namespace, _, name = op._schema.name.partition("::")
     if op._overloadpacket in flop_registry or op._overloadpacket in EXTRA or is_composite(op):
         return
     if namespace in ("aten", "prim", "prims") and (not MATRIX_WORDS & set(name.split("_")) or name in NO_MATRICES):
         return
-    raise CompileError(
-        f"the FLOPs of {op} are not known; use other operators, or register a formula for it with "
-        "torch.utils.flop_counter.register_flop_formula"
-    )
+    raise Uncounted(str(op))
 
 
-class _RefuseUncounted(TorchDispatchMode):
-    """Refuses what the FLOP counter would silently count as nothing."""
+class _RequireCounted(TorchDispatchMode):
+    """Stops at what the FLOP counter would silently count as nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_uncounted(func)
+        require_counted(func)
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """FLOPs of a call; `copies` is False where every output lives in an input's memory."""
+    """FLOPs of a call; `copies` is False where every output lives in an input's memory.
+
+    `complete` is False where some of the three cannot be known: there it is 0.
+    """
 
     forward: Dim
     backward_input: Dim
     backward_weight: Dim
     copies: bool
+    complete: bool = True
+
+
+UNKNOWN = Measured(0, 0, 0, copies=True, complete=False)
 
 
 def measure(call: Call) -> Measured:
-    """Count a call by running it.
-
-    Raises:
-        CompileError: it cannot run on meta tensors, or its count is no polynomial of the batch size.
-    """
-    _, copies = _count(call, BATCHES[0], None)
-    forward = _fit(call, lambda batch: _count(call, batch, None)[0])
+    """Count a call by running it."""
+    try:
+        _, copies = _count(call, BATCHES[0], None)
+        forward = _fit(call, lambda batch: _count(call, batch, None)[0])
+    except Uncounted:
+        return UNKNOWN
     if forward == 0:
         return Measured(0, 0, 0, copies)
     parts: dict[Gradient, Dim] = {"input": 0, "weight": 0}
+    complete = True
     for part in parts:
         if any(operand.gradient == part for operand in call.inputs):
-            parts[part] = _fit(call, lambda batch, part=part: _count(call, batch, part)[0])  # type: ignore[misc]
-    return Measured(forward, parts["input"], parts["weight"], copies)
+            try:
+                parts[part] = _fit(call, lambda batch, part=part: _count(call, batch, part)[0])  # type: ignore[misc]
+            except Uncounted:
+                complete = False
+    return Measured(forward, parts["input"], parts["weight"], copies, complete)
 
 
 def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
@@ -101,20 +114,17 @@ def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
             gradients = [torch.empty_like(output) for output in differentiable]
             with _counting() as counter:
                 torch.autograd.grad(differentiable, sources, gradients, allow_unused=True)
-    except CompileError:
+    except Uncounted:
         raise
     except Exception as error:
-        raise CompileError(
-            f"the FLOPs of {call.target} cannot be counted by running it on meta tensors: {error}; "
-            "write it in terms of other operators, or add its formula to cost_models/formulas.py"
-        ) from error
+        raise Uncounted(f"{call.target} does not run on meta tensors: {error}") from error
     memory = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
     return counter.get_total_flops(), any(output.untyped_storage()._cdata not in memory for output in outputs)
 
 
 @contextmanager
 def _counting() -> Iterator[FlopCounterMode]:
-    with _RefuseUncounted(), FlopCounterMode(display=False, custom_mapping=EXTRA) as counter:  # type: ignore[no-untyped-call]
+    with _RequireCounted(), FlopCounterMode(display=False, custom_mapping=EXTRA) as counter:  # type: ignore[no-untyped-call]
         yield counter
 
 
@@ -130,10 +140,7 @@ def _fit(call: Call, count: Callable[[int], int]) -> Dim:
     samples = min(symbols, key=str)
     polynomial = sympy.interpolate(list(zip(BATCHES[:3], values[:3], strict=True)), samples)
     if polynomial.subs(samples, BATCHES[3]) != values[3]:
-        raise CompileError(
-            f"the FLOPs of {call.target}, {values} at {BATCHES} samples, are no polynomial of the batch size; "
-            "add its formula to cost_models/formulas.py"
-        )
+        raise Uncounted(f"{call.target}: {values} at {BATCHES} samples are no polynomial of the batch size")
     return int(polynomial) if polynomial.is_Integer else polynomial
 
 

@@ -8,11 +8,10 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from cost_models.flops import graph_cost, node_cost, node_costs
-from fxpipe.costs import NodeCost
-from fxpipe.errors import CompileError
+from fxpipe.costs import NodeCost, uncosted_ops
 
 KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
 
@@ -237,10 +236,29 @@ def unknown_operator() -> Callable[[Tensor], Tensor]:
     return secret_matmul
 
 
-def test_an_operator_nobody_counts_is_refused_by_name(unknown_operator: Callable[[Tensor], Tensor]) -> None:
-    graph = traced(Apply(lambda x: unknown_operator(x)), torch.randn(5, 6))
-    with pytest.raises(CompileError, match=r"fxpipe_tests\.secret_matmul.*register_flop_formula"):
-        graph_cost(graph.nodes)
+def test_an_operator_nobody_counts_costs_its_bytes_and_is_named(unknown_operator: Callable[[Tensor], Tensor]) -> None:
+    graph = traced(Apply(lambda x: unknown_operator(x).exp()), torch.randn(5, 6))
+    costs = node_costs(graph.nodes)
+    assert uncosted_ops(costs.values()) == ("fxpipe_tests.secret_matmul.default",)
+    (unknown,) = (cost for cost in costs.values() if cost.uncosted)
+    counts = unknown.at(3)
+    assert (counts.forward_flops, counts.bytes_read, counts.bytes_written) == (0, 3 * 6 * 4, 3 * 3 * 4)
+    total = graph_cost(graph.nodes)
+    assert total.uncosted == unknown.uncosted
+    assert total.at(3).bytes_written == 2 * 3 * 3 * 4
+
+
+def test_a_registered_formula_makes_an_operator_known(unknown_operator: Callable[[Tensor], Tensor]) -> None:
+    graph = traced(Apply(lambda x: unknown_operator(x * 3)), torch.randn(5, 6))
+    for node in graph.nodes:
+        node.meta["requires_grad"] = False
+    assert graph_cost(graph.nodes).uncosted
+    register_flop_formula(torch.ops.fxpipe_tests.secret_matmul)(lambda x, *_, **__: 2 * x[0] * x[0] * x[1])
+    try:
+        cost = graph_cost(graph.nodes)
+    finally:
+        del flop_registry[torch.ops.fxpipe_tests.secret_matmul]
+    assert (flops(cost, 4)[0], cost.uncosted) == (2 * 4 * 4 * 6, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -267,10 +285,12 @@ def test_factorisations(function: Callable[[Tensor], Tensor], per_matrix: int) -
 
 
 @pytest.mark.parametrize("function", [lambda x: torch.linalg.ldl_factor(x)[0], lambda x: torch.linalg.eigvals(x).real])
-def test_matrix_kernels_hidden_in_composites_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    graph = traced(Apply(function), torch.randn(5, 6, 6))
-    with pytest.raises(CompileError, match=r"FLOPs of aten\.linalg"):
-        graph_cost(graph.nodes)
+def test_matrix_kernels_hidden_in_composites_are_named(function: Callable[[Tensor], Tensor]) -> None:
+    cost = graph_cost(traced(Apply(function), torch.randn(5, 6, 6)).nodes)
+    (name,) = cost.uncosted
+    assert name.startswith("aten.linalg_")
+    assert cost.forward_flops == 0
+    assert cost.at(2).bytes_read >= 2 * 6 * 6 * 4
 
 
 def test_norms_are_not_taken_for_matrix_kernels() -> None:
