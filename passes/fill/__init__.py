@@ -22,8 +22,9 @@ from passes.fill.bubbles import idle_intervals, idle_of_schedule, idle_of_timeli
 from passes.fill.check import check, require
 from passes.fill.exact import exact
 from passes.fill.greedy import greedy
+from passes.fill.layer import Layer
 from passes.fill.per_device import no_fill, per_device
-from passes.fill.problem import FillProblem, FrozenComponent, Layer, published
+from passes.fill.problem import FillProblem, FrozenComponent, published
 from passes.fill.result import Fill, Piece, holders
 
 __all__ = [

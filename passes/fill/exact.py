@@ -18,7 +18,8 @@ from passes.fill.greedy import greedy_choices
 from passes.fill.problem import FillProblem
 from passes.fill.result import Fill
 from passes.fill.savings import LeastTail, possible_savings
-from passes.fill.spans import Choice, State, after, choices, initial, tail_seconds, write
+from passes.fill.spans import Choice, State, after, choices, initial, tail_seconds
+from passes.fill.write import write
 
 _MOST_STATES = 20_000
 

@@ -3,14 +3,15 @@
     Algorithm 1   for every bubble in time order: fill it, drop what is done, add the components that became ready
     Algorithm 2   of every combination of whole layers, with one more layer on a part of its samples: the longest
 
-DiffusionPipe (Tian et al., MLSys 2024, section 5). Of the combinations, those that leave room for another whole layer
+DiffusionPipe (Tian et al., MLSys 2024). Of the combinations, those that leave room for another whole layer
 of the component that is cut are passed over: the whole layer keeps the ranks busy at least as long as a part of it.
 """
 
 from passes.fill.bubbles import Bubble, common_bubbles
 from passes.fill.problem import FillProblem
 from passes.fill.result import Fill
-from passes.fill.spans import Choice, after, choices, initial, write
+from passes.fill.spans import Choice, after, choices, initial
+from passes.fill.write import write
 
 
 def greedy_choices(problem: FillProblem) -> list[tuple[Bubble, Choice]]:

@@ -5,73 +5,22 @@ rank 1  |--|1F0 1B0 1F1 1B1 1F2 1B2|------|    and   text   6 layers
         0                                 pipeline_seconds
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 
 from fxpipe.errors import CompileError
+from passes.fill.layer import Layer
 
 Interval = tuple[float, float]
 """Start and end in seconds from the start of the iteration."""
 
 PAPER_LOCAL_BATCHES = (4, 8, 12, 16, 24, 32, 48, 64, 96)
 PAPER_MIN_BUBBLE_SECONDS = 0.010
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Seconds of a frozen layer, known at `points` of (samples, seconds).
-
-    In between they are joined by straight lines. Fewer samples than the first point take as long as it; beyond the
-    last, the last line goes on (a single point: in proportion). More samples never take less time.
-    """
-
-    name: str
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        sizes, times = [n for n, _ in self.points], [t for _, t in self.points]
-        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
-            raise CompileError(f"layer {self.name}: sample counts {sizes} must be positive and rising")
-        if not all(0 <= t < inf for t in times) or any(a > b for a, b in pairwise(times)):
-            raise CompileError(
-                f"layer {self.name}: seconds {times} must be finite, and not fall as samples are added; "
-                "Layer.measured evens out noise"
-            )
-
-    @staticmethod
-    def affine(name: str, launch_seconds: float, sample_seconds: float) -> "Layer":
-        """A layer of `launch_seconds` and `sample_seconds` for every sample."""
-        return Layer(name, ((1, launch_seconds + sample_seconds), (2, launch_seconds + 2 * sample_seconds)))
-
-    @staticmethod
-    def measured(name: str, seconds: Mapping[int, float]) -> "Layer":
-        """A layer from seconds by sample count; where more samples took less time, the longer time holds."""
-        sizes = sorted(seconds)
-        return Layer(name, tuple(zip(sizes, accumulate((seconds[n] for n in sizes), max), strict=True)))
-
-    def seconds(self, num_samples: int) -> float:
-        """Seconds of one run on `num_samples` samples; zero on none."""
-        if num_samples == 0:
-            return 0.0
-        if len(self.points) == 1:
-            size, time = self.points[0]
-            return time * max(1.0, num_samples / size)
-        after = max(1, min(bisect_left(self.points, (num_samples, -inf)), len(self.points) - 1))
-        (n0, t0), (n1, t1) = self.points[after - 1], self.points[after]
-        return t0 + (t1 - t0) * max(0, num_samples - n0) / (n1 - n0)
-
-    def table(self, batch_size: int) -> list[float]:
-        """`seconds` of 0 to `batch_size` samples."""
-        last = self.points[-1][0]
-        sizes, times = zip(*self.points, strict=True)
-        found: list[float] = np.interp(np.arange(min(batch_size, last) + 1), sizes, times).tolist()
-        return [0.0, *found[1:], *map(self.seconds, range(last + 1, batch_size + 1))]
 
 
 @dataclass(frozen=True)
@@ -172,7 +121,7 @@ class FillProblem:
 
 
 def published(problem: FillProblem) -> FillProblem:
-    """The same work under the limits of DiffusionPipe (Tian et al., MLSys 2024, section 5): bubbles from 10 ms, a few
+    """The same work under the limits of DiffusionPipe (Tian et al., MLSys 2024): bubbles from 10 ms, a few
     local batches."""
     return replace(problem, min_bubble_seconds=PAPER_MIN_BUBBLE_SECONDS, local_batches=PAPER_LOCAL_BATCHES)
 

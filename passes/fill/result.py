@@ -47,7 +47,7 @@ class Fill:
 
     `method` says what found it. Where `stays`, a sample is on one rank for all layers of a component, and changes ranks
     between components only (`holders` says from where to where); otherwise it may between any two layers.
-    `bubble_ratio` is idle device time over iteration x devices (DiffusionPipe, section 6).
+    `bubble_ratio` is idle device time over iteration x devices, as in DiffusionPipe.
     """
 
     method: str

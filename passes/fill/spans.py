@@ -8,7 +8,7 @@
 All idle ranks work on the same layer, each on its share of the samples; a component that is restricted to some ranks
 uses those of them that are idle, a whole one a single rank. At most one layer of a bubble runs on a part of its
 samples, and is its component's first layer afterwards. Samples may change ranks between any two layers, at no cost:
-that is the model of DiffusionPipe (Tian et al., MLSys 2024, section 5, Algorithms 1 and 2).
+that is the model of DiffusionPipe (Tian et al., MLSys 2024, Algorithms 1 and 2).
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,7 +19,6 @@ from math import inf
 from fxpipe.errors import CompileError
 from passes.fill.bubbles import Bubble
 from passes.fill.problem import FillProblem
-from passes.fill.result import Fill, Piece, make_fill
 
 State = tuple[tuple[int, int], ...]
 """Per component the first layer that is not done, and on how many samples it is."""
@@ -141,57 +140,3 @@ def tail_seconds(problem: FillProblem, state: State) -> float:
     everything = range(problem.num_ranks)
     times = (_whole_layers(problem, state, c, width(problem, c, everything), inf)[-1] for c in range(len(state)))
     return sum(times)
-
-
-def write(problem: FillProblem, method: str, chosen: Sequence[tuple[Bubble, Choice]]) -> Fill:
-    """The fill that makes these choices, and leaves the rest to the tail."""
-    ranks: list[list[Piece]] = [[] for _ in range(problem.num_ranks)]
-    state = initial(problem)
-    for bubble, choice in chosen:
-        _write_choice(problem, ranks, state, bubble, choice)
-        state = after(problem, state, bubble, choice)
-    rest = tuple(len(c.layers) - layer for c, (layer, _) in zip(problem.components, state, strict=True))
-    tail = Bubble(problem.pipeline_seconds, inf, tuple(range(problem.num_ranks)))
-    _write_choice(problem, ranks, state, tail, Choice(rest, None, 0.0))
-    return make_fill(problem, method, False, ranks)
-
-
-def _write_choice(
-    problem: FillProblem, ranks: Sequence[list[Piece]], state: State, bubble: Bubble, choice: Choice
-) -> None:
-    now, batch = bubble.start_seconds, problem.batch_size
-    for component, ((layer, done), count) in enumerate(zip(state, choice.counts, strict=True)):
-        if count and done:
-            now = _write_run(problem, ranks, bubble, now, component, (layer, layer + 1), (done, batch))
-            layer, count = layer + 1, count - 1
-        if count:
-            now = _write_run(problem, ranks, bubble, now, component, (layer, layer + count), (0, batch))
-    if choice.partial is not None:
-        component, size = choice.partial
-        layer, done = after(problem, state, bubble, Choice(choice.counts, None, 0.0))[component]
-        samples = done, done + size * width(problem, component, bubble.ranks)
-        _write_run(problem, ranks, bubble, now, component, (layer, layer + 1), samples)
-
-
-def _write_run(
-    problem: FillProblem,
-    ranks: Sequence[list[Piece]],
-    bubble: Bubble,
-    start: float,
-    component: int,
-    layers: tuple[int, int],
-    samples: tuple[int, int],
-) -> float:
-    """One piece per rank that shares the run; returns when the longest ends."""
-    ways = width(problem, component, bubble.ranks)
-    usable = [rank for rank in bubble.ranks if rank in problem.ranks_of(component)][:ways]
-    size, larger = divmod(samples[1] - samples[0], ways)
-    end, first = start, samples[0]
-    for place, rank in enumerate(usable):
-        last = first + size + (place < larger)
-        if last > first:
-            seconds = sum(table[last - first] for table in problem.seconds[component][slice(*layers)])
-            ranks[rank].append(Piece(component, *layers, first, last, start, start + seconds))
-            end = max(end, start + seconds)
-        first = last
-    return end
