@@ -29,9 +29,8 @@ def held_bytes(costs: BlockCosts, staged: Staged, stages: Sequence[int], num_sam
     """What a rank with these stages holds, whatever the order: state, gradients, AdamW's averages, frozen weights, and
     room for the largest temporary, with what is recomputed for one backward."""
     blocks = [b for stage in stages for b in staged.blocks(stage)]
-    state = 0
-    for weight in costs.weights_of(blocks):
-        state += weight.num_bytes + weight.trained * (weight.num_bytes + ADAMW_BYTES * weight.num_elements)
+    state = sum(costs.parameter_bytes[b] + costs.trained_bytes[b] for b in blocks)
+    state += ADAMW_BYTES * sum(costs.trained_elements[b] for b in blocks)
     largest = costs.temporary_bytes(num_samples)
     again = [costs.stage_saved_bytes(staged.blocks(s), num_samples) for s in stages if s in staged.recompute]
     temporary = max((largest[b] for b in blocks), default=0) + max(again, default=0)

@@ -166,6 +166,8 @@ def _limits(work: Work, replicas: Replicas, grouped: bool) -> dict[int, int]:
     With groups of N = number of ranks: N, and on the first N stages what the ramp of the pipeline needs besides.
     """
     num_ranks = len({replicas[stage] for stage in work.stages})
+    if num_ranks == 1:
+        return dict.fromkeys(work.stages, 1)
     if grouped and num_ranks < len(work.stages):
         return {stage: num_ranks + max(0, num_ranks - place) for place, stage in enumerate(work.stages)}
     users: dict[int, set[int]] = {stage: set() for stage in work.stages}

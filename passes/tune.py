@@ -24,8 +24,9 @@ from passes.estimate import BlockTimes, first_estimate, simulated_step
 from passes.place import place
 from passes.room import held_bytes, peak_bytes, saved_bytes, wire_bytes
 
-_MOST_SIMULATED = 12  # candidates that fit, in the order of their first estimates
-_TRUSTED = 1.25  # a first estimate, or a bound, this much above the best time rules a candidate out
+_MOST_SIMULATED = 40  # candidates that fit, in the order of their first estimates
+_TRUSTED = 1.25  # a bound this much above the best first estimate rules a candidate out
+_CLOSE = 1.05  # a first estimate this much above the best time does
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class _Tuner:
         for position, candidate in enumerate(waiting):
             if candidate.bound_seconds > _TRUSTED * best:
                 return sorted(found, key=lambda c: c.likely_seconds), waiting[position:]
-            found.append(self._first_estimate(candidate))
+            estimated = self._first_estimate(candidate)
+            if not candidate.shape.hard and estimated.placed.collocated:
+                continue  # free skips that all stay on their ranks: the hard placement
+            found.append(estimated)
             if self._could_fit(found[-1]):
                 best = min(best, found[-1].likely_seconds)
         return sorted(found, key=lambda c: c.likely_seconds), []
@@ -107,7 +111,7 @@ class _Tuner:
     def is_settled(self, simulated: list[Candidate], following: Candidate, best: Candidate) -> bool:
         """Whether nothing that follows is likely to beat the best."""
         assert best.seconds is not None
-        return following.likely_seconds > _TRUSTED * best.seconds or sum(map(self.fits, simulated)) >= _MOST_SIMULATED
+        return following.likely_seconds > _CLOSE * best.seconds or sum(map(self.fits, simulated)) >= _MOST_SIMULATED
 
     def simulated(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate, and where it does not fit, or the user wants it, recomputed."""
@@ -131,6 +135,8 @@ class _Tuner:
         if candidate.seconds is not None:
             needs = f"needs {human_bytes(candidate.peak_bytes or 0)} on a rank"
             return replace(candidate, why=more if self.fits(candidate) else needs)
+        if candidate.estimated_seconds and candidate.estimated_seconds < best.seconds:
+            return replace(candidate, why="not simulated: others promised more")
         return replace(candidate, why=f"about {more}" if candidate.estimated_seconds else f"at least {more}")
 
     def _first_estimate(self, candidate: Candidate) -> Candidate:
