@@ -15,7 +15,7 @@ from torch import fx, nn
 from cost_models import devices, profiled
 from cost_models.flops import node_costs
 from fxpipe.block_graph import Block
-from fxpipe.capture import capture
+from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cost_report import Costed
 from fxpipe.costs import CostModel, node_seconds
@@ -23,6 +23,7 @@ from fxpipe.errors import CompileError
 from fxpipe.options import training_step
 from fxpipe.rank_program import nest
 from fxpipe.staged import Staged
+from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
@@ -44,11 +45,20 @@ def costed(model: nn.Module, example_inputs: Any, batch_size: int, cost_model: C
     """Capture a step and cut it into about `num_blocks` blocks by `cost_model`'s roofline."""
     step, args, kwargs = training_step(model, example_inputs, batch_size, 1)
     captured = capture(step, *describe(step, args, kwargs, batch_size))
+    _batch_plan(captured)  # its rewrites are part of what is compiled
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
     seconds = node_seconds(cost_model, captured.graph, costs, batch_size)
     both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
     graph = analyse_blocks(captured, both, num_blocks)
     return Costed(captured, costs, graph, block_costs(captured, graph, costs, cost_model))
+
+
+def _batch_plan(captured: Capture) -> BatchPlan:
+    """How the step runs on micro-batches; where it cannot be cut, on one."""
+    try:
+        return analyse_batch(captured, 2)
+    except CompileError:
+        return analyse_batch(captured, 1)
 
 
 def profile(
@@ -72,7 +82,7 @@ def profile(
         raise CompileError(f"the graph holds for batches of {fixed} only; profile that size")
     num_blocks = len(step.graph.blocks)
     alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
-    traced = trace(step.captured, analyse_batch(step.captured, 2), step.graph, alone, sizes, device)
+    traced = trace(step.captured, _batch_plan(step.captured), step.graph, alone, sizes, device)
     entries = []
     for part in step.parts[share[0] :: share[1]]:
         where = ("F", part.index) if isinstance(part, Block) else ("T", step.graph.components.index(part))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import sympy
 import torch
+from torch import Tensor, nn
 
 import fxpipe
 from cost_models.devices import device
@@ -16,6 +17,7 @@ from fxpipe.costing import costed, gathered, part_count
 from fxpipe.costing import profile as measure
 from fxpipe.errors import CompileError
 from tests.distributed import run_processes
+from tests.peer_cases import PEER_CASES
 from tests.test_cli import TOY, invoke
 from tests.toy_model import ToyStep
 from tests.unet import TinyUNet
@@ -132,6 +134,34 @@ def test_wrong_files_are_refused(text: str, tmp_path: Path) -> None:
         load(tmp_path / "p.json", BASE)
     with pytest.raises(CompileError, match=r"no profile .*q.json; fxpipe profile MODEL --out .* makes it"):
         load(tmp_path / "q.json", BASE)
+
+
+def test_a_profile_holds_for_a_step_that_is_rewritten_for_micro_batches() -> None:
+    model = PEER_CASES["tied_parameters"]()  # cross_entropy: a sum, divided by the number of targets
+    made = measure(costed(model, model.example_inputs(4), 4, BASE, 4), [2], CPU)
+    program = fxpipe.compile(model, 2, batch_size=4, microbatches=2, cost_model=made)
+    assert sum(program.plan.block_seconds) > 0
+
+
+class Across(nn.Module):
+    """Samples mixed by what is trained: it runs in one micro-batch, or is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return (y.mT @ y).square().mean()
+
+
+def test_what_cannot_be_cut_is_costed_all_the_same() -> None:
+    with pytest.raises(CompileError, match="micro-batches would give another result"):
+        fxpipe.compile(Across(), 2, example_inputs=(torch.randn(4, 6),), microbatches=2)
+    found = costed(Across(), (torch.randn(4, 6),), 4, BASE, 4)
+    made = measure(found, [4], CPU)
+    assert sum(found.blocks.at(4).forward_seconds) > 0
+    assert sum(sum(entry.backward_seconds) for entry in made.entries) > 0
 
 
 def test_sizes_must_be_positive(step: Costed) -> None:

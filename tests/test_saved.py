@@ -83,6 +83,14 @@ def test_a_product_of_samples_grows_with_the_square() -> None:
     assert evaluate(square.num_bytes, 7) == 7 * 7 * 4
 
 
+def test_a_graph_of_one_batch_size_has_numbers() -> None:
+    capture = captured(Step(lambda x, v, w: sum(row.sin().mean() for row in F.linear(x, v))), 3)
+    assert not capture.batch
+    saved = saved_activations(capture)
+    assert {a.maker.rstrip("_0123456789") for a in saved.kept} == {"linear"}
+    assert sum(int(a.num_bytes) for a in saved.kept) == 3 * SIZE
+
+
 class Mixed(nn.Module):
     """A no_grad prefix, dropout, fused attention with an expanded key, autocast and a write in place."""
 
@@ -112,7 +120,7 @@ class Mixed(nn.Module):
 def stage_per_block(capture: Capture, graph: BlockGraph, batch_size: int) -> list[StageGraphs]:
     """The explicit graphs of every block."""
     num_blocks = len(graph.blocks)
-    alone = Staged(tuple(range(num_blocks + 1)), (0,) * num_blocks, "1f1b", False, 1)
+    alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
     traced = trace(capture, analyse_batch(capture, 2), graph, alone, [batch_size], torch.device("cpu"))
     return [traced.graphs["F", block.index][batch_size] for block in graph.blocks]
 
