@@ -19,7 +19,7 @@ ROW, CHANNEL_ROW = 26, 18  # pixels
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """All ranks against time, compute above its channels; bubbles are drawn too."""
+    """All ranks against time, compute above channels and collectives; bubbles are drawn too."""
     spans: dict[str, list[tuple[str, Span, str, str]]] = {}
     for rank in range(timeline.num_ranks):
         row, pieces = f"rank {rank}", busy_spans(timeline, rank)
@@ -32,8 +32,12 @@ def timeline_figure(timeline: Timeline) -> Figure:
         row, span = _channel((event.rank, event.peer)), (event.start_seconds, event.end_seconds)
         text = f"{event.label}, {human_bytes(event.num_bytes)}, after {event.action}"
         spans.setdefault("transfer", []).append((row, span, "", text))
+    for event in timeline.collectives:
+        row, span = _collectives(event.rank), (event.start_seconds, event.end_seconds)
+        spans.setdefault(event.kind, []).append((row, span, "", f"{event.label}, issued in {event.action}"))
     rows = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     channels = [_channel(channel) for channel in timeline.channel_bytes]
+    channels += [_collectives(rank) for rank, num_bytes in enumerate(timeline.reduced_bytes) if num_bytes]
     order = [kind for kind in (*NAMES, "bubble") if kind in spans]
     layout = {
         "barmode": "overlay",
@@ -250,3 +254,7 @@ def _line_ranks(seconds: Sequence[float], world_size: int) -> list[int]:
 
 def _channel(channel: tuple[int, int]) -> str:
     return f"{channel[0]} → {channel[1]}"
+
+
+def _collectives(rank: int) -> str:
+    return f"rank {rank} collectives"

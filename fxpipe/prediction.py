@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fxpipe.call_costs import Block, CallCost
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
@@ -63,13 +65,16 @@ def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes:
 
 def whole_bytes(capture: Capture, batch_size: int) -> dict[str | int, int]:
     """Bytes of every whole-batch input, by its name in the programs, and of every random draw, by index."""
-    found: dict[str | int, int] = {}
+    values = whole_values(capture, batch_size)
+    return {key: torch.Size(shape).numel() * dtype.itemsize for key, (shape, dtype) in values.items()}
+
+
+def whole_values(capture: Capture, batch_size: int) -> dict[str | int, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of what `whole_bytes` counts."""
+    found: dict[str | int, tuple[tuple[int, ...], torch.dtype]] = {}
     for node in capture.graph.find_nodes(op="placeholder"):
-        if node.meta["kind"] not in ("input", "draw"):
-            continue
-        value = node.meta["val"]
-        size = value.dtype.itemsize
-        for extent in concrete(tuple(value.shape), batch_size):
-            size *= extent
-        found[node.name if node.meta["kind"] == "input" else capture.draws[node.name].index] = size
+        if node.meta["kind"] in ("input", "draw"):
+            key = node.name if node.meta["kind"] == "input" else capture.draws[node.name].index
+            value = node.meta["val"]
+            found[key] = concrete(tuple(value.shape), batch_size), value.dtype
     return found

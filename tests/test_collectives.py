@@ -4,6 +4,7 @@ import pytest
 
 from fxpipe.cluster import Cluster, Level
 from fxpipe.collectives import Collective, Collectives, Span
+from fxpipe.figures import timeline_figure
 from fxpipe.links import Link
 from fxpipe.op_lists import Op
 from fxpipe.simulation import walk
@@ -103,6 +104,15 @@ def test_spans_are_known_once_all_have_issued() -> None:
     assert under_way.issue(3.0, 1, collective(0)) == Span(3.0, 9.0)
     assert under_way.issue(4.0, 1, collective(1, "reduce_scatter")) is None
     assert under_way.issue(5.0, 0, collective(1, "reduce_scatter")) == Span(9.0, 12.0)
+
+
+def test_the_report_draws_them_in_rows_of_their_own() -> None:
+    total = collective(7)
+    ranks = [[begin("0B0"), issue(total), run(1.0), wait(total), begin(END)] for _ in range(2)]
+    figure = timeline_figure(walk(ranks, {}, CLUSTER).timeline())
+    (bars,) = (trace for trace in figure["data"] if trace["color"] == "reduce")
+    assert (bars["y"], bars["base"], bars["x"]) == (["rank 0 collectives", "rank 1 collectives"], [0.0] * 2, [6e3] * 2)
+    assert set(bars["y"]) < set(figure["layout"]["yaxis"]["categoryarray"])
 
 
 def test_traces_show_them_beside_the_actions() -> None:

@@ -1,0 +1,129 @@
+"""Emulation: the real rank programs over a real transport, on devices that sleep instead of computing.
+
+    rank 0: out = stage_0_forward(h)               rank 0: sleep 24 ms; out = zeros like stage_0_forward's
+            send(transport, out, 1, 5)      ->             send(transport, out, 1, 5)
+    rank 1: h = wait(recv_h)                       rank 1: h = wait(recv_h), no sooner than the link would bring it
+
+Such a run shows whether programs, executor and transport do what the simulator says of them: order, waits, overlap. It
+says nothing about planned durations and the model of the links, which are the simulator's own.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.capture import Capture
+from fxpipe.costs import CostModel, NodeCost, Seconds, node_seconds
+from fxpipe.emulated_network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
+from fxpipe.engine import run_rank
+from fxpipe.errors import CompileError
+from fxpipe.observe import Recording
+from fxpipe.op_lists import Op
+from fxpipe.prediction import Costing, planned, whole_values
+from fxpipe.rank_program import RankProgram
+from fxpipe.step import StepPlan
+from fxpipe.timeline import Timeline
+from fxpipe.transport import Transport, run_ranks
+
+
+def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
+    """Run one step, every rank a thread of this process; its events, to hold against those of `predict`.
+
+    Durations should be long against what sleeps and thread switches add, a few tenths of a millisecond per action on an
+    idle machine: see `Slower`.
+
+    Raises:
+        CompileError: the program is not one for the CPU, where the emulated tensors are.
+    """
+    if step.device.type != "cpu":
+        raise CompileError(f"emulation has its tensors on the CPU; compile for it, not for {step.device.type}")
+    plan = planned(step, capture, costing)
+    devices = [EmulatedDevice() for _ in step.programs]
+    ranks = zip(step.programs, plan.op_lists, devices, strict=True)
+    modules = [emulated(program, ops, plan.seconds, device) for program, ops, device in ranks]
+    likes = whole_values(capture, step.batch_size)
+    whole: Any = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in likes.items()}
+    network, recording = EmulatedNetwork(costing.cluster), Recording()
+
+    def body(transport: Transport) -> None:
+        rank = transport.rank
+        transport.barrier()
+        on_network = EmulatedTransport(transport, network, devices[rank])
+        run_rank(modules[rank], step.programs[rank], on_network, whole.__getitem__, whole, recording)
+
+    run_ranks(len(step.programs), body)
+    return recording.timeline()
+
+
+def emulated(
+    program: RankProgram, ops: Sequence[Op], seconds: Mapping[str, float], device: EmulatedDevice
+) -> fx.GraphModule:
+    """The program with a sleep wherever the simulator lets time pass on its rank: stage graphs, sums of gradients."""
+    graph, root = copy.deepcopy(program.graph), nn.Module()
+    results = {name: _results(of_stage) for name, of_stage in program.modules.items()}
+    for index, (node, op) in enumerate(zip(list(graph.nodes), ops, strict=True)):
+        if op.kind == "run":
+            planned_seconds = op.seconds + (seconds[op.call] if op.call else 0.0)
+            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(op.call)))
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_module(f"sleep_{index}", node.args))
+            graph.erase_node(node)
+    return fx.GraphModule(root, graph, class_name=f"rank_{program.rank}")
+
+
+def _results(graph: fx.Graph) -> list[list[Any]]:
+    """Zeros like what a stage graph returns; as nobody writes into them, one tensor serves for all of a kind."""
+    (output,) = graph.find_nodes(op="output")
+    parts: Any = output.args[0]
+    zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def zeros_like(value: Tensor) -> Tensor:
+        key = value.shape, value.dtype
+        return zeros[key] if key in zeros else zeros.setdefault(key, torch.zeros(key[0], dtype=key[1]))
+
+    return [[pytree.tree_map(zeros_like, item.meta["val"]) for item in part] for part in parts]
+
+
+class _Sleep(nn.Module):
+    """Takes a while and returns `results`, or where there are none what it was given first: a sum, still zero."""
+
+    def __init__(self, device: EmulatedDevice, seconds: float, results: list[list[Any]] | None) -> None:
+        super().__init__()
+        self._device, self._seconds, self._results = device, seconds, results
+
+    def forward(self, *args: Any) -> Any:
+        self._device.compute(self._seconds)
+        return args[0] if self._results is None else tuple(map(list, self._results))
+
+
+@dataclass(frozen=True)
+class Slower:
+    """A cost model of a device that takes `factor` times as long as another's."""
+
+    model: CostModel
+    factor: float
+
+    def forward_seconds(self, cost: NodeCost, num_samples: int) -> float:
+        return self.factor * self.model.forward_seconds(cost, num_samples)
+
+    def backward_input_seconds(self, cost: NodeCost, num_samples: int) -> float:
+        return self.factor * self.model.backward_input_seconds(cost, num_samples)
+
+    def backward_weight_seconds(self, cost: NodeCost, num_samples: int) -> float:
+        return self.factor * self.model.backward_weight_seconds(cost, num_samples)
+
+    def backward_seconds(self, cost: NodeCost, num_samples: int) -> float:
+        return self.factor * self.model.backward_seconds(cost, num_samples)
+
+    def node_seconds(self, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
+        """Also of a model that knows its graph."""
+        seconds = node_seconds(self.model, graph, costs, num_samples)
+        forward, backward = (
+            {name: self.factor * t for name, t in part.items()} for part in (seconds.forward, seconds.backward)
+        )
+        return Seconds(forward, backward)
