@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from cost_models.profiled import Profile
-    from fxpipe.cost_report import Costed
+    from fxpipe.cost_rows import Costed
     from fxpipe.transport import Transport
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]

@@ -8,89 +8,16 @@
 b is the number of samples; weights are numbers, those of buffers with them.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 from rich import box
 from rich.table import Table
 
-from fxpipe.block_costs import BlockCosts, Weight
-from fxpipe.block_graph import Block, BlockGraph, Component
-from fxpipe.capture import Capture
-from fxpipe.costs import COUNT_NAMES, NodeCost, evaluate, total_cost, uncosted_ops
+from fxpipe.cost_rows import SECONDS, Costed, Row, rows
+from fxpipe.costs import COUNT_NAMES, NodeCost, evaluate, uncosted_ops
 
 _NAME_WIDTH = 30
-
-
-@dataclass(frozen=True)
-class Costed:
-    """A captured step with the cost of every node, by name, and of its blocks."""
-
-    captured: Capture
-    costs: Mapping[str, NodeCost]
-    graph: BlockGraph
-    blocks: BlockCosts
-
-    @property
-    def parts(self) -> tuple[Component | Block, ...]:
-        return (*self.graph.components, *self.graph.blocks)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One frozen component, one block, or all of them: counts as expressions of the batch, seconds at one batch size.
-
-    `num_weights` counts the numbers in weights and buffers of `weight_bytes`. `saved_bytes` wait for the backward;
-    `input_bytes` come in from elsewhere, and are what recomputation leaves of them.
-    """
-
-    kind: str
-    name: str
-    nodes: tuple[str, ...]
-    cost: NodeCost
-    num_weights: int
-    weight_bytes: int
-    saved_bytes: sympy.Expr
-    input_bytes: sympy.Expr
-    forward_seconds: float
-    input_gradient_seconds: float
-    weight_gradient_seconds: float
-
-
-def rows(step: Costed, batch_size: int) -> tuple[Row, ...]:
-    """A row per frozen component and per block, and the total last."""
-    costs, seconds = step.blocks, step.blocks.at(batch_size)
-    found = []
-    for number, part in enumerate(step.graph.components):
-        weights = [weight for weight in costs.weights if number in weight.components]
-        none = (sympy.S.Zero, sympy.S.Zero, seconds.component_seconds[number], 0.0, 0.0)
-        found.append(Row("component", part.name, part.nodes, _cost(step, part.nodes), *_sizes(weights), *none))
-    for number, block in enumerate(step.graph.blocks):
-        saved = costs.saved_formulas[number], costs.input_formulas[number]
-        times = (seconds.forward_seconds, seconds.input_gradient_seconds, seconds.weight_gradient_seconds)
-        sizes = _sizes(costs.weights_of([number]))
-        of_block = [of[number] for of in times]
-        found.append(Row("block", block.name, block.nodes, _cost(step, block.nodes), *sizes, *saved, *of_block))
-    nodes = tuple(name for row in found for name in row.nodes)
-    sums = [sum(getattr(row, name) for row in found) for name in _SECONDS]
-    saved = tuple(sympy.Add(*(getattr(row, name) for row in found)) for name in ("saved_bytes", "input_bytes"))
-    every = [weight for weight in costs.weights if weight.blocks or weight.components]
-    return (*found, Row("total", "total", nodes, _cost(step, nodes), *_sizes(every), *saved, *sums))
-
-
-_SECONDS = ("forward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
-
-
-def _cost(step: Costed, nodes: Iterable[str]) -> NodeCost:
-    return total_cost(step.costs[name] for name in nodes)
-
-
-def _sizes(weights: Iterable[Weight]) -> tuple[int, int]:
-    """Numbers and bytes of weights, each once."""
-    distinct = {weight.name: weight for weight in weights}.values()
-    return sum(w.num_elements for w in distinct), sum(w.num_bytes for w in distinct)
 
 
 def cost_table(step: Costed, batch_size: int) -> Table:
@@ -151,7 +78,7 @@ def cost_data(step: Costed, batch_size: int) -> dict[str, Any]:
 
 
 def _data(row: Row) -> dict[str, Any]:
-    plain = ("kind", "name", "num_weights", "weight_bytes", *_SECONDS)
+    plain = ("kind", "name", "num_weights", "weight_bytes", *SECONDS)
     counts = {name: _text(getattr(row.cost, name)) for name in COUNT_NAMES}
     saved = {name: _text(getattr(row, name)) for name in ("saved_bytes", "input_bytes")}
     return {**{name: getattr(row, name) for name in plain}, "num_operations": len(row.nodes), **counts, **saved}

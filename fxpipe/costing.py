@@ -17,7 +17,7 @@ from cost_models.flops import node_costs
 from fxpipe.block_graph import Block
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
-from fxpipe.cost_report import Costed
+from fxpipe.cost_rows import Costed
 from fxpipe.costs import CostModel, node_seconds
 from fxpipe.errors import CompileError
 from fxpipe.options import training_step

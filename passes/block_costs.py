@@ -14,8 +14,9 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.block_costs import BlockCosts, BlockSeconds, Given, Values, Weight
+from fxpipe.block_costs import BlockCosts, BlockSeconds
 from fxpipe.block_graph import BlockGraph, Owner
+from fxpipe.block_values import Given, Values, Weight
 from fxpipe.capture import Capture
 from fxpipe.cost_table import CostTable, seconds_of_table
 from fxpipe.costs import CostModel, NodeCost

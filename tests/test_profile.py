@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fxpipe
 from cost_models.devices import device
 from cost_models.profiled import Entry, Key, Profile, interpolated, key_of, load, with_measurements
-from fxpipe.cost_report import Costed, cost_data, formula, rows
+from fxpipe.cost_report import cost_data, formula
+from fxpipe.cost_rows import Costed, rows
 from fxpipe.costing import costed, gathered, part_count
 from fxpipe.costing import profile as measure
 from fxpipe.errors import CompileError

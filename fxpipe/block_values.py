@@ -1,0 +1,53 @@
+"""What blocks hold: weights, inputs, and the values that wait for a backward, each with the blocks that want it.
+
+weight up.weight   46 KB, trained     blocks 3, 7        tied: a stage with both holds it once
+value 12           5.2 MB*s           made by block 1; kept by 1 and 2; read by 2
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+
+from fxpipe.polynomials import Polynomials
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, buffer or constant by its state's name, with the blocks and components (by index) that read it."""
+
+    name: str
+    num_bytes: int
+    num_elements: int
+    trained: bool
+    blocks: tuple[int, ...]
+    components: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A model input or a random draw, with the blocks and components that read it; bytes are those of its batch."""
+
+    name: str
+    num_bytes: sympy.Expr
+    blocks: tuple[int, ...]
+    components: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """The tensors that wait for a backward or come from elsewhere, by number; no model inputs, no draws, no weights.
+
+    `num_bytes` are expressions of the batch, `maker` is the block that makes a value (None: a frozen component, or
+    whoever reads it). Of every block, `kept` are the values its backward reads, `read` those that come into it.
+    """
+
+    num_bytes: tuple[sympy.Expr, ...]
+    maker: tuple[int | None, ...]
+    kept: tuple[frozenset[int], ...]
+    read: tuple[frozenset[int], ...]
+
+    @cached_property
+    def sizes(self) -> Polynomials:
+        """`num_bytes`, to be evaluated."""
+        return Polynomials(self.num_bytes)
