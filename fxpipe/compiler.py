@@ -163,15 +163,15 @@ def compile(
 
     # lower: one program per rank
     layout = traced.layout(ordered.schedule, graph, staged)
-    programs, messages, reductions = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
-    require_programs(programs, messages, reductions)
-    see("programs", programs)
+    lowered = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
+    require_programs(lowered.programs, lowered.messages, lowered.reductions)
+    see("programs", lowered.programs)
 
     notes = (*captured.notes, *staged.notes, *ordered.notes)
     plan = Plan(staged, graph, sizes, times.total, notes, tuned.outcomes if tuned else ())
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
-    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered.schedule, programs, messages, reductions, where)
+    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered.schedule, **vars(lowered), device=where)
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
     return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
 

@@ -28,6 +28,14 @@ def slice_batch(
     return parts.flatten(dim, dim + 2).contiguous()
 
 
+def cat_batch(parts: Sequence[torch.Tensor], dim: int, outer: int, inner: int) -> torch.Tensor:
+    """Samples of several values one after the other; each has outer x its samples x inner in dimension `dim`."""
+    if outer == 1:
+        return torch.cat(list(parts), dim)
+    taken = [part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts]
+    return torch.cat(taken, dim + 1).flatten(dim, dim + 2)
+
+
 def send(transport: Transport, value: torch.Tensor, dst: int, edge: int) -> None:
     """Send a value to rank `dst`; never blocks. Traced contiguous, it may not be for kernels that choose strides."""
     transport.send(value.contiguous(), dst, edge)

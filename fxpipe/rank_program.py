@@ -17,7 +17,7 @@ class Message:
     """One tensor from rank `src` to rank `dst`, once per step; `edge` is its compile-time id, `kind` one of KINDS.
 
     It is sent right after `action`; after all actions where that is None (the loss, gradients of tied parameters, which
-    belong to no micro-batch: `microbatch` is -1).
+    belong to no micro-batch: `microbatch` is -1). Frozen work of the next batch gives `samples` of it: from, to before.
     """
 
     edge: int
@@ -29,6 +29,7 @@ class Message:
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    samples: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -40,6 +41,8 @@ class Message:
 
     def __str__(self) -> str:
         part = f"[{self.microbatch}]" if self.microbatch >= 0 else ""
+        if self.samples is not None:
+            part = f" of next samples {self.samples[0]}:{self.samples[1]}"
         return f"{self.value}{part} {self.kind} {list(self.shape)}"
 
 
@@ -64,6 +67,10 @@ class RankProgram:
     `graph` takes (transport, random, the model inputs in `inputs`) and returns (loss, gradients in the order of
     `gradients`); `modules` are the graphs it calls, which read their state by its original name; `state` maps those
     names to shape and type.
+
+    With frozen work of the next batch it also takes (that batch's random, its inputs in `next_inputs`), then what
+    frozen work has made for this batch (`carried`), and returns what it makes for the next (`carries`) as a third list.
+    A program without training (a *prologue*) returns None as its loss.
     """
 
     rank: int
@@ -72,6 +79,9 @@ class RankProgram:
     inputs: tuple[str, ...]
     gradients: tuple[str, ...]
     state: Mapping[str, torch.Tensor]
+    next_inputs: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ()
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
         """The runnable module: stage graphs read `state` (parameters are shared, not copied)."""

@@ -17,7 +17,7 @@ from math import inf, sqrt
 import torch
 from torch import fx
 
-from fxpipe.block_graph import Block, BlockGraph, is_size, tensor_bytes
+from fxpipe.block_graph import Block, BlockGraph, Component, is_size, tensor_bytes
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from passes.blocks.adopt import adopt
@@ -73,6 +73,20 @@ def blocks(capture: Capture, split: Freeze, node_seconds: Mapping[str, float], t
     names = _names([[n for n in run if n not in moved] or run for run in runs], node_seconds)
     named = enumerate(zip(names, runs, strict=True))
     return tuple(Block(i, name, tuple(n.name for n in run)) for i, (name, run) in named)
+
+
+def layers(
+    capture: Capture, component: Component, node_seconds: Mapping[str, float], target_layers: int
+) -> tuple[tuple[str, ...], ...]:
+    """A frozen component's operations as runs that follow each other, none above 1/target of its time if divisible."""
+    names = set(component.nodes)
+    nodes = [node for node in capture.graph.nodes if node.name in names]
+    limit = _seconds(component.nodes, node_seconds) / target_layers
+    places = _places(nodes, {})
+    indices = [0, *(place.index for place in places), len(nodes)]
+    pieces = [_seconds([n.name for n in nodes[start:stop]], node_seconds) for start, stop in pairwise(indices)]
+    cuts = [indices[i] for i in cheapest_cuts([place.cost for place in places], pieces, limit)]
+    return tuple(tuple(n.name for n in nodes[start:stop]) for start, stop in pairwise(cuts))
 
 
 def _limit(split: Freeze, node_seconds: Mapping[str, float], target_blocks: int) -> float:

@@ -11,6 +11,8 @@ A value that a stage of the same rank reads is an edge of this graph and nothing
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import fx
@@ -18,32 +20,98 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Action
-from passes.lowering.messages import Layout, TiedGradient, gradient_ranks, plan_messages, plan_reductions
+from passes.lowering.frozen import FrozenWork, FrozenWriter, Piece
+from passes.lowering.messages import (
+    Layout,
+    TiedGradient,
+    closing_messages,
+    gradient_ranks,
+    messages_after,
+    plan_reductions,
+)
 from passes.lowering.rank_writer import RankWriter, Sources, name_at, shape_only
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.units import Value
 
+Form = Literal["step", "prologue", "steady", "epilogue"]
 PREFETCH = 1  # actions ahead of its use that a receive is posted
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """The program of every rank, all messages, and the reductions of gradients over replicas."""
+
+    programs: tuple[RankProgram, ...]
+    messages: tuple[Message, ...]
+    reductions: tuple[Reduction, ...]
+
+
 def lower(
-    layout: Layout, sources: Sources, weights: Sequence[float], state: Mapping[str, torch.Tensor], device: torch.device
-) -> tuple[tuple[RankProgram, ...], tuple[Message, ...], tuple[Reduction, ...]]:
-    """The program of every rank, all messages, and the reductions of gradients over replicas.
+    layout: Layout,
+    sources: Sources,
+    weights: Sequence[float],
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    frozen: FrozenWork | None = None,
+    form: Form = "step",
+) -> Lowered:
+    """The programs of one step.
 
     Args:
         weights: the factor of every micro-batch's loss in the whole batch's loss.
         state: parameters, buffers and constants by name, for their shapes and types.
+        frozen: the frozen work of a batch, where that is done in the step before.
+        form: "prologue" (frozen work of the first batch), "steady" (training, and frozen work of the next batch),
+            "epilogue" (training on the last batch); a "step" has its frozen work among its actions.
     """
-    reductions = plan_reductions(layout, 0)
-    tied = _tied_gradients(layout, {name for reduction in reductions for name in reduction.parameters})
-    messages = plan_messages(layout, tied)
-    reductions = plan_reductions(layout, len(messages))
+    trains, works = form != "prologue", frozen if form in ("prologue", "steady") else None
+    reductions = plan_reductions(layout, 0) if trains else ()
+    reduced = {name for reduction in reductions for name in reduction.parameters}
+    tied = _tied_gradients(layout, reduced) if trains else []
+    messages, of_pieces = _plan(layout, tied, works, trains)
+    reductions = plan_reductions(layout, len(messages)) if trains else ()
     programs = []
     for rank in range(len(layout.schedule.ranks)):
-        writer = RankWriter(rank, layout, sources, messages, device)
-        programs.append(_Rank(writer, weights, tied, reductions).write(state))
-    return tuple(programs), messages, reductions
+        next_inputs = None if works is None else sources.inputs_for(_frozen_reads(works, rank))
+        carried = frozen.kept[rank] if frozen and trains else []
+        writer = RankWriter(rank, layout, sources, messages, device, next_inputs, carried, trains)
+        programs.append(_Rank(writer, weights, tied, reductions, works, of_pieces).write(state, trains))
+    return Lowered(tuple(programs), messages, reductions)
+
+
+def _plan(
+    layout: Layout, tied: Sequence[TiedGradient], frozen: FrozenWork | None, trains: bool
+) -> tuple[tuple[Message, ...], dict[tuple[int, int], list[Message]]]:
+    """All messages rank by rank as they are sent, and those of every piece, by its rank and place."""
+    messages: list[Message] = []
+    of_pieces: dict[tuple[int, int], list[Message]] = {}
+    for rank, actions in enumerate(layout.schedule.ranks):
+        for item in _items(actions if trains else (), frozen.pieces[rank] if frozen else ()):
+            if isinstance(item[1], Action):
+                messages += messages_after(layout, rank, item[0], len(messages))
+            else:
+                assert frozen is not None
+                sends = enumerate(frozen.sends(rank, item[1]), start=len(messages))
+                of_pieces[rank, item[0]] = [frozen.message(edge, rank, *send) for edge, send in sends]
+                messages += of_pieces[rank, item[0]]
+        if trains:
+            messages += closing_messages(layout, tied, rank, len(messages))
+    return tuple(messages), of_pieces
+
+
+def _items(actions: Sequence[Action], pieces: Sequence[Piece]) -> Iterator[tuple[int, Action | Piece]]:
+    """A rank's actions and pieces in order, each with its place among its kind."""
+    waiting = list(enumerate(pieces))
+    for position, action in enumerate(actions):
+        while waiting and waiting[0][1].position <= position:
+            yield waiting.pop(0)
+        yield position, action
+    yield from waiting
+
+
+def _frozen_reads(frozen: FrozenWork, rank: int) -> set[str]:
+    layers = {layer for piece in frozen.pieces[rank] for layer in piece.layers}
+    return {name for layer in layers for name in frozen.reads(layer)}
 
 
 def _tied_gradients(layout: Layout, reduced: Collection[str]) -> list[TiedGradient]:
@@ -79,6 +147,8 @@ class _Rank:
         weights: Sequence[float],
         tied: Sequence[TiedGradient],
         reductions: Sequence[Reduction],
+        frozen: FrozenWork | None,
+        of_pieces: Mapping[tuple[int, int], list[Message]],
     ) -> None:
         self.writer, self.layout, self.weights, self.tied = writer, writer.layout, weights, tied
         self.reductions = {reduction.stage: reduction for reduction in reductions}
@@ -87,27 +157,49 @@ class _Rank:
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
         self.loss: fx.Node | None = None
+        self.frozen, self.of_pieces = None, of_pieces
+        if frozen is not None:
+            assert writer.next_batch is not None
+            self.frozen = FrozenWriter(writer, frozen, writer.next_batch)
 
-    def write(self, state: Mapping[str, torch.Tensor]) -> RankProgram:
+    def write(self, state: Mapping[str, torch.Tensor], trains: bool) -> RankProgram:
         writer = self.writer
-        emit = {"F": self._forward, "T": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
-        emit["R"] = self._reduce
-        actions = self.layout.schedule.ranks[writer.rank]
-        for position, action in enumerate(actions):
-            writer.begin(str(action))
-            for ahead in actions[position : position + 1 + PREFETCH]:
-                writer.post_all(ahead)
-            emit[action.kind](action)
+        carried = tuple(f"{name}@{microbatch}" for name, microbatch in writer.values)
+        actions = self.layout.schedule.ranks[writer.rank] if trains else ()
+        pieces = self.frozen.work.pieces[writer.rank] if self.frozen else ()
+        for position, item in _items(actions, pieces):
+            if isinstance(item, Action):
+                self._act(item, actions[position : position + 1 + PREFETCH])
+            else:
+                assert self.frozen is not None
+                self.frozen.run(item, self.of_pieces[writer.rank, position])
         writer.begin("end of step")
         gradients = self._weight_gradients(state)
-        self._sum_tied(gradients)
-        self._share_loss()
-        writer.graph.output((self.loss, list(gradients.values())))
+        carries = {}
+        if trains:
+            self._sum_tied(gradients)
+            self._share_loss()
+        if self.frozen is not None:
+            carries = self.frozen.carries()
+        results = (self.loss, list(gradients.values()))
+        writer.graph.output((*results, list(carries.values())) if self.frozen is not None else results)
         writer.graph.lint()
         held = {str(n.target) for graph in writer.modules.values() for n in graph.nodes if n.op == "get_attr"}
         held |= {g.value.name for g in self.tied if writer.rank in g.holders}
         names = {name: state[name] for name in sorted(held)}
-        return RankProgram(writer.rank, writer.graph, writer.modules, writer.inputs, tuple(gradients), names)
+        nexts = writer.next_batch.inputs if writer.next_batch else ()
+        return RankProgram(
+            writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
+            nexts, carried, tuple(carries),
+        )  # fmt: skip
+
+    def _act(self, action: Action, ahead: Sequence[Action]) -> None:
+        emit = {"F": self._forward, "T": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
+        emit["R"] = self._reduce
+        self.writer.begin(str(action))
+        for following in ahead:
+            self.writer.post_all(following)
+        emit[action.kind](action)
 
     def _forward(self, action: Action) -> None:
         graphs = self.layout.graph((action.kind, action.stage), action.microbatch)
@@ -202,13 +294,13 @@ class _Rank:
         (key,) = (key for key in self.totals if key[0] == action.stage)
         given: fx.Node | list[fx.Node] = self.totals[key]
         if reduction.parameters != key[1]:
-            items = dict(self._items(key, self.totals[key]))
+            items = dict(self._named(key, self.totals[key]))
             given = [items[name] for name in reduction.parameters]
         args = (self.writer.transport, given, list(reduction.ranks), reduction.edge)
         self.reducing[key] = self.writer.call(ops.all_reduce, args, f"reducing_{action.stage}")
         self.reducing[key].meta["reduction"] = reduction
 
-    def _items(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+    def _named(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
         for index, name in enumerate(key[1]):
             yield name, self.writer.item(gradients, index, f"grad_{name.replace('.', '_')}")
 
@@ -220,10 +312,10 @@ class _Rank:
             if key in self.reducing:
                 reduced = self.reducing[key].meta["reduction"].parameters
                 sums = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
-                for name, node in self._items((key[0], reduced), sums):
+                for name, node in self._named((key[0], reduced), sums):
                     parts.setdefault(name, []).append(node)
             if reduced != key[1]:
-                for name, node in self._items(key, total):
+                for name, node in self._named(key, total):
                     if name not in reduced:
                         parts.setdefault(name, []).append(node)
         for name, nodes in parts.items():

@@ -87,23 +87,25 @@ def plan_reductions(layout: Layout, first_edge: int) -> tuple[Reduction, ...]:
     return tuple(reductions)
 
 
-def plan_messages(layout: Layout, tied: Sequence["TiedGradient"]) -> tuple[Message, ...]:
-    """Messages of one step, rank by rank in the order in which they are sent."""
-    messages: list[Message] = []
-    for rank, actions in enumerate(layout.schedule.ranks):
-        for position, action in enumerate(actions):
-            if action.kind in "FT":
-                sends = _values(layout, rank, action)
-            elif action.kind in "BI":
-                sends = _gradients(layout, rank, action, actions[position + 1 :])
-            else:
-                continue
-            for dst, value, kind in sends:
-                messages.append(_message(len(messages), rank, dst, action, value, action.microbatch, kind))
-        for src, dst, value, kind in _closing(layout, tied):
-            if src == rank:
-                messages.append(_message(len(messages), src, dst, None, value, -1, kind))
-    return tuple(messages)
+def messages_after(layout: Layout, rank: int, position: int, first_edge: int) -> list[Message]:
+    """What a rank sends right after one of its actions."""
+    actions = layout.schedule.ranks[rank]
+    action = actions[position]
+    sends: Iterator[tuple[int, Value, str]] = iter(())
+    if action.kind in "FT":
+        sends = _values(layout, rank, action)
+    elif action.kind in "BI":
+        sends = _gradients(layout, rank, action, actions[position + 1 :])
+    return [
+        _message(first_edge + i, rank, dst, action, value, action.microbatch, kind)
+        for i, (dst, value, kind) in enumerate(sends)
+    ]
+
+
+def closing_messages(layout: Layout, tied: Sequence["TiedGradient"], rank: int, first_edge: int) -> list[Message]:
+    """What a rank sends after its last action."""
+    sends = ((dst, value, kind) for src, dst, value, kind in _closing(layout, tied) if src == rank)
+    return [_message(first_edge + i, rank, dst, None, value, -1, kind) for i, (dst, value, kind) in enumerate(sends)]
 
 
 @dataclass(frozen=True)

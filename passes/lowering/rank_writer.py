@@ -6,7 +6,7 @@ read("h", 2)      made on this rank        its node
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,23 +44,45 @@ class Sources:
     prologue: StageGraphs | None
     slices: Mapping[str, BatchSlice | None]
 
+    def inputs_for(self, reads: Collection[str]) -> list[str]:
+        """The inputs among what is read, and those that the prologue needs for it."""
+        wanted = set(reads)
+        if self.prologue is not None and wanted & {v.name for v in self.prologue.returns}:
+            wanted |= set(self.prologue.unit.reads)
+        return [name for name in self.inputs if name in wanted]
+
 
 class RankWriter:
-    """The graph of one rank as it grows. `values` holds the node of every value of every micro-batch read so far."""
+    """The graph of one rank as it grows. `values` holds the node of every value of every micro-batch read so far.
+
+    Args:
+        inputs, next_inputs: whole-batch inputs of this batch and of the next one that the rank reads.
+        carried: values of micro-batches that frozen work of the step before has made.
+    """
 
     def __init__(
-        self, rank: int, layout: Layout, sources: Sources, messages: Sequence[Message], device: torch.device
+        self,
+        rank: int,
+        layout: Layout,
+        sources: Sources,
+        messages: Sequence[Message],
+        device: torch.device,
+        next_inputs: Sequence[str] | None = None,
+        carried: Sequence[tuple[str, int]] = (),
+        trains: bool = True,
     ) -> None:
         self.rank, self.layout, self.sources, self.messages, self.device = rank, layout, sources, messages, device
         self.graph = fx.Graph()
         self.modules: dict[str, fx.Graph] = {}
         self.transport = self.graph.placeholder("transport")
-        self.random = self.graph.placeholder("random")
-        self.whole = {name: self.graph.placeholder(name) for name in self._inputs_needed()}
-        self.inputs = tuple(self.whole)
-        self.values: dict[tuple[str, int], fx.Node] = {}
+        self.batch = WholeBatch(self, self._inputs_needed() if trains else [], "")
+        self.next_batch = None if next_inputs is None else WholeBatch(self, next_inputs, "next_")
+        self.values: dict[tuple[str, int], fx.Node] = {key: self._carried(*key) for key in carried}
         self._posted: dict[int, fx.Node] = {}
         self._arrived: dict[int, fx.Node] = {}
+
+    def _carried(self, name: str, microbatch: int) -> fx.Node:
+        return self.graph.placeholder(f"carried_{name_at(name, microbatch)}")
 
     # -- nodes
 
@@ -99,37 +121,14 @@ class RankWriter:
     def _fetch(self, name: str, microbatch: int) -> fx.Node:
         if name in self.layout.producer:
             return self.receive(self._incoming_by_use[name, microbatch, False][0])
-        whole, where = self._whole_batch(name), self.sources.slices[name]
-        if where is None:
-            return whole
         sizes = self.layout.sizes
         start = sum(sizes[:microbatch])
-        place = (where.dim, where.outer, where.inner, start, start + sizes[microbatch], sum(sizes))
-        return self.call(ops.slice_batch, (whole, *place), name_at(name, microbatch))
-
-    def _whole_batch(self, name: str) -> fx.Node:
-        if name not in self.whole:
-            if name in self.sources.draws:
-                self.whole[name] = self.call(ops.draw, (self.random, self.sources.draws[name]), name)
-            else:
-                self._run_prologue()
-        return self.whole[name]
-
-    def _run_prologue(self) -> None:
-        prologue = self.sources.prologue
-        assert prologue is not None
-        result = self.call_module("whole_batch", prologue.forward, tuple(map(self._whole_batch, prologue.unit.reads)))
-        returns = self.item(result, 0, "whole_batch_values")
-        for index, value in enumerate(prologue.returns):
-            self.whole[value.name] = self.item(returns, index, value.name)
+        return self.batch.samples(name, start, start + sizes[microbatch], name_at(name, microbatch))
 
     def _inputs_needed(self) -> list[str]:
         units = {unit for (unit, _), rank in self.layout.rank_of.items() if rank == self.rank}
         reads = {name for unit in units for name in next(iter(self.layout.graphs[unit].values())).unit.reads}
-        prologue = self.sources.prologue
-        if prologue is not None and reads & {v.name for v in prologue.returns}:
-            reads |= set(prologue.unit.reads)
-        return [name for name in self.sources.inputs if name in reads]
+        return self.sources.inputs_for(reads)
 
     # -- messages
 
@@ -214,6 +213,41 @@ def message_name(message: Message) -> str:
 def name_at(name: str, microbatch: int) -> str:
     """The node name of one micro-batch's value."""
     return f"{name}_mb{microbatch}"
+
+
+class WholeBatch:
+    """The whole-batch values of one batch on one rank: inputs, random draws, and what the prologue makes of them."""
+
+    def __init__(self, writer: RankWriter, inputs: Sequence[str], prefix: str) -> None:
+        self._writer, self._prefix = writer, prefix
+        self._random = writer.graph.placeholder(f"{prefix}random")
+        self._whole = {name: writer.graph.placeholder(prefix + name) for name in inputs}
+        self.inputs = tuple(inputs)
+
+    def samples(self, name: str, start: int, stop: int, label: str) -> fx.Node:
+        """Samples from `start` to before `stop` of a value; all of one that every sample shares."""
+        whole, where = self._value(name), self._writer.sources.slices[name]
+        if where is None:
+            return whole
+        place = (where.dim, where.outer, where.inner, start, stop, sum(self._writer.layout.sizes))
+        return self._writer.call(ops.slice_batch, (whole, *place), label)
+
+    def _value(self, name: str) -> fx.Node:
+        draws = self._writer.sources.draws
+        if name not in self._whole:
+            if name in draws:
+                self._whole[name] = self._writer.call(ops.draw, (self._random, draws[name]), self._prefix + name)
+            else:
+                self._run_prologue()
+        return self._whole[name]
+
+    def _run_prologue(self) -> None:
+        prologue = self._writer.sources.prologue
+        assert prologue is not None
+        result = self._writer.call_module("whole_batch", prologue.forward, tuple(map(self._value, prologue.unit.reads)))
+        returns = self._writer.item(result, 0, f"{self._prefix}whole_batch_values")
+        for index, value in enumerate(prologue.returns):
+            self._whole[value.name] = self._writer.item(returns, index, self._prefix + value.name)
 
 
 def shape_only(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
