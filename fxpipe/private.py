@@ -12,10 +12,14 @@ import torch
 from torch import fx, nn
 from torch._decomp import decomposition_table
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd import forward_ad
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
@@ -190,11 +194,56 @@ def plain_checkpoints() -> Iterator[None]:
         setattr(checkpoint, name, original)
 
 
+# Functions that run a transform, and those that return a function which runs it later.
+TRANSFORMS = (
+    (apis, "vmap_impl"),
+    (eager_transforms, "grad_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_jvp_with_argnums"),
+)
+TRANSFORMS_OF_LATER_CALLS = ((eager_transforms, "_vjp_with_argnums"), (eager_transforms, "linearize"))
+
+
+def under_vmap() -> bool:
+    """Whether one of the transforms under way is a vmap."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A module's attribute, another one inside."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def outside_trace() -> Iterator[None]:
+    """The trace that is going on sees nothing of what runs inside."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with disable_proxy_modes_tracing():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
 class _Framework(set[str]):
     """The files of torch and of fxpipe, as `uninteresting_files` is asked for them."""
 
     def __contains__(self, file: object) -> bool:
-        return str(file).startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))
+        return str(file).startswith(
+            (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<eval_", "<string>")
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from fxpipe import private
 from fxpipe.capture import loss_of
 from fxpipe.capture.random_calls import PlainRandomCalls
 from fxpipe.capture.randomness import SeededDraws
+from fxpipe.capture.transforms import exact_transforms
 from fxpipe.errors import CompileError
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.
@@ -64,6 +65,7 @@ def reference_step(
         torch.enable_grad(),
         attention,
         private.plain_checkpoints(),
+        exact_transforms(),
         torch.random.fork_rng(),
         private.no_autocast_cache(),
     ):

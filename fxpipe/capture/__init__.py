@@ -120,16 +120,15 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     trainable = frozenset(n for n in used if n in parameters and parameters[n].requires_grad)
     constants = {name: constants[name] for name in constants if graph.find_nodes(op="placeholder", target=name)}
     graph.lint()
-    return Capture(
-        graph, inputs, tensors, constants, trainable, tied, draws, _batch(graph, exported), unused, _notes(exported)
-    )
+    batch = _batch(graph, exported)
+    notes = () if batch else _notes(exported)
+    return Capture(graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes)
 
 
 def _notes(exported: Exported) -> tuple[str, ...]:
-    size = exported.inputs.batch_size
-    if exported.fixed is None or size == 1:
-        return ()
-    return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {exported.fixed}",)
+    """Why there is no symbol for the batch."""
+    size, why = exported.inputs.batch_size, exported.fixed or "the loss depends on no input with a batch"
+    return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {why}",)[: size > 1]
 
 
 def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -81,9 +81,10 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     if symbolic is not None and fault is None:
         return _flat(symbolic, inputs, None)
     free = _free_at_size(trace, inputs)
-    if any(free) and not all(free):
+    known = [one for one in free if one is not None]
+    if any(known) and not all(known):
         return export_step(model, _with_batched(inputs, free), examples, loss_of)
-    traced, other = _attempt(trace, inputs.batch_size, inputs) if all(free) else (None, fault)
+    traced, other = _attempt(trace, inputs.batch_size, inputs) if all(known) else (None, fault)
     if traced is not None and other is None:
         return _flat(traced, inputs, None)
     fixed = at_size(fault or "")
@@ -106,27 +107,31 @@ def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.E
     return exported, private.dynamic_fault(_batched_values(exported, inputs), inputs.batch_size)
 
 
-def _free_at_size(trace: Trace, inputs: InputSpec) -> list[bool]:
-    """For each batched input, whether forward leaves its size free at the call's batch size.
+def _free_at_size(trace: Trace, inputs: InputSpec) -> list[bool | None]:
+    """For each batched input, whether forward leaves its size free at the call's batch size; None where it reads none.
 
     Where some are free and others not, the others are no batches: their rows only happen to be as many.
     """
     try:
-        values = _batched_values(trace(inputs.batch_size, one_batch=False), inputs)
+        nodes = _batched_nodes(trace(inputs.batch_size, one_batch=False), inputs)
     except _Failed:
         return [False]
-    return [is_symbolic(value.shape[0]) for value in values]
+    return [is_symbolic(node.meta["val"].shape[0]) if node.users else None for node in nodes]
 
 
-def _with_batched(inputs: InputSpec, batched: Sequence[bool]) -> InputSpec:
-    flags = iter(batched)
+def _with_batched(inputs: InputSpec, batched: Sequence[bool | None]) -> InputSpec:
+    flags = iter(one is not False for one in batched)
     return replace(inputs, leaves=tuple(replace(f, batched=next(flags)) if f.batched else f for f in inputs.leaves))
 
 
-def _batched_values(exported: torch.export.ExportedProgram, inputs: InputSpec) -> list[torch.Tensor]:
+def _batched_nodes(exported: torch.export.ExportedProgram, inputs: InputSpec) -> list[fx.Node]:
     names = set(exported.graph_signature.user_inputs)
-    values = [n.meta["val"] for n in exported.graph.find_nodes(op="placeholder") if n.name in names]
-    return [value for value, leaf in zip(values, _tensors(inputs), strict=True) if leaf.batched]
+    nodes = [n for n in exported.graph.find_nodes(op="placeholder") if n.name in names]
+    return [node for node, leaf in zip(nodes, _tensors(inputs), strict=True) if leaf.batched]
+
+
+def _batched_values(exported: torch.export.ExportedProgram, inputs: InputSpec) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in _batched_nodes(exported, inputs)]
 
 
 def _tensors(inputs: InputSpec) -> list[Leaf]:

@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from fxpipe import private
+from fxpipe.capture.transforms import plain_transforms
 from fxpipe.errors import CaptureError
 
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
@@ -40,6 +41,8 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.plain_regions())
         stack.enter_context(private.plain_checkpoints())
         stack.enter_context(_unchecked_distributions())
+        stack.enter_context(plain_transforms())
+        stack.enter_context(private.replaced(torch, "cond", _refuse_cond))
         stack.enter_context(private.on_autograd_function(_refuse_function))
         stack.enter_context(_RefusedCalls())
         yield
@@ -50,7 +53,9 @@ class _RefusedCalls(TorchFunctionMode):
         if func in _HOOKS and torch.is_grad_enabled():
             raise CaptureError("a gradient hook on a tensor cannot be captured; change the loss instead")
         if func in _GRADIENTS:
-            raise CaptureError("gradients computed inside forward (a gradient penalty?) cannot be captured")
+            raise CaptureError(
+                "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -59,6 +64,10 @@ def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
         remedy = "operations of torch, such as y + (x - y).detach()"
         remedy = "use_reentrant=False" if name == "CheckpointFunction" else remedy
         raise CaptureError(f"the autograd function {name} hides its gradient from the trace; use {remedy}")
+
+
+def _refuse_cond(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError("torch.cond decides by a tensor's value; compute both branches and choose with torch.where")
 
 
 def _refuse_outside(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe import private
-from passes.batch.layout import Call, Mixed, Result, bind
+from passes.batch.layout import Call, Mixed, Result, State, bind
 
 Follow = Callable[[Call], list[Result]]
 
@@ -93,5 +93,5 @@ class _Parts(TorchDispatchMode):
 
     def state_of(self, result: Any) -> Result:
         if isinstance(result, list | tuple):
-            return tuple(self._states[self._nodes[id(item)]] for item in result)  # type: ignore[misc]
-        return self._states[self._nodes[id(result)]]
+            return tuple(self.state_of(item) for item in result)  # type: ignore[misc]
+        return State() if result is None else self._states[self._nodes[id(result)]]

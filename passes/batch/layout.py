@@ -167,13 +167,17 @@ def power_of(value: Any) -> int | None:
     if not isinstance(value, torch.SymInt | torch.SymFloat):
         return 0
     expr = value.node.expr.subs({symbol: _BATCH for symbol in value.node.expr.free_symbols})
-    expr = expr.replace(_is_division, lambda e: e.args[0] / e.args[1])
+    expr = expr.replace(_is_division, lambda e: e.args[0] / e.args[1]).replace(_is_cast, lambda e: e.args[0])
     exponent = sympy.simplify(_BATCH * sympy.diff(expr, _BATCH) / expr)
-    return -int(exponent) if exponent.is_Integer else None
+    return -int(exponent) if exponent.is_number and float(exponent).is_integer() else None
 
 
 def _is_division(expr: sympy.Expr) -> bool:
     return type(expr).__name__ in ("IntTrueDiv", "FloatTrueDiv")
+
+
+def _is_cast(expr: sympy.Expr) -> bool:
+    return type(expr).__name__ == "ToFloat"
 
 
 def batch_dims(value: torch.Tensor) -> list[tuple[int, int]]:

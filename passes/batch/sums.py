@@ -21,6 +21,7 @@ _LINEAR = frozenset(
     "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
     "alias detach neg negative sum mean select slice unbind expand".split()
 )
+_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")  # of the operand's shape, whatever it holds
 _NOT_LINEAR = "only sums and products with constants may follow the sum or mean over samples"
 
 
@@ -83,6 +84,8 @@ def linear(call: Call, rule: Rule) -> list[Result]:
         return [_sum(call, [states["self"], states["other"]])]
     if call.name in ("stack", "cat") and not call.batch_numbers():
         return [_sum(call, [_tensor_state(call, n) for n in call.operands])]
+    if call.name in _LIKE:
+        return [State(call.layout(call.operands[0]))]
     if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _floating(call.node)):
         return [_unary(call, r) for r in _within(call, rule)]
     raise Mixed(f"it is not linear in a value already summed over samples, or divided by their number: {_NOT_LINEAR}")

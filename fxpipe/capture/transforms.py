@@ -1,0 +1,189 @@
+"""Transforms of functions (`torch.vmap`, `torch.func.jvp`, `grad`) inside forward, as plain operations.
+
+    vmap(dot)(x, y)   ->   dot traced apart on a wrapped row       ->   mul, sum
+                           whose wrapper is known only inside
+
+The step's own trace would see the wrappers. So a transform is traced by itself, below them, and what it recorded is
+run again where the step's trace sees it. What such a trace cannot hand over (a function to be called later) is refused.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fxpipe import private
+from fxpipe.capture.random_calls import PlainRandomCalls
+from fxpipe.capture.written_out import WrittenOut
+from fxpipe.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def plain_transforms() -> Iterator[None]:
+    """Transforms called inside are traced by themselves."""
+    inside = False
+
+    def apart(transform: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return transform(*args, **kwargs)
+            inside = True
+            try:
+                return _traced_apart(transform, args, kwargs)
+            finally:
+                inside = False
+
+        return call
+
+    def refused(transform: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not inside:
+                raise CaptureError(
+                    "torch.func.vjp, jacrev, jacfwd and linearize inside forward cannot be captured; use jvp, grad or "
+                    "vmap, or write the derivative out"
+                )
+            return transform(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for module, name in private.TRANSFORMS:
+            stack.enter_context(private.replaced(module, name, apart(getattr(module, name))))
+        for module, name in private.TRANSFORMS_OF_LATER_CALLS:
+            stack.enter_context(private.replaced(module, name, refused(getattr(module, name))))
+        yield
+
+
+# Tangents that are known to be zero are tensors of a kind of their own, which a trace cannot add to others.
+_DECOMPOSED: dict[Any, Callable[..., Any]] = {aten._efficientzerotensor.default: torch.zeros}
+
+
+class _Within(TorchFunctionMode):
+    """What a transformed function may do while it is traced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CUTS or (func is torch._C._set_grad_enabled and not args[0]):
+            raise CaptureError(
+                "detach and no_grad inside a function that torch.func or vmap transforms cannot be captured; detach "
+                "what goes in or what comes out"
+            )
+        if func in (torch.cat, torch.concat) and (
+            private.under_vmap() or len(set(map(private.has_tangent, args[0]))) > 1
+        ):
+            return _joined(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`cat` as a sum of padded parts: under vmap, or of what has a tangent with what has none, it fixes sizes."""
+    dim, total, before = dim % tensors[0].ndim, sum(t.shape[dim] for t in tensors), 0
+    parts = []
+    for tensor in tensors:
+        after = total - before - tensor.shape[dim]
+        parts.append(F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [before, after]))
+        before += tensor.shape[dim]
+    return functools.reduce(torch.add, parts)
+
+
+_CUTS = {torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+@contextmanager
+def exact_transforms() -> Iterator[None]:
+    """Transforms called inside see layer normalisation as its formula.
+
+    Torch's kernel takes its mean and deviation for constants where the derivative of a jvp is taken, and so gives
+    wrong gradients of it (2.13).
+    """
+
+    def exact(transform: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _LayerNorms():
+                return transform(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for module, name in private.TRANSFORMS:
+            stack.enter_context(private.replaced(module, name, exact(getattr(module, name))))
+        yield
+
+
+class _LayerNorms(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_layer_norm if func is F.layer_norm else func)(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(dims, keepdim=True)
+    scaled = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    scaled = scaled if weight is None else scaled * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _traced_apart(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    shape: list[Any] = []
+
+    def run(*tensors: torch.Tensor) -> list[Any]:
+        given = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        again, named = pytree.tree_unflatten(given, tree)
+        results, form = pytree.tree_flatten(transform(*again, **named))
+        shape.append(form)
+        return results
+
+    tensors = [leaves[place] for place in places]
+    with private.outside_trace(), _LayerNorms(), _Within(), WrittenOut(), PlainRandomCalls():
+        module = make_fx(run, _DECOMPOSED)(*tensors)
+    _join(module.graph)
+    _drop_zeros(module.graph)
+    return pytree.tree_unflatten(list(fx.Interpreter(module).run(*tensors)), shape[-1])
+
+
+def _join(graph: fx.Graph) -> None:
+    """Undo the detaches of autograd's bookkeeping: what is differentiated inside may be so again outside."""
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+_ZERO_IF_ANY = {aten.mm.default, aten.bmm.default, aten.mul.Tensor}
+_ZERO_IF_FIRST = {aten.alias.default, aten.t.default, aten.view.default, aten.expand.default, aten.neg.default}
+
+
+def _drop_zeros(graph: fx.Graph) -> None:
+    """Drop products with tangents that are known to be zero: most of a jvp's terms."""
+    zeros = set(graph.find_nodes(op="call_function", target=aten.zeros.default))
+    for node in graph.nodes:
+        operands = [n for n in node.args if isinstance(n, fx.Node)]
+        if node.target in _ZERO_IF_ANY and zeros & set(operands):
+            zeros.add(node)
+        elif node.target in _ZERO_IF_FIRST and operands[0] in zeros:
+            zeros.add(node)
+        elif node.target is aten.add.Tensor and len(operands) == 2 and zeros & set(operands):
+            other = operands[1 if operands[0] in zeros else 0]
+            if other.meta["val"].shape == node.meta["val"].shape and other.meta["val"].dtype == node.meta["val"].dtype:
+                node.replace_all_uses_with(other)
+                if other in zeros:
+                    zeros.add(node)
+    graph.eliminate_dead_code()

@@ -1,0 +1,120 @@
+"""Transforms inside forward: vmap, jvp and grad of functions, exact as any other operation, or refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.capture.transforms import exact_transforms
+from fxpipe.errors import CaptureError
+from tests.steps import batch, exact
+
+
+class Net(nn.Module):
+    """A network of x and time; `loss` is a function of it, x and y."""
+
+    def __init__(self, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.first, self.norm, self.last = nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.double()
+
+    def run(self, x: Tensor, time: Tensor) -> Tensor:
+        h = F.silu(self.norm(self.first(torch.cat([x, time[:, None]], 1))))
+        return x + self.last(h)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, x, y)
+
+
+def mean_flow(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Geng et al., 2025, Mean Flows for One-step Generative Modeling, algorithm 1."""
+    time = torch.rand(x.shape[0], dtype=x.dtype)
+    velocity = torch.randn_like(x) - x
+    z = x + time[:, None] * velocity
+    u, change = jvp(net.run, (z, time), (velocity, torch.ones_like(time)))
+    return F.mse_loss(u, (velocity - time[:, None] * change).detach())
+
+
+def sliced_scores(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Song et al., 2019, Sliced Score Matching, equation 8: the loss is a derivative, and is differentiated."""
+    direction = torch.randn_like(x)
+    score, change = jvp(lambda z: net.run(z, y[:, 0]), (x,), (direction,))
+    return ((change * direction).sum(1) + 0.5 * score.square().sum(1)).mean()
+
+
+def energy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    gradient, _ = grad_and_value(lambda z: net.run(z, y[:, 0]).square().sum())(x)
+    return F.mse_loss(gradient + grad(lambda z: net.run(z, y[:, 1]).cos().sum())(x), y)
+
+
+def by_sample(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rows = torch.vmap(lambda a, b: F.mse_loss(net.run(a[None], b[:1]), b[None]), randomness="different")(x, y)
+    jacobians = torch.vmap(jacrev(lambda a: net.last(a).sin()))(x)
+    return rows.mean() + jacobians.square().mean()
+
+
+def scaled_weights(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weights = {name: 0.5 * p for name, p in net.last.named_parameters()}
+    return F.mse_loss(functional_call(net.last, weights, (net.run(x, y[:, 0]),)), y)
+
+
+@pytest.mark.parametrize("loss", [mean_flow, sliced_scores, energy, by_sample, scaled_weights])
+def test_transforms_are_exact(loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    program = exact(Net(loss), batch(4), microbatches=2, schedule="1f1b")
+    assert program.capture.batch
+    assert program.plan.staged.num_stages == 2
+
+
+def stopped(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return jvp(lambda z: net.run(z.detach() + z, y[:, 0]), (x,), (y,))[1].mean()
+
+
+def without_grad(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.vmap(lambda z: torch.no_grad()(net.last)(z))(net.run(x, y[:, 0])).mean()
+
+
+def called_later(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    output, pull = vjp(lambda z: net.run(z, y[:, 0]), x)
+    return pull(output)[0].mean()
+
+
+def chosen(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (net.run(x, y[:, 0]),)).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (stopped, "detach and no_grad inside a function that torch.func or vmap transforms"),
+        (without_grad, "detach and no_grad inside a function"),
+        (called_later, "torch.func.vjp, jacrev, jacfwd and linearize inside forward"),
+        (chosen, "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"),
+    ],
+)
+def test_transforms_that_are_refused(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        fxpipe.compile(Net(loss), 2, example_inputs=batch(4))
+
+
+def test_a_derivative_of_layer_norm_is_differentiated_as_its_formula_is() -> None:
+    """By finite differences; torch's own kernel is far off (2.13), so that the reference needs the formula too."""
+    net, (x, y) = Net(sliced_scores), batch(4)
+
+    def loss() -> Tensor:
+        with exact_transforms():
+            return jvp(lambda z: net.run(z, y[:, 0]), (x,), (y,))[1].square().mean()
+
+    weight = net.first.weight
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    with torch.no_grad():
+        weight[1, 2] += 1e-6
+        above = loss()
+        weight[1, 2] -= 2e-6
+        difference = (above - loss()) / 2e-6
+    assert gradient[1, 2].item() == pytest.approx(difference.item(), rel=1e-6)
