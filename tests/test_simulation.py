@@ -1,10 +1,13 @@
 """The simulator: small machines by hand, and predictions that have the actions and bytes of their programs."""
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 import fxpipe
@@ -85,6 +88,52 @@ def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
 def test_a_deadlock_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"wait forever for edges \[0\]"):
         walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, A_SECOND)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1]),
+            st.tuples(st.integers(0, 3), st.floats(0.0, 5.0)),
+        ),
+        max_size=30,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_times_are_longest_paths(steps: list[tuple[int, int | float]], generator: Random) -> None:
+    """Any order in which sends come before their waits; a float is a run, a pair of ranks a message."""
+    ranks: list[list[Op]] = [[] for _ in range(4)]
+    clock, free, arrival, unread = (
+        [0.0] * 4,
+        dict[tuple[int, int], float](),
+        list[float](),
+        list[tuple[int, int, int]](),
+    )
+    for rank, what in steps:
+        if isinstance(what, float):
+            ranks[rank].append(Op("run", seconds=what))
+            clock[rank] += what
+        else:
+            ranks[rank].append(send(len(arrival), rank, what))
+            unread.append((len(arrival), rank, what))
+            arrival.append(max(clock[rank], free.get((rank, what), 0.0)) + 1.0)
+            free[rank, what] = arrival[-1]
+        while unread and generator.random() < 0.5:
+            edge, source, target = unread.pop(generator.randrange(len(unread)))
+            ranks[target].append(wait(edge, source, target))
+            clock[target] = max(clock[target], arrival[edge])
+    walked = walk(ranks, {}, A_SECOND)
+    assert [nodes[-1][1] if nodes else 0.0 for nodes in walked.node_seconds] == pytest.approx(clock)
+    assert walked.arrival_seconds == pytest.approx(dict(enumerate(arrival)))
+    lasting = noisy_makespans(ranks, {}, A_SECOND, 1, seed=0)
+    assert lasting == pytest.approx((max([0.0, *clock, *arrival]),))
+
+
+def test_messages_share_the_ports_of_their_ranks() -> None:
+    sends = [begin("0F0"), *(Op("send", message=message(e, 0, e + 1, 10)) for e in range(2)), begin(END)]
+    reads = [[begin("1F0"), Op("wait", message=message(e, 0, e + 1, 10)), begin(END)] for e in range(2)]
+    arrivals = walk([sends, *reads], {}, cluster_of(10.0, 0.5)).arrival_seconds
+    assert arrivals == {0: 2.5, 1: 2.5}
 
 
 def test_noise_is_reproducible_and_bounded() -> None:
