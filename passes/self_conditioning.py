@@ -149,7 +149,7 @@ def _conditioned_period(costs: Costs, start: Ints, stop: Ints) -> Floats:
 
 def conditioned_terms(costs: Costs, layout: Layout, conditioning: SelfConditioning, objective: Objective) -> Terms:
     """The expectation as a main table and criteria: p of a step with feedback, 1 - p of one without."""
-    start, stop = band(len(costs.state) - 1, layout.num_stages)
+    start, stop, _ = band(len(costs.state) - 1, layout.num_stages)
     plain, p, m = objective_terms(costs, layout, objective), conditioning.probability, layout.num_microbatches
     extra = p * _conditioned_period(costs, start, stop)
     if objective == "simulated":

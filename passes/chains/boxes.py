@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 TIE = 1e-12  # relative; values this close are equal, or rounding would overrule what matters
 _STEP = 4 * TIE  # so a smaller value is smaller by this much: more than `evaluate` may round
-_FEW = 12  # boxes of one round: fewer do not save time
+_FEW = 8  # boxes of one round: fewer do not save time
 _MOST_AT_ONCE = 256  # boxes of one round: bounds the memory
 
 

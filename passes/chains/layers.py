@@ -19,21 +19,25 @@ from passes.chains.boxes import TIE, Boxes
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-Masks = dict[int, Bools]
+Masks = dict[int, tuple[int, Bools]]
+"""By number of stages from the end: the first q of a mask, and the mask [lengths, nodes, q]."""
+
+_LARGEST = np.finfo(np.float64).max
 
 
-def band(num_blocks: int, num_stages: int) -> tuple[Ints, Ints]:
-    """First block [1, L] and end [L - S + 1, L] of the stages in a table; ends beyond L are set to L."""
+def band(num_blocks: int, num_stages: int) -> tuple[Ints, Ints, Bools]:
+    """First block [1, L] and end [L - S + 1, L] of the stages in a table, ends cut off at L; and which need no cutting
+    off."""
     start = np.arange(num_blocks)[None, :]
-    lengths = np.arange(1, num_blocks - num_stages + 2)[:, None]
-    return start, np.minimum(start + lengths, num_blocks)
+    stop = start + np.arange(1, num_blocks - num_stages + 2)[:, None]
+    return start, np.minimum(stop, num_blocks), stop <= num_blocks
 
 
 @dataclass(frozen=True)
 class ChainProblems:
     """P problems on L blocks: the main table's sum or maximum over S stages, plus the maxima of the other tables.
 
-    Tables have the shape [L - S + 1, P, L]; entries of stages that end beyond L are not used.
+    Tables have the shape [L - S + 1, P, L]; the main one is infinite where there is no such stage.
     """
 
     num_stages: int
@@ -57,77 +61,112 @@ class _Nodes:
     @staticmethod
     def of(problems: ChainProblems, problem: Ints, limit: Floats, ceiling: Floats | None = None) -> "_Nodes":
         main, criteria = problems.main[:, problem], [table[:, problem] for table in problems.criteria]
-        allowed = np.ones(main.shape, dtype=bool) if ceiling is None else main <= ceiling[:, None]
+        allowed = main < np.inf if ceiling is None else main <= np.minimum(ceiling, _LARGEST)[:, None]
         for k, table in enumerate(criteria):
             allowed &= table <= limit[:, k, None]
         return _Nodes(problems, problem, main, criteria, allowed)
 
     def layers(self, table: Floats, adds: bool, skip: Masks | None = None, note: Masks | None = None) -> Floats:
-        """Best values [S + 1, N, 2 (L - S + 1)], infinite where there is no solution; the result is `[S, :, 0]`.
+        """The best value of every node, infinite where there is no solution.
 
         Stages in `skip` are not used, if given; `note` receives those in none of the best solutions.
         """
-        num, most = len(table), self.problems.num_stages
-        width = max(np.flatnonzero(self.allowed.any(axis=(1, 2))), default=0) + 1
+        num, most, fits = len(table), self.problems.num_stages, self.problems.fits
+        width, ranges = self._extent()
         values = np.where(self.allowed[:width], table[:width], np.inf)
         best = np.full((most + 1, len(self.problem), 2 * num), np.inf)
         best[0, :, num - 1] = 0.0 if adds else -np.inf
         after = sliding_window_view(best, num, axis=-1).transpose(0, 2, 1, 3)
-        for k in range(1, most + 1):
-            here = slice(most - k, most - k + (num if k < most else 1))
-            part = slice(here.stop - here.start)
-            rest = after[k - 1, :width, :, part]
-            total = values[:, :, here] + rest if adds else np.maximum(values[:, :, here], rest)
-            if self.problems.fits is not None:
-                np.copyto(total, np.inf, where=~self.problems.fits(k, self.problem)[:width, :, here])
+        combine = np.add if adds else np.maximum
+        for k, (low, end) in enumerate(ranges, start=1):
+            here = slice(most - k + low, most - k + end)
+            total = combine(values[:, :, here], after[k - 1, :width, :, low:end])
+            if fits is not None:
+                np.copyto(total, np.inf, where=~fits(k, self.problem)[:width, :, here])
             if skip is not None:
-                np.copyto(total, np.inf, where=skip[k][:width])
-            best[k, :, part] = total.min(axis=0)
+                first, mask = skip[k]
+                np.copyto(total, np.inf, where=mask[:width, :, low - first : end - first])
+            least = np.minimum.reduce(total, axis=0)
+            best[k, :, low:end] = least
             if note is not None:
-                note[k] = total > high(best[k, :, part])
-        return best
+                note[k] = low, total > high(least)
+        return np.asarray(best[most, :, 0])
+
+    def _extent(self) -> tuple[int, list[tuple[int, int]]]:
+        """The most blocks in an allowed stage, and for k = 1, 2, .. the range of q that stages of all nodes can reach.
+
+        k stages from the end begin no earlier than k longest stages would, and no later than S - k longest ones from
+        the first block would end.
+        """
+        num, most = len(self.allowed), self.problems.num_stages
+        lengths = (self.allowed.any(axis=1) * np.arange(1, num + 1)[:, None]).max(axis=0)
+        far = np.maximum.accumulate(np.arange(len(lengths)) + lengths)  # the furthest end of stages up to here
+        late, early = [0], [len(far)]
+        for _ in range(most - 1):
+            late.append(int(far[min(late[-1], len(far) - 1)]))
+            early.append(int(np.searchsorted(far, early[-1])))
+        ranges = []
+        for k in range(1, most + 1):
+            low = max(0, (early[k] if k < most else 0) - (most - k))
+            end = min(num if k < most else 1, late[most - k] - (most - k) + 1)
+            ranges.append((low, max(end, low)))
+        return max(int(lengths.max()), 1), ranges
+
+    def take(self, some: Bools) -> "_Nodes":
+        criteria = [table[:, some] for table in self.criteria]
+        return _Nodes(self.problems, self.problem[some], self.main[:, some], criteria, self.allowed[:, some])
 
 
 def high(value: Floats) -> Floats:
     """A hair above: what equals the value but for rounding is within."""
-    return value + TIE * np.where(np.isfinite(value), np.abs(value), 0.0)
+    return value + TIE * np.abs(value)
 
 
 def evaluate(problems: ChainProblems, boxes: Boxes, ceiling: Floats) -> tuple[Floats, Floats]:
     """The least main value of every box, and among its solutions the least of each criterion in turn."""
-    if not len(boxes.problem):
-        return boxes.main, boxes.lower
+    criteria = np.full(boxes.lower.shape, np.inf)
+    if not len(ceiling):
+        return ceiling, criteria
     nodes = _Nodes.of(problems, boxes.problem, boxes.limit, None if problems.main_adds else ceiling)
     skip = Masks() if problems.main_adds else None
-    main = high(nodes.layers(nodes.main, problems.main_adds, note=skip)[-1, :, 0])
+    main = high(nodes.layers(nodes.main, problems.main_adds, note=skip))
+    main[main >= ceiling] = np.inf
+    some = np.isfinite(main)
+    if not some.all():
+        nodes = nodes.take(some)
+        skip = {k: (low, mask[:, some]) for k, (low, mask) in skip.items()} if skip is not None else None
+    if len(nodes.problem):
+        criteria[some] = _each_in_turn(nodes, main[some], skip)
+    return main, criteria
+
+
+def _each_in_turn(nodes: _Nodes, main: Floats, skip: Masks | None) -> Floats:
+    """The least of the first criterion under the least main value, the least of the second under both, .."""
     if skip is None:
         nodes.allowed[...] &= nodes.main <= main[:, None]
     found = []
     for table in nodes.criteria:
-        found.append(high(nodes.layers(table, False, skip)[-1, :, 0]))
+        found.append(high(nodes.layers(table, False, skip)))
         nodes.allowed[...] &= table <= found[-1][:, None]
-    return main, np.stack(found, axis=1)
+    return np.stack(found, axis=1)
 
 
 def lower_bounds(problems: ChainProblems) -> tuple[Floats, Floats]:
     """The least main value and the least of every criterion, each on its own: [P] and [P, criteria]."""
     problem = np.arange(problems.main.shape[1])
     nodes = _Nodes.of(problems, problem, np.full((len(problem), len(problems.criteria)), np.inf))
-    main = nodes.layers(nodes.main, problems.main_adds)[-1, :, 0]
-    return main, np.stack([nodes.layers(table, False)[-1, :, 0] for table in nodes.criteria], axis=1)
+    main = nodes.layers(nodes.main, problems.main_adds)
+    return main, np.stack([nodes.layers(table, False) for table in nodes.criteria], axis=1)
 
 
 def paths(problems: ChainProblems, problem: Ints, limit: Floats) -> list[tuple[int, ...]]:
     """The boundaries of a solution with the least main value within limits that admit one."""
-    nodes, skip = _Nodes.of(problems, problem, limit), Masks()
+    nodes, skip, every = _Nodes.of(problems, problem, limit), Masks(), np.arange(len(problem))
     nodes.layers(nodes.main, problems.main_adds, note=skip)
-    return [_walk(skip, node, problems.num_stages) for node in range(len(problem))]
-
-
-def _walk(skip: Masks, node: int, num_stages: int) -> tuple[int, ...]:
-    positions, spare = [0], 0
-    for k in range(num_stages, 0, -1):
-        longer = int(skip[k][:, node, spare].argmin())
-        positions.append(positions[-1] + 1 + longer)
+    spare, positions = np.zeros_like(problem), [np.zeros_like(problem)]
+    for k in range(problems.num_stages, 0, -1):
+        low, mask = skip[k]
+        longer = mask[:, every, spare - low].argmin(axis=0)
         spare += longer
-    return tuple(positions)
+        positions.append(positions[-1] + 1 + longer)
+    return [tuple(path) for path in np.stack(positions, axis=1).tolist()]

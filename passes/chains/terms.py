@@ -42,7 +42,7 @@ class Terms:
 
 def objective_terms(costs: Costs, layout: Layout, objective: Objective) -> Terms:
     """An objective as a main table and criteria; the sum of all compute is the same for all cuts."""
-    start, stop = band(len(costs.state) - 1, layout.num_stages)
+    start, stop, _ = band(len(costs.state) - 1, layout.num_stages)
     period, sync = costs.period_seconds(start, stop), costs.sync_seconds(start, stop)
     if objective == "simulated":
         late = np.maximum(sync - costs.backward[start], 0.0)
@@ -58,11 +58,11 @@ def chain_problems(
 ) -> ChainProblems:
     """All problems of one number of stages together."""
     num_stages, adds = layouts[0].num_stages, terms[0].main_adds
-    main = np.stack([term.main for term in terms], axis=1)
+    start, stop, inside = band(len(costs[0].state) - 1, num_stages)
+    main = np.stack([np.where(inside, term.main, np.inf) for term in terms], axis=1)
     criteria = [np.stack(tables, axis=1) for tables in zip(*(term.criteria for term in terms), strict=True)]
     if limit is None:
         return ChainProblems(num_stages, main, adds, criteria)
-    start, stop = band(main.shape[2], num_stages)
     peaks = [
         np.stack(
             [c.peak_bytes(start, stop, min(k, x.num_microbatches)) for c, x in zip(costs, layouts, strict=True)], 1
@@ -74,7 +74,28 @@ def chain_problems(
 
 def solve_problems(problems: ChainProblems) -> list[tuple[int, ...] | None]:
     """The boundaries of an optimal solution of every problem; None where there is none."""
+    if problems.num_stages <= 2:
+        return _tried(problems)
     best, criteria = search(lambda boxes, ceiling: evaluate_boxes(problems, boxes, ceiling), *lower_bounds(problems))
     solved = np.flatnonzero(np.isfinite(best))
     found = dict(zip(solved.tolist(), paths(problems, solved, criteria[solved]), strict=True))
     return [found.get(p) for p in range(len(best))]
+
+
+def _tried(problems: ChainProblems) -> list[tuple[int, ...] | None]:
+    """One stage, or two: all cuts there are."""
+    size, most = problems.main.shape[2], problems.num_stages
+    inner = np.arange(1, size) if most == 2 else np.empty((1, 0), dtype=np.int64)
+    cuts = np.column_stack([np.zeros(len(inner), dtype=np.int64), inner, np.full(len(inner), size)])
+    start, longer = cuts[:, :-1], np.diff(cuts) - 1
+    total = problems.main[longer, :, start]
+    total = total.sum(axis=1) if problems.main_adds else total.max(axis=1)
+    for table in problems.criteria:
+        total = total + table[longer, :, start].max(axis=1)
+    if problems.fits is not None:
+        every = np.arange(problems.main.shape[1])
+        for stage in range(most):
+            fits = problems.fits(most - stage, every)[longer[:, stage], :, start[:, stage]]
+            total = np.where(fits, total, np.inf)
+    best = total.argmin(axis=0)
+    return [tuple(cuts[c].tolist()) if np.isfinite(total[c, p]) else None for p, c in enumerate(best)]

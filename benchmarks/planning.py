@@ -1,0 +1,174 @@
+"""Time to partition real backbones for 64 devices, all numbers of stages and micro-batches, exactly, on one core.
+
+    python benchmarks/planning.py sd21                     Stable Diffusion 2.1's U-Net at 512x512
+    python benchmarks/planning.py sd21 sdxl sd3 hunyuan    the others at 1024x1024
+    python benchmarks/planning.py sdxl --cluster 16xH100 --batch-size 256
+
+The models are at full size on the meta device: no weights, no arithmetic. Capture and costs are timed apart. Planning
+is seconds of the process on a core, the least of several runs: other work on the machine counts little. DiffusionPipe
+(Tian et al., MLSys 2024) states 0.5 s on 64 cores for Stable Diffusion 2.1.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import diffusers
+import torch
+from compile_sd21 import StableDiffusion21Step
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from cost_models.devices import device
+from cost_models.flops import node_costs
+from fxpipe.backbones import PredictionStep
+from fxpipe.capture import capture
+from fxpipe.capture.inputs import describe
+from fxpipe.cluster import Cluster
+from fxpipe.costs import node_seconds
+from passes.block_costs import block_costs
+from passes.blocks import analyse
+from passes.chains import Chain, Objective, all_plans
+from passes.chains.of_blocks import chain_of
+
+RUNS = 7
+
+# huggingface.co/stabilityai/stable-diffusion-xl-base-1.0, unet/config.json
+SDXL = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+# huggingface.co/stabilityai/stable-diffusion-3-medium-diffusers, transformer/config.json
+SD3 = {
+    "sample_size": 128,
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "attention_head_dim": 64,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "in_channels": 16,
+    "out_channels": 16,
+    "pos_embed_max_size": 192,
+}
+# huggingface.co/Tencent-Hunyuan/HunyuanDiT-v1.2-Diffusers, transformer/config.json
+HUNYUAN = {
+    "sample_size": 128,
+    "num_layers": 40,
+    "num_attention_heads": 16,
+    "attention_head_dim": 88,
+    "hidden_size": 1408,
+    "in_channels": 4,
+    "patch_size": 2,
+    "mlp_ratio": 4.3637,
+    "learn_sigma": True,
+    "cross_attention_dim": 1024,
+    "cross_attention_dim_t5": 2048,
+    "pooled_projection_dim": 1024,
+    "text_len": 77,
+    "text_len_t5": 256,
+    "use_style_cond_and_image_meta_size": False,
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sd21": lambda: StableDiffusion21Step().unet,
+    "sdxl": lambda: diffusers.UNet2DConditionModel(**SDXL),
+    "sd3": lambda: diffusers.SD3Transformer2DModel(**SD3),
+    "hunyuan": lambda: diffusers.HunyuanDiT2DModel(**HUNYUAN),
+}
+
+
+# By column: the objective, and whether the device's memory is a limit.
+OBJECTIVES: dict[str, tuple[Objective, bool]] = {
+    "simulated": ("simulated", False),
+    "within memory": ("simulated", True),
+    "paper": ("paper", False),
+    "clamped": ("paper-clamped", False),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A captured backbone as a chain, and the seconds that took on a core."""
+
+    chain: Chain
+    capture_seconds: float
+    cost_seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)}; all if left out")
+    parser.add_argument("--cluster", default="8x8xA100-80GB+EFA")
+    parser.add_argument("--batch-size", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=48, help="no block takes more than this part of the time")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.models) - set(MODELS)):
+        parser.error(f"unknown model {unknown[0]!r}; choose from {', '.join(MODELS)}")
+    torch.set_num_threads(1)
+    cluster, console = Cluster.parse(options.cluster), Console(width=120)
+    table = Table("model", "blocks", "solves", *(f"{name}, ms" for name in OBJECTIVES), "capture, s", "costs, s")
+    for name in options.models or MODELS:
+        prepared = prepare(MODELS[name], cluster, options.blocks, options.batch_size)
+        table.add_row(name, *row(prepared, cluster, options.batch_size, console))
+    console.print(f"all (S, M) on {cluster}, batch {options.batch_size}; DiffusionPipe: 500 ms on 64 cores for sd21")
+    console.print(table)
+
+
+def prepare(make: Callable[[], nn.Module], cluster: Cluster, num_blocks: int, batch_size: int) -> Prepared:
+    with torch.device("meta"):
+        step = PredictionStep(make())
+    captured, capture_seconds = timed(lambda: capture(step, *describe(step, (), step.example_inputs(8), None)))
+
+    def chain() -> Chain:
+        model = device(cluster.device)
+        costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
+        seconds = node_seconds(model, captured.graph, costs, 8)
+        graph = analyse(captured, {n: seconds.forward[n] + seconds.backward[n] for n in costs}, num_blocks)
+        found = chain_of(graph, block_costs(captured, graph, costs, model), cluster, cluster.num_ranks)
+        all_plans(found, cluster.num_ranks, batch_size)  # asks for the seconds at every local batch, which are kept
+        return found
+
+    found, cost_seconds = timed(chain)
+    return Prepared(found, capture_seconds, cost_seconds)
+
+
+def row(prepared: Prepared, cluster: Cluster, batch_size: int, console: Console) -> list[str]:
+    """Blocks, solves, milliseconds by objective, and the seconds before; prints the best plans."""
+    limit = device(cluster.device).memory_bytes
+    milliseconds, solves = [], 0
+    for name, (objective, limited) in OBJECTIVES.items():
+        options = {"objective": objective, "memory_limit_bytes": limit if limited else None}
+        plan = partial(all_plans, prepared.chain, cluster.num_ranks, batch_size, **options)
+        plans, *seconds = plan(), *(timed(plan)[1] for _ in range(RUNS))
+        milliseconds.append(f"{min(seconds) * 1e3:.0f}")
+        solves = max(solves, len(plans))
+        console.print(f"{name}: {len(plans)} plans, the best: {plans[0]}", highlight=False)
+    before = f"{prepared.capture_seconds:.1f}", f"{prepared.cost_seconds:.1f}"
+    return [str(prepared.chain.num_blocks), str(solves), *milliseconds, *before]
+
+
+T = TypeVar("T")
+
+
+def timed(run: Callable[[], T]) -> tuple[T, float]:
+    """Its result, and the seconds of the process on a core."""
+    started = time.process_time()
+    result = run()
+    return result, time.process_time() - started
+
+
+if __name__ == "__main__":
+    main()
