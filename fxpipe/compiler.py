@@ -18,6 +18,7 @@ from fxpipe.options import (
     asked_microbatches,
     check_collocation,
     check_counts,
+    check_others,
     given_bytes,
     given_cluster,
     given_device,
@@ -107,6 +108,7 @@ def compile(
     )
     limit = given_bytes(memory_limit)
     check_collocation(collocation)
+    check_others(cost_model, observe, recompute, budget)
     network = given_cluster(cluster, world_size)
     seconds_of = given_cost_model(network.device if cost_model is None else cost_model)
     where = given_device(device)

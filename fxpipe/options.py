@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,42 @@ from fxpipe.schedule import Schedule
 def check_counts(**counts: int | None) -> None:
     """Every count must be a positive integer, or None where it is left out."""
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        missing = value is None and name != "world_size"
+        if not missing and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise CompileError(f"{name} must be a positive integer, got {value!r}")
+
+
+def check_others(cost_model: Any, observe: Any, recompute: Any, budget: Any) -> None:
+    """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
+    lacks = [name for name in _SECONDS if not callable(getattr(cost_model, name, None))]
+    if isinstance(cost_model, type) or not (cost_model is None or isinstance(cost_model, str) or not lacks):
+        raise CompileError(
+            f"cost_model is {_shown(cost_model)}; give a device's name ('H100'), the path of a profile (.json), or an "
+            f"object with the methods {', '.join(_SECONDS)}"
+        )
+    if observe is not None and not _takes(observe, "capture", None):
+        raise CompileError(f"observe is {_shown(observe)}; give a function of (step's name, its result)")
+    if recompute not in (None, True, False):
+        raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
+        raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
+
+
+_SECONDS = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds", "backward_seconds")
+
+
+def _takes(function: Any, *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:  # a builtin without a signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r}, a {type(value).__name__}"
 
 
 def given_device(device: str | torch.device) -> torch.device:
@@ -47,6 +82,15 @@ def given_schedule(schedule: str | Schedule, world_size: int) -> str | Schedule:
     if not isinstance(schedule, str | Schedule):
         raise CompileError(f"schedule must be a name, a schedule's text or a Schedule, got {type(schedule).__name__}")
     if isinstance(schedule, str) and "rank " not in schedule:
+        if not schedule.strip():
+            raise CompileError(
+                "the schedule is empty; give a name such as '1f1b', or a line 'rank 0: 0F0 0B0' per rank"
+            )
+        if actions := re.search(r"\b\d+[A-Z]\d+\b", schedule):
+            raise CompileError(
+                f"the schedule has actions ({actions[0]}) but no ranks; begin each line with its rank, as in "
+                f"'rank 0: {' '.join(schedule.split()[:4])}'"
+            )
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     if len(parsed.ranks) != world_size:
@@ -120,6 +164,11 @@ def training_step(
     if isinstance(step, PredictionStep) and isinstance(example_inputs, Mapping) and "target" not in example_inputs:
         raise CompileError(
             f"example_inputs of a backbone need a 'target' beside {sorted(example_inputs)}: the loss is mse against it"
+        )
+    if not isinstance(example_inputs, torch.Tensor | tuple | list | Mapping) and not is_dataclass(example_inputs):
+        raise CompileError(
+            f"example_inputs is {_shown(example_inputs)}; give one batch: a tensor, a tuple of positional or a dict of "
+            "keyword arguments of forward"
         )
     args, kwargs = call_of(example_inputs)
     if isinstance(step, PredictionStep) and args:

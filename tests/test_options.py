@@ -49,6 +49,22 @@ class Silent(nn.Linear):
         ({"device": "tpu9"}, r"device 'tpu9' is no torch device"),
         ({"device": "meta"}, r"device 'meta' is not supported; use 'cpu' or 'cuda'"),
         ({"cost_model": "abacus"}, r"abacus"),
+        ({"cost_model": 7}, r"cost_model is 7, a int; give a device's name"),
+        ({"cost_model": Silent}, r"cost_model is the class Silent; .*methods forward_seconds, backward_input_seconds"),
+        ({"observe": "print"}, r"observe is 'print', a str; give a function of \(step's name, its result\)"),
+        ({"observe": lambda name: None}, r"observe is <function .*; give a function of"),
+        ({"recompute": "yes"}, r"recompute='yes'; give True or False"),
+        ({"budget": "2s"}, r"budget='2s' is no number of seconds"),
+        ({"budget": float("nan")}, r"budget=nan is no number of seconds"),
+        ({"example_inputs": 7}, r"example_inputs is 7, a int; give one batch"),
+        ({"example_inputs": (t for t in ())}, r"example_inputs is <generator.*; give one batch"),
+        ({"schedule": " "}, r"the schedule is empty; give a name"),
+        (
+            {"schedule": "0F0 0B0"},
+            r"actions \(0F0\) but no ranks; begin each line with its rank, as in 'rank 0: 0F0 0B0'",
+        ),
+        ({"schedule": "Rank 0: 0F0"}, r"actions \(0F0\) but no ranks"),
+        ({"world_size": None}, r"world_size must be a positive integer, got None"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
