@@ -3,13 +3,15 @@
 import random
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.capture import Capture, capture
@@ -170,6 +172,109 @@ class Mixed(Small):
 )
 def test_example_tensors_of_any_kind(x: Tensor) -> None:
     exact(Mixed(), (x, noise(), torch.arange(6)[:, None], None, True, noise(6, 4)))
+
+
+def test_nested_keys_in_any_order() -> None:
+    class Nest(Small):
+        def forward(self, batch: dict[str, Any], y: Tensor) -> Tensor:
+            first, second = batch.values()  # in the order of the compiled call
+            return F.mse_loss(self.run(first) * 2 + second["text"] - second["image"], y)
+
+    x, text, image, y = noise(6, 4), noise(6, 4), noise(6, 4), noise(6, 4)
+    inputs = {"batch": {"x": x, "more": {"text": text, "image": image}}, "y": y}
+    program = exact(Nest(), inputs)
+    other = {"batch": {"more": {"image": image, "text": text}, "x": x}, "y": y}
+    assert program.run_local(**other).loss == program.run_local(**inputs).loss
+    with pytest.raises(CompileError, match=r"inputs \['batch.x', 'batch.more.image', 'y'\] are not the compiled ones"):
+        program.run_local(batch={"more": {"image": image}, "x": x}, y=y)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A dataclass with a field that its constructor does not take."""
+
+    x: Tensor
+    y: Tensor
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", 4)
+
+
+def test_dataclasses_leave_no_trace_in_torch() -> None:
+    class Reads(Small):
+        def forward(self, pair: Counted) -> Tensor:
+            assert isinstance(pair, Counted)
+            return F.mse_loss(self.run(pair.x) * pair.rows, pair.y)
+
+    known = set(pytree.SUPPORTED_NODES)
+    pair = Counted(noise(6, 4), noise(6, 4))
+    for _ in range(2):
+        program = exact(Reads(), (pair,))
+    assert [leaf.name for leaf in program.capture.inputs.leaves] == ["pair.x", "pair.y", "pair.rows"]
+    assert set(pytree.SUPPORTED_NODES) == known
+    assert pytree.tree_leaves(pair) == [pair]
+
+
+# What the model and the inputs are made of
+
+
+def linear(**options: Any) -> nn.Module:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4, dtype=torch.float64, **options)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.a(x), y)
+
+    return Plain()
+
+
+def fake() -> nn.Module:
+    with FakeTensorMode():
+        return linear()
+
+
+def half_on_meta() -> nn.Module:
+    step = Step(lambda s, h, y: h)
+    step.b.to("meta")
+    return step
+
+
+def lazy() -> nn.Module:
+    step = linear()
+    step.a = nn.LazyLinear(4)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (fake, r"a.weight is a fake tensor; build the model under torch.device\('meta'\)"),
+        (torch.inference_mode()(linear), "a.weight was made under inference_mode"),
+        (lazy, "a.weight has no shape yet"),
+        (half_on_meta, "b.bias is on the meta device, norm.num_batches_tracked is not; materialise all"),
+    ],
+)
+def test_models_without_usable_weights(make: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        fxpipe.compile(make(), 2, example_inputs=batch())
+
+
+def test_only_shapes_of_example_inputs_are_read() -> None:
+    x, y = batch()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    program = fxpipe.compile(linear(), 2, example_inputs=(fake, y.to("meta")))
+    assert program.verify(x, y).ok
+    for given in ((fake, y), (x, y.to("meta"))):
+        with pytest.raises(CompileError, match="holds no values"):
+            program.run_local(*given)
+    with pytest.raises(CompileError, match="on the meta device"):
+        fxpipe.compile(linear(device="meta"), 2, example_inputs=(x, y)).run_local(x, y)
+    with pytest.raises(CompileError, match="input x is a sparse_coo tensor; pass a dense one"):
+        fxpipe.compile(linear(), 2, example_inputs=(x.to_sparse(), y))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

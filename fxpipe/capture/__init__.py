@@ -25,6 +25,7 @@ from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, export_step
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
+from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError
 from fxpipe.sizes import expression
 
@@ -94,6 +95,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     Raises:
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
+    check_weights(model)
     exported = export_step(model, inputs, examples, loss_of)
     inputs = exported.inputs
     tensors, constants = _name_placeholders(exported)

@@ -67,7 +67,7 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
         step = TrainingStep(model, inputs, loss_of, one_batch)
-        return _trace(step, inputs, _resized(inputs, examples, size), dynamic)
+        return _trace(step, inputs, _resized(model, inputs, examples, size), dynamic)
 
     def at_size(reason: str) -> Exported:
         try:
@@ -145,10 +145,15 @@ def _free_size(model: nn.Module, inputs: InputSpec) -> int:
     return next(n for n in range(5, len(taken) ** 2 + 100) if n not in taken and sympy.isprime(n))
 
 
-def _resized(inputs: InputSpec, examples: Sequence[torch.Tensor], size: int) -> tuple[torch.Tensor, ...]:
+def _resized(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], size: int
+) -> tuple[torch.Tensor, ...]:
+    """Tensors shaped like the examples, with a batch of `size`; a meta model's or meta examples' on its device."""
     shapes = [(size, *leaf.shape[1:]) if leaf.batched else leaf.shape for leaf in _tensors(inputs)]
-    pairs = zip(shapes, examples, strict=True)
-    return tuple(torch.empty(shape, dtype=example.dtype, device=example.device) for shape, example in pairs)
+    own = next((p.device for p in model.parameters()), torch.device("cpu"))
+    places = [own if own.type == "meta" or example.is_meta else example.device for example in examples]
+    given = zip(shapes, examples, places, strict=True)
+    return tuple(torch.empty(shape, dtype=example.dtype, device=place) for shape, example, place in given)
 
 
 class _Failed(CaptureError):

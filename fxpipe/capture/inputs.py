@@ -3,13 +3,15 @@
 import enum
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe import private
+from fxpipe.capture.trees import flatten, unflatten
 from fxpipe.errors import CompileError
 
 Batch = Any  # a tensor, a tuple of positional arguments, or a mapping of keyword arguments
@@ -52,7 +54,7 @@ class InputSpec:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
         """Tensors by name and the batch size of this call; CompileError where it differs from what was captured."""
-        named, tree = _flatten(self.signature, args, kwargs)
+        named, tree = flatten(self.signature, args, kwargs, self.tree)
         if tree != self.tree:
             expected, given = [leaf.name for leaf in self.leaves], list(named)
             raise CompileError(f"inputs {given} are not the compiled ones, {expected}; pass the same arguments")
@@ -68,8 +70,7 @@ class InputSpec:
         """The (args, kwargs) of the model's own call from the tensor leaves, in order."""
         remaining = iter(tensors)
         values = [next(remaining) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(values, self.tree)
-        return tuple(args), dict(kwargs)
+        return unflatten(values, self.tree)
 
 
 def _check_leaf(leaf: Leaf, value: Any) -> None:
@@ -81,6 +82,9 @@ def _check_leaf(leaf: Leaf, value: Any) -> None:
         return
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
+    if value.is_meta or private.mode_of(value) is not None:
+        raise CompileError(f"input {leaf.name} holds no values (it is fake, or on the meta device); a step needs some")
+    _check_dense(leaf.name, value)
     skip = 1 if leaf.batched else 0
     same_rank = value.ndim == len(leaf.shape)
     if not same_rank or tuple(value.shape[skip:]) != leaf.shape[skip:] or value.dtype != leaf.dtype:
@@ -98,20 +102,28 @@ def describe(
 ) -> tuple[InputSpec, list[torch.Tensor]]:
     """The input spec of one example call, and its tensor leaves in order."""
     signature = inspect.signature(model.forward)
-    named, tree = _flatten(signature, args, kwargs)
+    named, tree = flatten(signature, args, kwargs)
     size = batch_size or _guess_batch(named)
     leaves = []
     for name, value in named.items():
         tensor = isinstance(value, torch.Tensor)
         batched = tensor and value.ndim > 0 and value.shape[0] == size
         shape = tuple(value.shape) if tensor else ()
-        if not tensor:
+        if tensor:
+            _check_dense(name, value)
+        else:
             _check_constant(name, value)
         leaves.append(Leaf(name, tensor, batched, shape, value.dtype if tensor else None, None if tensor else value))
     if not any(leaf.batched for leaf in leaves):
         shapes = {leaf.name: leaf.shape for leaf in leaves if leaf.is_tensor}
         raise CompileError(f"no input has batch size {size} in dimension 0: {shapes}; pass batch_size=")
     return InputSpec(tuple(leaves), tree, signature, size), [v for v in named.values() if isinstance(v, torch.Tensor)]
+
+
+def _check_dense(name: str, value: torch.Tensor) -> None:
+    if value.layout != torch.strided or value.is_quantized:
+        kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+        raise CompileError(f"input {name} is a {kind} tensor; pass a dense one (to_dense(), dequantize(), padded)")
 
 
 def _check_constant(name: str, value: Any) -> None:
@@ -134,43 +146,3 @@ def _guess_batch(named: Mapping[str, Any]) -> int:
         if isinstance(value, torch.Tensor) and value.ndim > 0:
             return int(value.shape[0])
     raise CompileError("no example input is a tensor with a batch dimension; pass example_inputs=")
-
-
-def _flatten(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], pytree.TreeSpec]:
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise CompileError(f"inputs do not fit the model's forward{signature}: {error}") from None
-    bound.apply_defaults()
-    call = (tuple(bound.args), dict(sorted(bound.kwargs.items())))
-    _register_dataclasses(call)
-    paths, tree = pytree.tree_flatten_with_path(call)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p.name for p in signature.parameters.values() if p.kind in kinds]
-    names = [_leaf_name(path, positional) for path, _ in paths]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise CompileError(f"two inputs have the name {twice[0]}; rename a key")
-    return dict(zip(names, (value for _, value in paths), strict=True)), tree
-
-
-def _register_dataclasses(call: Any) -> None:
-    """Tell pytree about the dataclasses in a call, so that their fields become leaves."""
-    leaves = pytree.tree_leaves(call)
-    unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
-    for kind in unknown:
-        torch.export.register_dataclass(kind)
-    if unknown:
-        _register_dataclasses(call)
-
-
-def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:
-    in_kwargs = path[0].idx == 1
-    head = path[1]
-    if in_kwargs:
-        parts = [str(head.key)]
-    else:
-        parts = [positional[head.idx] if head.idx < len(positional) else f"args_{head.idx}"]
-    parts += [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[2:]]
-    return ".".join(parts)

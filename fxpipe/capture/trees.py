@@ -1,0 +1,115 @@
+"""Trees of arguments: a call's leaves by name, and the call again from them.
+
+    forward(batch, scale=2.0)         ->   batch.x, batch.text.ids, scale
+    {"text": {"ids": i}, "x": x}           in the order of the compiled call, whatever the order of a dict's keys
+
+Dataclasses are nodes of the tree; torch's own registry of such classes, which is the process's, is left as it is.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import CompileError
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """A dataclass taken apart."""
+
+    kind: type
+    values: Mapping[str, Any]
+
+    def build(self) -> Any:
+        values = {name: _together(value) for name, value in self.values.items()}
+        given = {f.name for f in fields(self.kind) if f.init}
+        made = self.kind(**{name: value for name, value in values.items() if name in given})
+        for name in values.keys() - given:
+            object.__setattr__(made, name, values[name])
+        return made
+
+
+def _children(node: _Fields) -> tuple[list[Any], Any]:
+    return list(node.values.values()), (node.kind, tuple(node.values))
+
+
+def _children_by_key(node: _Fields) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(pytree.MappingKey(name), value) for name, value in node.values.items()], (node.kind, tuple(node.values))
+
+
+def _from_children(values: Iterable[Any], context: Any) -> _Fields:
+    return _Fields(context[0], dict(zip(context[1], values, strict=True)))
+
+
+pytree.register_pytree_node(_Fields, _children, _from_children, flatten_with_keys_fn=_children_by_key)
+
+
+def _apart(value: Any) -> Any:
+    """`value` with dataclasses that torch does not know taken apart."""
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, type) or not is_dataclass(one):
+            return one
+        return _Fields(type(one), {f.name: _apart(getattr(one, f.name)) for f in fields(one)})
+
+    return pytree.tree_map(leaf, value)
+
+
+def _together(value: Any) -> Any:
+    def node(one: Any) -> bool:
+        return isinstance(one, _Fields)
+
+    return pytree.tree_map(lambda one: one.build() if node(one) else one, value, is_leaf=node)
+
+
+def flatten(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], like: pytree.TreeSpec | None = None
+) -> tuple[dict[str, Any], pytree.TreeSpec]:
+    """A call's leaves by name, and its tree; keys of dicts are put in the order of `like` where they are the same."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CompileError(f"inputs do not fit the model's forward{signature}: {error}") from None
+    bound.apply_defaults()
+    call = _apart((tuple(bound.args), dict(sorted(bound.kwargs.items()))))
+    if like is not None:
+        call = _ordered(call, like)
+    paths, tree = pytree.tree_flatten_with_path(call)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    names = [_leaf_name(path, positional) for path, _ in paths]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise CompileError(f"two inputs have the name {twice[0]}; rename a key")
+    return dict(zip(names, (value for _, value in paths), strict=True)), tree
+
+
+def unflatten(values: Iterable[Any], tree: pytree.TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The (args, kwargs) of a call from its leaves."""
+    args, kwargs = _together(pytree.tree_unflatten(values, tree))
+    return tuple(args), dict(kwargs)
+
+
+def _ordered(value: Any, like: pytree.TreeSpec) -> Any:
+    if like.is_leaf() or pytree.tree_structure(value).is_leaf():
+        return value
+    if type(value) is like.type and isinstance(value, dict) and isinstance(like.context, list):
+        if value.keys() == set(like.context):
+            value = type(value)((key, value[key]) for key in like.context)
+    inside, tree = pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
+    if tree.num_children != like.num_children:
+        return value
+    return pytree.tree_unflatten([_ordered(*pair) for pair in zip(inside, like.children(), strict=True)], tree)
+
+
+def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:
+    in_kwargs = path[0].idx == 1
+    head = path[1]
+    if in_kwargs:
+        parts = [str(head.key)]
+    else:
+        parts = [positional[head.idx] if head.idx < len(positional) else f"args_{head.idx}"]
+    parts += [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[2:]]
+    return ".".join(parts)

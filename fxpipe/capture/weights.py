@@ -1,0 +1,39 @@
+"""A model's own tensors: what they must be before forward is traced."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fxpipe import private
+from fxpipe.errors import CaptureError
+
+_FAULTS: tuple[tuple[Callable[[torch.Tensor], bool], str], ...] = (
+    (nn.parameter.is_lazy, "has no shape yet (a lazy module); call forward once before compiling"),
+    (
+        lambda tensor: private.mode_of(tensor) is not None,
+        "is a fake tensor; build the model under torch.device('meta') instead, which compiles without weights",
+    ),
+    (torch.Tensor.is_inference, "was made under inference_mode, which forbids gradients; build the model outside"),
+    (lambda tensor: tensor.layout != torch.strided, "is no dense tensor; call to_dense() on it"),
+    (lambda tensor: tensor.is_quantized, "is quantized, which has no gradient; dequantize it"),
+)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse tensors that no step could be traced, trained or sent with.
+
+    Raises:
+        CaptureError: a parameter or buffer is lazy, fake, sparse or quantized, or only some are on the meta device.
+    """
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in named.items():
+        for found, why in _FAULTS:
+            if found(tensor):
+                raise CaptureError(f"{name} {why}")
+    places: dict[bool, str] = {tensor.is_meta: name for name, tensor in named.items() if tensor.numel()}
+    if len(places) == 2:
+        raise CaptureError(
+            f"{places[True]} is on the meta device, {places[False]} is not; materialise all of the model "
+            "(to_empty, load_state_dict), or none of it to compile without weights"
+        )
