@@ -1,13 +1,13 @@
 """Verification: a compiled step against the uncompiled model, loss and every gradient."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxpipe import private
@@ -19,8 +19,40 @@ from fxpipe.errors import CompileError
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+_LOOSEST = 5e-2  # of any other floating type
 # A gradient far below the largest one is rounding noise: errors are taken relative to at least this share of it.
 NOISE_SHARE = 1e-4
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The relative error that rounding alone can cause; `widened_by` says what a step less precise in places does so.
+
+    Empty where the whole step computes in one precision.
+    """
+
+    value: float
+    widened_by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value:.0e}" + (f", for {self.widened_by}" if self.widened_by else "")
+
+
+def tolerance_of(graph: fx.Graph, local: Collection[str] = ()) -> Tolerance:
+    """By the least precise type that the graph computes in; the nodes `local` are left out (cheap, on every unit)."""
+    found: dict[torch.dtype, list[fx.Node]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and node.name not in local and isinstance(value, torch.Tensor):
+            if value.is_floating_point() or value.is_complex():
+                found.setdefault(value.dtype.to_real(), []).append(node)
+    values = {dtype: TOLERANCES.get(dtype, _LOOSEST) for dtype in found}
+    least = max(values, key=values.__getitem__)
+    if len(set(values.values())) == 1:
+        return Tolerance(values[least])
+    first, *more = found[least]
+    where = f"{str(least).removeprefix('torch.')} in {private.where(first)}, {first.target}"
+    return Tolerance(values[least], where + (f", and {len(more)} more operations" if more else ""))
 
 
 @dataclass(frozen=True)
@@ -32,6 +64,7 @@ class Verification:
     loss_error: float
     gradients: Mapping[str, float]
     tolerance: float
+    widened_by: str = ""
 
     @property
     def max_grad_error(self) -> float:
@@ -48,7 +81,8 @@ class Verification:
         losses = f"loss {self.loss:.12g} against {self.reference_loss:.12g} on one device"
         lines = [
             f"{verdict}: {losses} (error {self.loss_error:.1e}), "
-            f"{len(self.gradients)} gradients within {self.max_grad_error:.1e}, tolerance {self.tolerance:.0e}"
+            f"{len(self.gradients)} gradients within {self.max_grad_error:.1e}, "
+            f"tolerance {Tolerance(self.tolerance, self.widened_by)}"
         ]
         bad = sorted(((e, n) for n, e in self.gradients.items() if not e <= self.tolerance), reverse=True)
         return "\n".join(lines + [f"  {name}: {error:.2e}  <-- HERE" for error, name in bad[:10]])
@@ -83,7 +117,7 @@ def compare(
     gradients: Mapping[str, torch.Tensor],
     reference: tuple[torch.Tensor, Mapping[str, torch.Tensor], int],
     num_draws: int,
-    tolerance: float,
+    tolerance: float | Tolerance,
 ) -> Verification:
     """Compare one step's results; a gradient that only one side has must be zero."""
     reference_loss, reference_gradients, drawn = reference
@@ -97,7 +131,9 @@ def compare(
         name: _error(gradients.get(name), reference_gradients.get(name), NOISE_SHARE * largest)
         for name in sorted({*gradients, *reference_gradients})
     }
-    return Verification(float(loss), float(reference_loss), _error(loss, reference_loss, 0.0), errors, tolerance)
+    limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
+    loss_error = _error(loss, reference_loss, 0.0)
+    return Verification(float(loss), float(reference_loss), loss_error, errors, limit.value, limit.widened_by)
 
 
 def _error(ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float) -> float:

@@ -1,6 +1,7 @@
 """Capture: inputs, outputs, batch sizes, regions; what a graph cannot say is refused in one clear sentence."""
 
 import random
+import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import fxpipe
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import call_of, describe
 from fxpipe.errors import CaptureError, CompileError
-from fxpipe.verification import compare
+from fxpipe.verification import Tolerance, compare, tolerance_of
 from tests.steps import Middle, Step, batch, exact
 
 
@@ -490,3 +491,15 @@ def test_verification_accepts_what_is_right(changes: dict[str, Any]) -> None:
     report = planted(**changes)
     assert report.ok
     assert report.max_grad_error == 0.0
+
+
+def test_a_tolerance_says_what_widens_it() -> None:
+    mixed = captured(Step(lambda s, h, y: h + s.a(h).float().sin().double()), batch())
+    tolerance = tolerance_of(mixed.graph)
+    assert tolerance.value == 1e-4
+    assert re.search(r"float32 in module .*, aten.to.dtype, and 1 more operations", tolerance.widened_by)
+    one = torch.tensor(1.0)
+    text = str(compare(one, {}, (one, {}, 0), 0, tolerance))
+    assert text.endswith(f"tolerance 1e-04, for {tolerance.widened_by}")
+    assert tolerance_of(captured(Step(lambda s, h, y: h), batch()).graph) == Tolerance(1e-10)
+    assert str(planted()).endswith("tolerance 1e-06")
