@@ -1,6 +1,6 @@
 """The compiler, top to bottom: a training step becomes one program per rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cluster import Cluster
 from fxpipe.costing import given_cost_model
-from fxpipe.costs import CostModel, node_seconds
+from fxpipe.costs import CostModel, NodeCost, node_seconds, uncosted_ops
 from fxpipe.errors import CompileError
 from fxpipe.options import (
     asked_microbatches,
@@ -31,14 +31,15 @@ from fxpipe.program import Plan, Program
 from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require as require_schedule
-from fxpipe.step import StepPlan
+from fxpipe.step import FilledPlan, StepPlan
 from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
 from passes.candidates import Wishes
-from passes.lowering import lower
+from passes.filled import fill_step, frozen_part, without_components
+from passes.lowering import Lowered, lower
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
 from passes.place import place_schedule
@@ -63,6 +64,7 @@ def compile(
     collocation: str | None = None,
     recompute: bool | None = None,
     budget: float = 2.0,
+    fill: str = "per-device",
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     device: str | torch.device = "cpu",
@@ -88,6 +90,7 @@ def compile(
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
             only if nothing fits otherwise.
         budget: seconds to look for a schedule where that is "auto".
+        fill: how frozen work of the next batch gets into idle time: "per-device", "greedy", "exact" or "none".
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
         cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the
             cluster's device where left out.
@@ -169,13 +172,34 @@ def compile(
     require_programs(lowered.programs, lowered.messages, lowered.reductions)
     see("programs", lowered.programs)
 
-    notes = (*captured.notes, *staged.notes, *ordered.notes)
+    notes = (*captured.notes, *_uncosted(costs), *staged.notes, *ordered.notes)
     plan = Plan(staged, graph, sizes, times.total, notes, tuned.outcomes if tuned else ())
     names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
     draws = {draw.index: draw for draw in captured.draws.values()}
-    step_plan = StepPlan(inputs, names, sum(sizes), draws, ordered.schedule, **vars(lowered), device=where)
+
+    def step_plan(order: Schedule, lowered: Lowered) -> StepPlan:
+        return StepPlan(inputs, names, sum(sizes), draws, order, **vars(lowered), device=where)
+
+    # fill: where something is frozen, the same step with the next batch's frozen work in its idle time; when asked for
+    def filled() -> FilledPlan:
+        work = without_components(traced.work)
+        training = ordered if isinstance(asked, Schedule) else order(graph, staged, work, resources, search)
+        frozen = frozen_part(captured, batch, graph, costs, seconds_of)
+        weights, gradients = _loss_weights(batch, sizes), table.trained_bytes
+        found = fill_step(frozen, staged, traced, training.schedule, resources, gradients, weights, where, fill)
+        see("filled", found)
+        forms = [step_plan(found.schedule, lowered) for lowered in (found.prologue, found.steady, found.epilogue)]
+        return FilledPlan(*forms, {**found.calls}, found.fill.text())
+
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
-    return Program(step, captured, plan, step_plan, costing, "model." if step is not model else "")
+    first = step_plan(ordered.schedule, lowered)
+    prefix = "model." if step is not model else ""
+    return Program(step, captured, plan, first, costing, filled if graph.components else None, prefix)
+
+
+def _uncosted(costs: Mapping[str, NodeCost]) -> tuple[str, ...]:
+    names = uncosted_ops(costs.values())
+    return (f"no FLOPs are counted for {', '.join(names)}",) if names else ()
 
 
 def _num_blocks(stages: int | None, world_size: int) -> int:

@@ -5,73 +5,21 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 """
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.inputs import Batch, call_of
 from fxpipe.errors import RunError
-from fxpipe.observe import Observe, Observed
-from fxpipe.rank_program import RankProgram
-from fxpipe.step import StepPlan
+from fxpipe.observe import Observe
+from fxpipe.run_rank import Ahead, Draws, RankResult, run_rank
+from fxpipe.step import FilledPlan, StepPlan
+from fxpipe.training import Tensors, Training
 from fxpipe.transport import Transport, run_ranks
 
 
-def run_rank(
-    module: fx.GraphModule,
-    program: RankProgram,
-    transport: Transport,
-    random: Callable[[int], torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    observe: Observe | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One step of one rank: the loss of the whole batch and this rank's gradients by parameter name."""
-    if observe is not None:
-        transport = Observed(transport, observe)
-    with torch.no_grad():
-        loss, gradients = module(transport, random, *(tensors[name] for name in program.inputs))
-    transport.flush()
-    return loss, dict(zip(program.gradients, gradients, strict=True))
-
-
-class Draws:
-    """The random draws of one step, each made once and shared by all ranks of the process that ask."""
-
-    def __init__(self, plan: StepPlan, seed: int, step: int, device: torch.device) -> None:
-        self._plan, self._seed, self._step, self._device = plan, seed, step, device
-        self._made: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, index: int) -> torch.Tensor:
-        with self._lock:
-            if index not in self._made:
-                draw = self._plan.draws[index]
-                self._made[index] = draw.sample(self._plan.batch_size, self._seed, self._step, self._device)
-            return self._made[index]
-
-
-class _Parameters:
-    """What every engine offers an optimizer: trainable parameters under their original names."""
-
-    parameters_by_name: Mapping[str, nn.Parameter]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.parameters_by_name.items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """For an optimizer: never empty, since optimizers refuse that; a rank without any gives one of size zero."""
-        yield from self.parameters_by_name.values() or [nn.Parameter(torch.empty(0))]
-
-    def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        for name, gradient in gradients.items():
-            parameter = self.parameters_by_name[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-class LocalEngine(_Parameters):
+class LocalEngine(Training):
     """All ranks in this process, on the model's own parameters."""
 
     def __init__(
@@ -81,41 +29,64 @@ class LocalEngine(_Parameters):
         seed: int = 0,
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
+        filled: Callable[[], FilledPlan] | None = None,
     ) -> None:
-        self._plan, self.seed, self.step_index, self._shown, self._observe = plan, seed, 0, shown, observe
-        self._modules = [program.bind({n: state[n] for n in program.state}) for program in plan.programs]
+        super().__init__(plan, seed, filled)
+        self._state, self._shown, self._observe = state, shown, observe
+        self._modules: dict[int, list[fx.GraphModule]] = {}
+        self._bound(plan)
         held = {name for program in plan.programs for name in program.state}
         self.parameters_by_name = _trainable({name: state[name] for name in state if name in held}, shown)
         self.sent_bytes: dict[tuple[int, int], int] = {}
 
-    def step(self, batch: Batch) -> torch.Tensor:
-        """One training step: returns the loss, a scalar, and adds the gradients to `.grad`."""
-        loss, gradients = self.run(self._plan.bind(*call_of(batch)), self.step_index)
-        self.step_index += 1
-        self._add_gradients(gradients)
-        return loss
-
-    def run(self, tensors: Mapping[str, torch.Tensor], step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
-        draws = Draws(self._plan, self.seed, step, self._plan.device)
+        loss, gradients, _ = self._run(self._plan, tensors, step, None, None)
+        assert loss is not None
+        return loss, gradients
 
-        def body(transport: Transport) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[tuple[int, int], int]]:
-            program = self._plan.programs[transport.rank]
-            result = run_rank(self._modules[transport.rank], program, transport, draws, tensors, self._observe)
-            return *result, transport.sent_bytes()
+    def _execute(
+        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        return self._run(plan, tensors, self.step_index, ahead, carried)
 
-        results = run_ranks(len(self._plan.programs), body)
+    def _run(
+        self, plan: StepPlan, tensors: Tensors, step: int, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        modules = self._bound(plan)
+        draws = Draws(plan, self.seed, step, plan.device)
+        nexts = None if ahead is None else Ahead(Draws(plan, self.seed, ahead[0], plan.device), ahead[1])
+
+        def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
+            rank = transport.rank
+            mine = carried[rank] if carried else None
+            program = plan.programs[rank]
+            result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine)
+            return result, transport.sent_bytes()
+
+        results = run_ranks(len(plan.programs), body)
         gradients: dict[str, torch.Tensor] = {}
         self.sent_bytes = {}
-        for _, of_rank, sent in results:
+        for result, sent in results:
             self.sent_bytes.update(sent)
-            for name, gradient in of_rank.items():
+            for name, gradient in result.gradients.items():
                 gradients.setdefault(self._shown(name), gradient)
-        return results[0][0], gradients
+        return results[0][0].loss, gradients, [result.carries for result, _ in results]
+
+    def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
+        if id(plan) not in self._modules:
+            self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
+        return self._modules[id(plan)]
+
+    def _check(self, tensors: Tensors, nexts: Tensors | None) -> None:
+        pass
+
+    def _prepare(self, forms: FilledPlan) -> None:
+        pass
 
 
-class Engine(_Parameters):
-    """This process as one rank. Every rank calls every method, with the same batch.
+class Engine(Training):
+    """This process as one rank. Every rank calls every method, with the same batches.
 
     `parameters()` are this rank's own; a parameter tied across ranks is on each of them, with the same gradient.
     Every step compares the batch's checksums over the ranks; set `check_batches` to False where that is too slow.
@@ -129,32 +100,66 @@ class Engine(_Parameters):
         seed: int = 0,
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
+        filled: Callable[[], FilledPlan] | None = None,
     ) -> None:
+        super().__init__(plan, seed, filled)
         self._observe, self.check_batches = observe, True
-        self._plan, self._transport, self.seed, self.step_index, self._shown = plan, transport, seed, 0, shown
+        self._transport, self._shown, self._given = transport, shown, state
         self.rank, self.device = transport.rank, plan.device
-        self._program = plan.programs[self.rank]
-        self._state = {name: _own(state[name], plan.device) for name in self._program.state}
-        self._module = self._program.bind(self._state)
+        self._state: dict[str, torch.Tensor] = {}
+        self._modules: dict[int, fx.GraphModule] = {}
+        self._take(plan)
         self.parameters_by_name = _trainable(self._state, shown)
         self._agree("plan", plan.fingerprint)
         self._check_shared_state()
         transport.open_channels(plan.channels, plan.groups)
 
-    def step(self, batch: Batch) -> torch.Tensor:
-        """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`."""
+    def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
+        """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`.
+
+        `next_batch` as in `Training.step`.
+        """
         try:
-            tensors = {n: t.to(self.device) for n, t in self._plan.bind(*call_of(batch)).items()}
-            if self.check_batches:
-                self._agree("batch", {name: _checksum(t) for name, t in tensors.items()})
-            draws = Draws(self._plan, self.seed, self.step_index, self.device)
-            loss, gradients = run_rank(self._module, self._program, self._transport, draws, tensors, self._observe)
+            return super().step(batch, next_batch)
         except BaseException as error:
             self._transport.abort(error)
             raise
-        self.step_index += 1
-        self._add_gradients({self._shown(name): gradient for name, gradient in gradients.items()})
-        return loss
+
+    def _bind(self, batch: Any) -> Tensors:
+        return {name: tensor.to(self.device) for name, tensor in super()._bind(batch).items()}
+
+    def _check(self, tensors: Tensors, nexts: Tensors | None) -> None:
+        if self.check_batches:
+            both = [None if part is None else {n: _checksum(t) for n, t in part.items()} for part in (tensors, nexts)]
+            self._agree("batch", both)
+
+    def _prepare(self, forms: FilledPlan) -> None:
+        self._agree("plan of frozen work", [form.fingerprint for form in forms.forms])
+        for form in forms.forms:
+            self._take(form)
+        self._check_shared_state()
+        channels = {channel for form in forms.forms for channel in form.channels}
+        groups = {group for form in forms.forms for group in form.groups}
+        self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
+
+    def _execute(
+        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        draws = Draws(plan, self.seed, self.step_index, self.device)
+        nexts = None if ahead is None else Ahead(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
+        result = run_rank(
+            self._modules[id(plan)], plan.programs[self.rank], self._transport, draws, tensors,
+            self._observe, nexts, carried,
+        )  # fmt: skip
+        return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
+
+    def _take(self, plan: StepPlan) -> None:
+        """Hold the state of one more program of this rank."""
+        program = plan.programs[self.rank]
+        for name in program.state:
+            if name not in self._state:
+                self._state[name] = _own(self._given[name], plan.device)
+        self._modules[id(plan)] = program.bind({name: self._state[name] for name in program.state})
 
     def sent_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes this rank has sent on each channel since the engine was made."""

@@ -117,6 +117,7 @@ class _Walk:
         self._handlers: dict[Any, Callable[[fx.Node], Any]] = {
             ops.draw: lambda node: self._whole(node.args[1]),  # type: ignore[arg-type]
             ops.slice_batch: self._slice,
+            ops.cat_batch: self._joined,
             ops.constant: self._filled,
             ops.recv: self._filled,
             ops.wait: lambda node: self._values[node.all_input_nodes[0]],
@@ -148,7 +149,7 @@ class _Walk:
 
     def _run(self, node: fx.Node, start: float, times: Times) -> Any:
         if node.op == "placeholder":
-            return self._whole(str(node.target)) if node.target in self._program.inputs else None
+            return self._given(node)
         if node.op == "call_module":
             return self._call(node)
         if node.target is ops.begin:
@@ -186,6 +187,19 @@ class _Walk:
                 made[storage.index] = Buffer(self._meter, category, storage.num_bytes)
             return made[storage.index]
         return {ARGUMENT: arguments, SAVED: saved}[storage.owner][storage.index] if storage.owner != "state" else None
+
+    def _given(self, node: fx.Node) -> Buffer | None:
+        """A whole-batch input of this batch or the next, or what the step before has made; nothing for the rest."""
+        name = str(node.target)
+        if name in self._program.inputs:
+            return self._whole(name)
+        if name.startswith("next_") and name.removeprefix("next_") in self._program.next_inputs:
+            return self._whole(name.removeprefix("next_"))
+        value = node.meta.get("val")
+        return Buffer(self._meter, "carried", value.nbytes) if isinstance(value, torch.Tensor) else None
+
+    def _joined(self, node: fx.Node) -> Buffer:
+        return Buffer(self._meter, "carried", node.meta["val"].nbytes)
 
     def _whole(self, key: str | int) -> Buffer:
         buffer = Buffer(self._meter, "inputs", self._whole_bytes[key])

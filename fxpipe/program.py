@@ -1,10 +1,10 @@
 """A compiled program: what the user inspects, verifies and runs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fxpipe.prediction import Costing, predict
 from fxpipe.rank_program import Traffic
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
-from fxpipe.step import StepPlan
+from fxpipe.step import FilledPlan, StepPlan
 from fxpipe.timeline import Timeline
 from fxpipe.tuning import Outcome
 from fxpipe.verification import TOLERANCES, Verification, compare, reference_step
@@ -93,11 +93,20 @@ class Program:
     plan: Plan
     step: StepPlan
     costing: Costing
+    make_filled: Callable[[], FilledPlan] | None = None
     prefix: str = ""
 
     @property
     def schedule(self) -> Schedule:
         return self.step.schedule
+
+    @cached_property
+    def filled(self) -> FilledPlan | None:
+        """The step with the next batch's frozen work in its idle time; None where nothing is frozen.
+
+        Made when it is first asked for: by `engine.train`, `engine.step(batch, next_batch)` or here.
+        """
+        return None if self.make_filled is None else self.make_filled()
 
     @property
     def world_size(self) -> int:
@@ -112,10 +121,12 @@ class Program:
         cost_model: CostModel | None = None,
         cluster: Cluster | str | None = None,
         optimizer_bytes: int = ADAMW_BYTES,
+        filled: bool = False,
     ) -> Timeline:
         """Predict one step: time, bubbles, traffic and memory of every rank.
 
         Args:
+            filled: the steady step, which does the next batch's frozen work in its idle time, where there is any.
             cost_model: seconds of compute; the one compiled for where left out.
             cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
             optimizer_bytes: of optimizer state per trained parameter; AdamW's two float32 averages where left out.
@@ -123,6 +134,9 @@ class Program:
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.costing.cluster
         network.require(self.world_size)
         costing = replace(self.costing, model=cost_model or self.costing.model, cluster=network)
+        if filled and self.filled is not None:
+            costing = replace(costing, calls={**costing.calls, **self.filled.calls})
+            return predict(self.filled.steady, self.capture, costing, optimizer_bytes)
         return predict(self.step, self.capture, costing, optimizer_bytes)
 
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
@@ -156,7 +170,7 @@ class Program:
 
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
-        return LocalEngine(self.step, self.state, seed, self._shown, observe)
+        return LocalEngine(self.step, self.state, seed, self._shown, observe, self._filling)
 
     def engine(self, device: str | torch.device | None = None, seed: int = 0, observe: Observe | None = None) -> Engine:
         """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA); `observe` sees its events."""
@@ -166,7 +180,11 @@ class Program:
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        return Engine(self.step, self.state, transport, seed, self._shown, observe)
+        return Engine(self.step, self.state, transport, seed, self._shown, observe, self._filling)
+
+    @property
+    def _filling(self) -> Callable[[], FilledPlan] | None:
+        return None if self.make_filled is None else lambda: cast(FilledPlan, self.filled)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

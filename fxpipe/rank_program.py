@@ -68,7 +68,7 @@ class RankProgram:
     `gradients`); `modules` are the graphs it calls, which read their state by its original name; `state` maps those
     names to shape and type.
 
-    With frozen work of the next batch it also takes (that batch's random, its inputs in `next_inputs`), then what
+    Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), then what
     frozen work has made for this batch (`carried`), and returns what it makes for the next (`carries`) as a third list.
     A program without training (a *prologue*) returns None as its loss.
     """
@@ -82,6 +82,7 @@ class RankProgram:
     next_inputs: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
+    works_ahead: bool = False
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
         """The runnable module: stage graphs read `state` (parameters are shared, not copied)."""

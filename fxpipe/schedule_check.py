@@ -19,9 +19,9 @@ _SHOWN = 20
 def check(schedule: Schedule, work: Work, world_size: int) -> list[str]:
     """The faults of `schedule` as an order of `work` on `world_size` ranks; empty when it is correct.
 
-    Every stage does per micro-batch one F and, on the same rank, where it has gradients, one B or an I (with a W where it
-    owns parameters); every component one T on any rank. A stage with parameters on several ranks ends on each with one
-    R. The ranks, run together, come to their end.
+    Every stage does per micro-batch one F and, on the same rank, where it has gradients, one B or an I (with a W where
+    it owns parameters); every component one T on any rank. A stage with parameters on several ranks ends on each with
+    one R. The ranks, run together, come to their end.
     """
     if len(schedule.ranks) != world_size:
         return [f"the schedule has {len(schedule.ranks)} ranks, the program {world_size}; give one line per rank"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.call_costs import CallCost
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CompileError
@@ -54,3 +55,23 @@ class StepPlan:
         for program in self.programs:
             text += [str(program.graph), *(str(graph) for graph in program.modules.values())]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FilledPlan:
+    """A step whose frozen work is done in the step before.
+
+    `prologue` does the frozen work of the first batch, `steady` trains on a batch and does the frozen work of the next,
+    `epilogue` trains on the last. `calls` says what the graphs of frozen layers cost, `text` shows the frozen work of
+    `steady` rank by rank.
+    """
+
+    prologue: StepPlan
+    steady: StepPlan
+    epilogue: StepPlan
+    calls: Mapping[str, CallCost]
+    text: str
+
+    @property
+    def forms(self) -> tuple[StepPlan, StepPlan, StepPlan]:
+        return self.prologue, self.steady, self.epilogue

@@ -51,7 +51,7 @@ def outcome_table(outcomes: Sequence[Outcome], rows: int | None = None) -> Table
         table.add_row(
             str(place + 1), str(outcome.pipelines), str(outcome.ranks), outcome.schedule, str(outcome.stages),
             str(outcome.microbatches), "collocated" if outcome.collocated else "", "recomputes" * outcome.recompute,
-            human_seconds(outcome.seconds or outcome.bound_seconds) if known else f"> {human_seconds(outcome.bound_seconds)}",
+            ("" if known else "> ") + human_seconds(outcome.seconds or outcome.bound_seconds),
             human_bytes(outcome.peak_bytes) if outcome.peak_bytes is not None else "",
             human_bytes(outcome.wire_bytes) if outcome.wire_bytes is not None else "",
             outcome.why or "chosen", style="bold" if place == 0 else None,

@@ -75,6 +75,9 @@ def lower(
         next_inputs = None if works is None else sources.inputs_for(_frozen_reads(works, rank))
         carried = frozen.kept[rank] if frozen and trains else []
         writer = RankWriter(rank, layout, sources, messages, device, next_inputs, carried, trains)
+        for (name, microbatch), node in writer.values.items():
+            assert frozen is not None
+            node.meta["val"] = frozen.shape(name, layout.sizes[microbatch])
         programs.append(_Rank(writer, weights, tied, reductions, works, of_pieces).write(state, trains))
     return Lowered(tuple(programs), messages, reductions)
 
@@ -190,7 +193,7 @@ class _Rank:
         nexts = writer.next_batch.inputs if writer.next_batch else ()
         return RankProgram(
             writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
-            nexts, carried, tuple(carries),
+            nexts, carried, tuple(carries), self.frozen is not None,
         )  # fmt: skip
 
     def _act(self, action: Action, ahead: Sequence[Action]) -> None:

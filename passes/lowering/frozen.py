@@ -116,12 +116,17 @@ class FrozenWork:
         return any(self.maker[name] in piece.layers for piece in self.pieces[rank])
 
     def message(self, edge: int, src: int, dst: int, name: str, start: int, stop: int) -> Message:
-        value = self.values[name]
-        where = self.slices[name]
+        value = self.shape(name, stop - start)
+        samples = start, stop
+        return Message(edge, src, dst, None, name, -1, "conditioning", tuple(value.shape), value.dtype, samples)
+
+    def shape(self, name: str, num_samples: int) -> torch.Tensor:
+        """Shape and type of so many samples of a value."""
+        value, where = self.values[name], self.slices[name]
         shape = list(value.shape)
         if where is not None:
-            shape[where.dim] *= stop - start
-        return Message(edge, src, dst, None, name, -1, "conditioning", tuple(shape), value.dtype, (start, stop))
+            shape[where.dim] *= num_samples
+        return shape_only(shape, value.dtype)
 
 
 def _runs(samples: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -204,7 +209,7 @@ class FrozenWriter:
             return parts[0]
         label = _name(name, start, stop)
         joined = self.writer.call(ops.cat_batch, (parts, where.dim, where.outer, where.inner), label)
-        joined.meta["val"] = self._shape(name, stop - start)
+        joined.meta["val"] = self.work.shape(name, stop - start)
         return joined
 
     def _part(self, segment: _Segment, start: int, stop: int, where: BatchSlice, name: str) -> fx.Node:
@@ -215,14 +220,11 @@ class FrozenWriter:
         part = self.writer.call(
             ops.slice_batch, (node, where.dim, where.outer, where.inner, *place), _name(name, start, stop)
         )
-        part.meta["val"] = self._shape(name, stop - start)
+        part.meta["val"] = self.work.shape(name, stop - start)
         return part
 
     def _node(self, segment: _Segment) -> fx.Node:
         return self.writer.receive(segment.source) if isinstance(segment.source, Message) else segment.source
-
-    def _shape(self, name: str, num_samples: int) -> torch.Tensor:
-        return shape_only(self.work.message(0, 0, 0, name, 0, num_samples).shape, self.work.values[name].dtype)
 
 
 def _name(value: str, start: int, stop: int) -> str:

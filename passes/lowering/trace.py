@@ -1,6 +1,6 @@
 """Trace every stage and frozen component at every micro-batch size, and derive the work a schedule must contain."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,30 @@ def trace(
         _state(capture),
         capture.loss.name,
     )
+
+
+def trace_layers(
+    capture: Capture,
+    batch: BatchPlan,
+    graph: BlockGraph,
+    staged: Staged,
+    layers: Sequence[Sequence[str]],
+    sizes: Collection[int],
+    device: torch.device,
+) -> tuple[list[dict[int, StageGraphs]], dict[str, BatchSlice | None]]:
+    """The graphs of frozen layers by numbers of samples, and where the samples are in what they read and return."""
+    groups = [(f"frozen_{i}", set(nodes)) for i, nodes in enumerate(layers)]
+    for stage in range(staged.num_stages):
+        groups.append((f"stage_{stage}", {n for block in staged.blocks(stage) for n in graph.blocks[block].nodes}))
+    units = make_units(capture, [group for group in groups if group[1]], graph.local, batch.whole_batch)[: len(layers)]
+    found: list[dict[int, StageGraphs]] = [{} for _ in layers]
+    for size in sorted(sizes):
+        values = _given_values(capture, batch, size)
+        for unit, graphs in zip(units, found, strict=True):
+            graphs[size] = trace_stage(capture, unit, size, [values[name] for name in unit.reads], device)
+            values |= {value.name: value for value in graphs[size].returns}
+    names = {name for unit in units for name in (*unit.reads, *unit.returns)}
+    return found, {name: _slice(batch, name) for name in names if name in batch.layouts}
 
 
 def _given_values(capture: Capture, batch: BatchPlan, size: int) -> dict[str, Value]:

@@ -1,0 +1,72 @@
+"""One step of one rank: its program, run on a transport with the step's random draws."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.observe import Observe, Observed
+from fxpipe.rank_program import RankProgram
+from fxpipe.step import StepPlan
+from fxpipe.transport import Transport
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a rank that works ahead is given beside its own batch: the next batch's random draws and tensors."""
+
+    random: Callable[[int], torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The loss of the whole batch (None in a prologue), this rank's gradients, and what it made for the next step."""
+
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+    carries: dict[str, torch.Tensor]
+
+
+def run_rank(
+    module: fx.GraphModule,
+    program: RankProgram,
+    transport: Transport,
+    random: Callable[[int], torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    observe: Observe | None = None,
+    ahead: Ahead | None = None,
+    carried: Mapping[str, torch.Tensor] | None = None,
+) -> RankResult:
+    """One step of one rank."""
+    if observe is not None:
+        transport = Observed(transport, observe)
+    arguments: list[Any] = [transport, random, *(tensors[name] for name in program.inputs)]
+    if program.works_ahead:
+        assert ahead is not None
+        arguments += [ahead.random, *(ahead.tensors[name] for name in program.next_inputs)]
+    arguments += [(carried or {})[name] for name in program.carried]
+    with torch.no_grad():
+        loss, gradients, *rest = module(*arguments)
+    transport.flush()
+    carries = dict(zip(program.carries, rest[0], strict=True)) if rest else {}
+    return RankResult(loss, dict(zip(program.gradients, gradients, strict=True)), carries)
+
+
+class Draws:
+    """The random draws of one step, each made once and shared by all ranks of the process that ask."""
+
+    def __init__(self, plan: StepPlan, seed: int, step: int, device: torch.device) -> None:
+        self._plan, self._seed, self._step, self._device = plan, seed, step, device
+        self._made: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, index: int) -> torch.Tensor:
+        with self._lock:
+            if index not in self._made:
+                draw = self._plan.draws[index]
+                self._made[index] = draw.sample(self._plan.batch_size, self._seed, self._step, self._device)
+            return self._made[index]
