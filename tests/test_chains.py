@@ -53,12 +53,14 @@ def test_every_plan_is_best_of_all(case: Case, sizes: tuple[int, int], limit: fl
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("seed", range(4))
-def test_many_blocks_in_three_stages(objective: str, seed: int) -> None:
-    case = random_case(Random(seed), 40, whole=seed % 2 == 0)
-    plan = solve_equal(case.chain(), 3, 4, 2, batch_size=16, objective=objective)
-    require_honest(plan, case, 16, objective, None)
-    assert plan.seconds == pytest.approx(best_of_all(case, [(2, 2, 2)], 3, 4, 16, objective, None), rel=1e-9)
+@pytest.mark.parametrize("seed", range(8))
+def test_many_blocks_in_four_stages(objective: str, seed: int) -> None:
+    """Among 1,771 cuts many are near the best."""
+    rng = Random(seed)
+    case, m = random_case(rng, 24, whole=False), rng.randint(2, 6)
+    plan = solve_equal(case.chain(), 4, m, 2, batch_size=4 * m, objective=objective)
+    require_honest(plan, case, 4 * m, objective, None)
+    assert plan.seconds == pytest.approx(best_of_all(case, [(2,) * 4], 4, m, 4 * m, objective, None), rel=1e-9)
 
 
 def all_replicas(num_stages: int, num_devices: int) -> list[tuple[int, ...]]:
@@ -77,7 +79,7 @@ def test_unequal_replicas_are_best_of_all(
         best = best_of_all(case, layouts, s, num_microbatches, batch_size, objective, limit)
         options = {"batch_size": batch_size, "objective": objective, "memory_limit_bytes": limit}
         if best is None:
-            with pytest.raises(CompileError, match="GiB a rank with"):
+            with pytest.raises(CompileError, match="GiB a rank: the least that any needs is"):
                 solve_unequal(case.chain(), s, num_microbatches, num_devices, **options)
             continue
         plan = solve_unequal(case.chain(), s, num_microbatches, num_devices, **options)
@@ -146,6 +148,18 @@ def test_more_devices_than_a_word_has_bits() -> None:
     case = Case((0.0,) * 2, (3.0, 1.0), (3.0, 1.0), (0.0,), (0.0,) * 2, (0.0,) * 2, (0.0,) * 2, (1.0, 1.0), (0.0, 0.0))
     plan = solve_unequal(case.chain(), 2, 1, 80, batch_size=60 * 60, objective="paper")
     assert plan.replicas == (60, 20)
+
+
+def test_refusals_for_memory_name_the_least() -> None:
+    """States 2 a block, saved 1 a block and sample; 2 stages of 2 blocks, one sample on each of 4 devices."""
+    chain, gib = EVEN.chain(), 2.0**30
+    heavy = replace(chain, state_bytes=(2 * gib,) * 4, saved_bytes=(gib,) * 4)
+    needs = r"the least that any needs is 6\.00 GiB \(2 stages, 1 micro-batches"
+    with pytest.raises(CompileError, match=needs):
+        solve_equal(heavy, 2, 1, 2, batch_size=2, memory_limit_bytes=5.9 * gib)
+    with pytest.raises(CompileError, match=needs):
+        solve_unequal(heavy, 2, 1, 4, batch_size=2, memory_limit_bytes=5.9 * gib)
+    assert solve_unequal(heavy, 2, 1, 4, batch_size=2, memory_limit_bytes=6 * gib).replicas == (2, 2)
 
 
 def test_links_by_number_of_replicas() -> None:
@@ -218,11 +232,16 @@ REFUSED = {
     ),
     "too little memory for any replicas": (
         lambda chain: solve_unequal(chain, 2, 1, 3, batch_size=4, memory_limit_bytes=1.0),
-        r"no cut of 4 blocks into 2 stages on 3 devices fits 0\.00 GiB a rank with 1 micro-batches",
+        r"no cut of 4 blocks on 3 devices fits 0\.00 GiB a rank: the least that any needs is 0\.00 GiB \(2 stages, 1",
     ),
     "too little memory for anything": (
         lambda chain: best_unequal(chain, 3, 4, stages=[2], microbatches=[1], memory_limit_bytes=1.0),
-        r"nothing fits 0\.00 GiB a rank over stages \[2\] and micro-batches \[1\]",
+        r"no cut of 4 blocks on 3 devices fits 0\.00 GiB a rank",
+    ),
+    "no question": (lambda chain: best_unequal(chain, 3, 4, stages=[], microbatches=[1]), "no \\(S, M\\) is given"),
+    "questions without an answer": (
+        lambda chain: best_unequal(chain, 3, 4, stages=[5], microbatches=[1]),
+        "5 stages need a block each",
     ),
     "no bandwidth": (
         lambda chain: replace(chain, p2p=Link("cut", 0.0, 0.0)),

@@ -1,6 +1,8 @@
 """A question of unequal replicas, and every stage that may answer it with what it adds to the objective.
 
-blocks [i, j)  on 1, 2, 3 .. devices         period      late all-reduce      computing and sending
+    blocks [i, j)  on 1, 2, 3 .. devices         period      late all-reduce      computing and sending
+
+A plan is S of these moves in line (`moves`), with D devices in all.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from fxpipe.errors import CompileError
 from passes.chains.boxes import TIE
 from passes.chains.chain import Objective, local_batch
 from passes.chains.costs import Costs, CostTable
-from passes.chains.moves import Moves
+from passes.chains.moves import Moves, first_true
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -111,9 +113,20 @@ class Choices:
 
 def _within_memory(moves: Moves, costs: Sequence[Costs], question: Question) -> Moves:
     limit = question.memory_limit_bytes
-    if limit is None:
-        return moves
-    start, stop = np.triu_indices(moves.num_blocks + 1, k=1)
+    return moves if limit is None else replace(moves, fits=_peak_bytes(costs, question) <= limit)
+
+
+def _peak_bytes(costs: Sequence[Costs], question: Question) -> Floats:
+    """Of every move [moves] as the k-th stage from the end [S]."""
+    start, stop = np.triu_indices(len(costs[0].state), k=1)
     held = [min(k, question.num_microbatches) for k in range(1, question.num_stages + 1)]
-    fits = [np.concatenate([c.peak_bytes(start, stop, k) for c in costs]) <= limit for k in held]
-    return replace(moves, fits=np.stack(fits))
+    return np.stack([np.concatenate([c.peak_bytes(start, stop, k) for c in costs]) for k in held])
+
+
+def least_peak_bytes(table: CostTable, question: Question) -> float:
+    """Bytes of the fullest rank under the plan where that is least."""
+    costs = question.costs(table)
+    moves = Choices.of(costs, replace(question, memory_limit_bytes=None)).moves
+    peaks = _peak_bytes(costs, question)
+    sizes = np.unique(peaks)
+    return float(sizes[first_true(len(sizes), lambda i: replace(moves, fits=peaks <= sizes[i]).feasible())])

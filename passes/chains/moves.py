@@ -5,7 +5,7 @@ reachable devices of a position are the bits of a word:  bit d = d devices beyon
     word[start]  |=  word[stop] << (r - 1)         all numbers of devices in one operation
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,20 +54,8 @@ class Moves:
     def least_maximum(self, values: Floats) -> float:
         """The least possible maximum of `values` [moves] over S moves; infinite where there is no way."""
         order = np.unique(values)
-        low, high, step = 0, 0, 64
-        while not self.take(values <= order[high]).feasible() if len(order) else False:
-            if high == len(order) - 1:
-                return np.inf
-            low, high, step = high + 1, min(high + step, len(order) - 1), 2 * step
-        if not len(order):
-            return np.inf
-        while low < high:
-            middle = (low + high) // 2
-            if self.take(values <= order[middle]).feasible():
-                high = middle
-            else:
-                low = middle + 1
-        return float(order[high])
+        found = first_true(len(order), lambda i: self.take(values <= order[i]).feasible())
+        return float(order[found]) if found < len(order) else np.inf
 
     def least_sum(self, values: Floats) -> tuple[float, Ints]:
         """The least sum of `values` [moves] over S moves, and the moves, the first block's first."""
@@ -111,3 +99,17 @@ class Moves:
         table = np.minimum.accumulate(table, axis=0)
         table = np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1]
         return float(table[np.arange(size), np.arange(size) + 1].max())
+
+
+def first_true(count: int, test: Callable[[int], bool]) -> int:
+    """The first of 0, 1, .. `count` - 1 that passes a test which all after it pass; `count` if none does.
+
+    Small numbers are tried first: here they are the ones with few moves, quick to test.
+    """
+    low, high, step = 0, min(63, count - 1), 64
+    while low < count and not test(high):
+        low, high, step = high + 1, min(high + step, count - 1), 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if test(middle) else (middle + 1, high)
+    return low

@@ -14,6 +14,7 @@ within 2.4 %; `tests/test_chains.py` holds it to that.
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from fxpipe.errors import CompileError
 from passes.chains.boxes import TIE, Boxes, search
 from passes.chains.chain import Chain, ChainPlan, Objective, check_objective, check_stages
-from passes.chains.choices import Choices, Question
+from passes.chains.choices import Choices, Question, least_peak_bytes
 from passes.chains.costs import CostTable, evaluate
 from passes.chains.equal import plan_equal
 from passes.chains.moves import Moves
@@ -50,11 +51,7 @@ def solve_unequal(
     question = Question(num_stages, num_microbatches, num_devices, batch_size, objective, memory_limit_bytes)
     found = _solve(CostTable(chain), question, np.inf)
     if found is None:
-        raise CompileError(
-            f"no cut of {chain.num_blocks} blocks into {num_stages} stages on {num_devices} devices fits "
-            f"{(memory_limit_bytes or 0) / 2**30:.2f} GiB a rank with {num_microbatches} micro-batches; allow more "
-            "stages or micro-batches, a smaller batch, or raise the limit"
-        )
+        raise _memory_error(chain, [question])
     return found
 
 
@@ -74,23 +71,32 @@ def best_unequal(
         CompileError: as `solve_unequal`, where that holds for all (S, M).
     """
     check_objective(objective)
-    table, best, refusal = CostTable(chain), None, None
-    for s in sorted(stages):
-        for m in sorted(microbatches, reverse=True):
-            try:
-                question = Question(s, m, num_devices, batch_size, objective, memory_limit_bytes)
-                check_stages(chain, s)
-                if best is None or question.lower_bound(table) < best.seconds:
-                    found = _solve(table, question, best.seconds if best else np.inf)
-                    best = min((p for p in (best, found) if p), key=lambda plan: plan.seconds, default=None)
-            except CompileError as error:
-                refusal = error
+    table, best, questions, refusal = CostTable(chain), None, [], None
+    for s, m in product(sorted(stages), sorted(microbatches, reverse=True)):
+        try:
+            check_stages(chain, s)
+            questions.append(Question(s, m, num_devices, batch_size, objective, memory_limit_bytes))
+        except CompileError as error:
+            refusal = error
+    for question in questions:
+        if best is None or question.lower_bound(table) < best.seconds:
+            found = _solve(table, question, best.seconds if best else np.inf)
+            best = min((p for p in (best, found) if p), key=lambda plan: plan.seconds, default=None)
     if best is None:
-        raise refusal or CompileError(
-            f"nothing fits {(memory_limit_bytes or 0) / 2**30:.2f} GiB a rank over stages {list(stages)} and "
-            f"micro-batches {list(microbatches)}; allow more of either, or raise the limit"
-        )
+        raise _memory_error(chain, questions) if questions else refusal or CompileError("no (S, M) is given")
     return best
+
+
+def _memory_error(chain: Chain, questions: Sequence[Question]) -> CompileError:
+    """Says how much memory the most modest plan of all questions needs."""
+    table, limit = CostTable(chain), questions[0].memory_limit_bytes
+    assert limit is not None, "without a limit every question has a plan"
+    least, best = min(((least_peak_bytes(table, q), q) for q in questions), key=lambda pair: pair[0])
+    return CompileError(
+        f"no cut of {chain.num_blocks} blocks on {best.num_devices} devices fits {limit / 2**30:.2f} GiB a rank: the "
+        f"least that any needs is {least / 2**30:.2f} GiB ({best.num_stages} stages, {best.num_microbatches} "
+        "micro-batches); allow more stages or micro-batches, a smaller batch, or raise the limit"
+    )
 
 
 def _solve(table: CostTable, question: Question, cutoff: float) -> ChainPlan | None:
