@@ -1,0 +1,141 @@
+"""Waves against brute force and a recursion, in code that shares nothing with the passes."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.errors import CompileError
+from passes.partition import StageMemory, WavePartition, crossing, ties, wave
+from tests.partitions import WaveCase, wave_cases
+
+
+def found_by(case: WaveCase, hard: bool) -> WavePartition:
+    return wave(case.weights, case.skips, case.num_ranks, hard, case.cuts, case.costs, case.memory)
+
+
+def check(case: WaveCase, hard: bool) -> None:
+    """The pass finds the best of all waves, or says truly that none fits."""
+    case = replace(case, costs=[0] * len(case.costs)) if hard else case
+    every = [b for b in case.every() if not (hard and case.crossing(b))]
+    if not every:
+        with pytest.raises(CompileError, match="smallest"):
+            found_by(case, hard)
+        return
+    found = found_by(case, hard)
+    assert case.fits(found.boundaries)
+    assert found.rank_loads == pytest.approx(case.loads(found.boundaries))
+    assert found.crossing == case.crossing(found.boundaries)
+    values = {b: (max(case.loads(b)), len(case.crossing(b))) for b in every}
+    value = max(case.loads(found.boundaries)), len(found.crossing)
+    assert value == min(values.values())
+    alike = [case.ties(b) for b in every if values[b] == value and case.crossing(b) == found.crossing]
+    assert case.ties(found.boundaries) == min(alike)
+
+
+@given(wave_cases(max_blocks=7, max_ranks=3), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_wave_is_best_of_all(case: WaveCase, hard: bool) -> None:
+    check(case, hard)
+
+
+@given(wave_cases(max_blocks=6, max_ranks=3, with_memory=True), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_wave_is_best_of_those_that_fit(case: WaveCase, hard: bool) -> None:
+    check(case, hard)
+
+
+def of_seed(seed: int, size: int, num_ranks: int) -> WaveCase:
+    """More blocks than brute force can take; every third with a block that outweighs several ranks."""
+    draw = random.Random(seed)
+    weights = [draw.randint(0, 9) for _ in range(size)]
+    if seed % 3 == 0:
+        weights[draw.randrange(size)] = draw.randint(size, 3 * size)
+    nested = [(k, size - 1 - k) for k in range(0, size // 2, 2)]
+    crossed = [(draw.randrange(size // 2), draw.randrange(size // 2, size)) for _ in range(size // 2)]
+    skips = (nested, crossed, nested + crossed, crossed[:2])[seed % 4]
+    return WaveCase(weights, skips, num_ranks, [draw.randint(0, 3) for _ in skips], [0] * (size + 1))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_soft_wave_agrees_with_a_recursion(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the short cuts for small instances off."""
+    case = of_seed(seed, 10 + seed % 4, 2 + seed % 3)
+    assert (max(case.loads(found_by(case, hard=False).boundaries)), len(found_by(case, False).crossing)) == case.least()
+    monkeypatch.setattr(crossing, "_SMALL", 0)
+    monkeypatch.setattr(ties, "_FEW", 0)
+    again = found_by(case, hard=False)
+    assert (max(case.loads(again.boundaries)), len(again.crossing)) == case.least()
+
+
+@given(wave_cases(max_blocks=7, max_ranks=3))
+@settings(max_examples=100, deadline=None)
+def test_bounds_on_the_price_do_not_change_the_choice(case: WaveCase) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ties, "_FEW", 0)
+        check(case, hard=True)
+
+
+def test_wave_keeps_a_u_net_together() -> None:
+    skips = [(0, 7), (1, 6), (2, 5)]
+    assert wave([1.0] * 8, skips, 2) == WavePartition((0, 2, 3, 6, 8), (4.0, 4.0), 1.0, ())
+
+
+def test_skips_in_crossed_order_force_one_rank_unless_they_may_cross() -> None:
+    skips = [(0, 4), (2, 6), (4, 7), (1, 2), (3, 6), (5, 7), (1, 4)]
+    hard = wave([1.0] * 8, skips, 2)
+    assert sorted(hard.rank_loads) == [0.0, 8.0]
+    soft = wave([1.0] * 8, skips, 2, hard=False, skip_cost=[0.1] * 7)
+    assert soft.max_over_mean < 1.5
+    assert soft.crossing
+
+
+def test_large_instances_are_balanced() -> None:
+    """200 blocks on 64 ranks: the mean is 3.125 blocks, so 4 is the least for unit blocks."""
+    assert max(wave([1.0] * 200, [], 64).rank_loads) == 4.0
+    nested = [(k, 199 - k) for k in range(100)]
+    assert max(wave([1.0] * 200, nested, 8).rank_loads) == 26.0
+    heavy = [1.0] * 66 + [70.0] + [1.0] * 133
+    assert max(wave(heavy, [], 64).rank_loads) == 70.0
+    assert max(wave(heavy, nested, 64, hard=False, skip_cost=[0.25] * 100).rank_loads) == 70.25
+
+
+def test_absurd_inputs_give_a_wave() -> None:
+    assert wave([], [], 2).boundaries == (0, 0, 0, 0, 0)
+    assert wave([3.0], [], 4).rank_loads.count(3.0) == 1
+    assert wave([0.0] * 5, [(0, 4)], 3).max_over_mean == 1.0
+    assert wave([1.0] * 3, [(0, 2)], 9, hard=False, skip_cost=[1e9]).crossing == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": [1.0, float("nan")]}, r"weights\[1\] is nan; it must be a finite number, zero or more"),
+        ({"weights": [1.0, -1.0]}, r"weights\[1\] is -1.0"),
+        ({"num_ranks": 0}, "num_ranks=0; it must be at least 1"),
+        ({"skips": [(0, 2)]}, r"skips\[0\] is \(0, 2\), but the blocks are 0 to 1"),
+        ({"hard": False, "skip_cost": []}, "skip_cost has 0 entries, not 1"),
+        ({"cut_costs": [0.0]}, "cut_costs has 1 entries, not 3"),
+        ({"memory": StageMemory([1, 1], [1, 1], [1], 9)}, "in_flight has 1 entries, not 4"),
+        ({"memory": StageMemory([1, 1], [1, 1], [1] * 4, [9, -1])}, r"limit_bytes\[1\] is -1.0"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        wave(**({"weights": [1.0, 1.0], "skips": [(0, 1)], "num_ranks": 2} | change))
+
+
+def test_too_little_memory_names_the_smallest_limit() -> None:
+    """Two skips hold blocks 0, 1, 4, 5 and 2, 3 together: 4 blocks with 3 and 1 micro-batches in flight, 2 with 2."""
+    memory = StageMemory([2**30] * 6, [2**29] * 6, [3, 2, 2, 1], 4 * 2**30)
+    skips = [(0, 4), (1, 5)]
+    with pytest.raises(
+        CompileError, match=r"no wave fits into 4.000 GiB per rank; .* is 8.000 GiB \(8589934592 bytes\)"
+    ):
+        wave([1.0] * 6, skips, 2, memory=memory)
+    assert wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=8 * 2**30)).boundaries == (0, 2, 3, 4, 6)
+    with pytest.raises(CompileError, match=r"2\.0000 times as large, 8\.000 GiB, 4\.000 GiB; take more ranks"):
+        wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=[4 * 2**30, 2 * 2**30]))
