@@ -7,8 +7,8 @@ blocks   0 1 2 3 4 5 6     S = 3, k = 2, q = 1: blocks [2, 7) in two stages; eve
          [0 ][.........]   table[b, problem, i]: a stage of 1 + b blocks that begins at block i
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -44,8 +44,8 @@ class ChainProblems:
     main: Floats
     main_adds: bool
     criteria: Sequence[Floats]
-    fits: Callable[[int, Ints], Bools] | None = None
-    """(stages from here to the end, problems) -> which entries of the tables fit into memory."""
+    too_large: Mapping[int, Bools] = field(default_factory=dict)
+    """By number of stages from here to the end: which entries of the tables do not fit into memory, if any."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Nodes:
 
         Stages in `skip` are not used, if given; `note` receives those in none of the best solutions.
         """
-        num, most, fits = len(table), self.problems.num_stages, self.problems.fits
+        num, most = len(table), self.problems.num_stages
         width, ranges = self._extent()
         values = np.where(self.allowed[:width], table[:width], np.inf)
         best = np.full((most + 1, len(self.problem), 2 * num), np.inf)
@@ -81,8 +81,8 @@ class _Nodes:
         for k, (low, end) in enumerate(ranges, start=1):
             here = slice(most - k + low, most - k + end)
             total = combine(values[:, :, here], after[k - 1, :width, :, low:end])
-            if fits is not None:
-                np.copyto(total, np.inf, where=~fits(k, self.problem)[:width, :, here])
+            if k in self.problems.too_large:
+                np.copyto(total, np.inf, where=self.problems.too_large[k][:width, self.problem, here])
             if skip is not None:
                 first, mask = skip[k]
                 np.copyto(total, np.inf, where=mask[:width, :, low - first : end - first])

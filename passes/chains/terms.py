@@ -63,13 +63,13 @@ def chain_problems(
     criteria = [np.stack(tables, axis=1) for tables in zip(*(term.criteria for term in terms), strict=True)]
     if limit is None:
         return ChainProblems(num_stages, main, adds, criteria)
-    peaks = [
-        np.stack(
-            [c.peak_bytes(start, stop, min(k, x.num_microbatches)) for c, x in zip(costs, layouts, strict=True)], 1
-        )
-        for k in range(1, num_stages + 1)
-    ]
-    return ChainProblems(num_stages, main, adds, criteria, lambda k, problem: (peaks[k - 1] <= limit)[:, problem])
+    too_large = {}
+    for k in range(1, num_stages + 1):
+        peaks = [c.peak_bytes(start, stop, min(k, x.num_microbatches)) for c, x in zip(costs, layouts, strict=True)]
+        mask = np.stack(peaks, axis=1) > limit
+        if mask.any():
+            too_large[k] = mask
+    return ChainProblems(num_stages, main, adds, criteria, too_large)
 
 
 def solve_problems(problems: ChainProblems) -> list[tuple[int, ...] | None]:
@@ -92,10 +92,8 @@ def _tried(problems: ChainProblems) -> list[tuple[int, ...] | None]:
     total = total.sum(axis=1) if problems.main_adds else total.max(axis=1)
     for table in problems.criteria:
         total = total + table[longer, :, start].max(axis=1)
-    if problems.fits is not None:
-        every = np.arange(problems.main.shape[1])
-        for stage in range(most):
-            fits = problems.fits(most - stage, every)[longer[:, stage], :, start[:, stage]]
-            total = np.where(fits, total, np.inf)
+    for stage in range(most):
+        if most - stage in problems.too_large:
+            total[problems.too_large[most - stage][longer[:, stage], :, start[:, stage]]] = np.inf
     best = total.argmin(axis=0)
     return [tuple(cuts[c].tolist()) if np.isfinite(total[c, p]) else None for p, c in enumerate(best)]
