@@ -1,6 +1,8 @@
 """Every use of a private or unstable name of torch, in one place. Checked on torch 2.11, 2.12 and 2.13."""
 
+import logging
 import operator
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +18,7 @@ from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd import forward_ad
+from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
@@ -235,6 +238,25 @@ def outside_trace() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             _push_mode(mode)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch logs and prints nothing inside, unless TORCH_LOGS or TORCH_TRACE asks: a failed trial says why itself."""
+    if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE"):
+        yield
+        return
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    for logger in loggers:
+        logger.disabled = True
+    vars(_trace)["print"] = lambda *args, **kwargs: None  # the graph as far as it came
+    try:
+        yield
+    finally:
+        del vars(_trace)["print"]
+        for logger in loggers:
+            logger.disabled = False
 
 
 class _Framework(set[str]):

@@ -431,6 +431,13 @@ def test_refusals(middle: Middle, says: str) -> None:
     assert str(error.value).startswith("module ")
 
 
+@pytest.mark.parametrize("middle", [lambda s, h, y: h if y.sum() > 0 else 2 * h, lambda s, h, y: s.a(h[:, :3])])
+def test_failed_trials_leave_no_noise(middle: Middle, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError):
+        captured(Step(middle), batch())
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("middle", [lambda s, h, y: h + Straight.apply(y), lambda s, h, y: s.norm.eval()(h)])
 def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:
     exact(Step(middle), batch())

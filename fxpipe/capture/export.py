@@ -167,7 +167,7 @@ def _trace(
     shapes = tuple({0: auto} if leaf.batched and dynamic else None for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
-            with watched(step.model), WrittenOut(), PlainRandomCalls():
+            with private.quiet(), watched(step.model), WrittenOut(), PlainRandomCalls():
                 return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
         except CaptureError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None

@@ -30,7 +30,7 @@ def follow_parts(call: Call, follow: Follow) -> list[Result]:
     values = fx.map_arg((call.node.args, dict(call.node.kwargs)), lambda n: n.meta["val"])
     parts = _Parts(call, follow)
     try:
-        with mode.shape_env.suppress_guards(), parts:
+        with private.quiet(), mode.shape_env.suppress_guards(), parts:
             result = parts.run(call.node.target, *values)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # no fake form at this level
         raise no_rule("it") from error
