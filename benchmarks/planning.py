@@ -150,8 +150,9 @@ def row(prepared: Prepared, cluster: Cluster, batch_size: int, console: Console)
     limit = device(cluster.device).memory_bytes
     milliseconds, solves = [], 0
     for name, (objective, limited) in OBJECTIVES.items():
-        options = {"objective": objective, "memory_limit_bytes": limit if limited else None}
-        plan = partial(all_plans, prepared.chain, cluster.num_ranks, batch_size, **options)
+        memory = limit if limited else None
+        solve = partial(all_plans, prepared.chain, cluster.num_ranks, batch_size)
+        plan = partial(solve, objective=objective, memory_limit_bytes=memory)
         plans, *seconds = plan(), *(timed(plan)[1] for _ in range(RUNS))
         milliseconds.append(f"{min(seconds) * 1e3:.0f}")
         solves = max(solves, len(plans))
