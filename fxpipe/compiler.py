@@ -188,8 +188,13 @@ def compile(
         weights, gradients = _loss_weights(batch, sizes), table.trained_bytes
         found = fill_step(frozen, staged, traced, training.schedule, resources, gradients, weights, where, fill)
         see("filled", found)
-        forms = [step_plan(found.schedule, lowered) for lowered in (found.prologue, found.steady, found.epilogue)]
-        return FilledPlan(*forms, {**found.calls}, found.fill.text())
+        return FilledPlan(
+            prologue=step_plan(found.schedule, found.prologue),
+            steady=step_plan(found.schedule, found.steady),
+            epilogue=step_plan(found.schedule, found.epilogue),
+            calls=found.calls,
+            text=found.fill.text(),
+        )
 
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
     first = step_plan(ordered.schedule, lowered)

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fxpipe.block_costs import BlockCosts
+from fxpipe.block_graph import BlockGraph
 from fxpipe.errors import CompileError
 from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
-from passes.place import FOLDED, LOOPED, Shape, shape
-from passes.schedule import POLICIES
+from passes.cascade import borders, first_pass
+from passes.place import TWO_PER_RANK, Shape, shape
 
 _OVERLAPPED = (1, 4)  # stages of a pipeline of one rank: the last one's gradients are reduced while others compute
 _MOST_PER_RANK = 16  # micro-batches per rank of a pipeline: what more would save is below a sixteenth
@@ -70,7 +71,11 @@ class Candidate:
         )  # fmt: skip
 
 
-def candidates(costs: BlockCosts, wishes: Wishes) -> Iterator[Candidate]:
+_AUTOMATIC = ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble")
+"""The orders that are tried; for the one chosen a better one is looked for."""
+
+
+def candidates(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> Iterator[Candidate]:
     counts = divisors(wishes.world_size)
     if wishes.data_parallel is not None and wishes.data_parallel not in counts:
         raise CompileError(
@@ -79,17 +84,27 @@ def candidates(costs: BlockCosts, wishes: Wishes) -> Iterator[Candidate]:
         )
     for count in counts:
         if wishes.data_parallel in (None, count) and count <= wishes.batch_size:
-            for found in shapes(wishes, count):
+            for found in shapes(wishes, count, _names(graph, costs, wishes)):
                 for microbatches in _microbatches(wishes, count, found.places):
                     yield Candidate(found, microbatches, _bound(costs, wishes, found, microbatches))
 
 
-def shapes(wishes: Wishes, data_parallel: int) -> Iterator[Shape]:
+def _names(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> tuple[str, ...]:
+    """The named orders that suit the model."""
+    if wishes.schedule != "auto":
+        return (wishes.schedule,)
+    if first_pass(costs):
+        return ("interleaved",)  # both passes of a stage on its rank
+    times = costs.at(1)
+    seconds = [f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
+    return (*_AUTOMATIC, *(("bidirectional",) if borders(graph, seconds) else ()))
+
+
+def shapes(wishes: Wishes, data_parallel: int, names: tuple[str, ...]) -> Iterator[Shape]:
     """Every shape with so many pipelines."""
     places = wishes.world_size // data_parallel
-    names = tuple(POLICIES) if wishes.schedule == "auto" else (wishes.schedule,)
-    if places == 1:
-        names = ("1f1b",) if wishes.schedule == "auto" else names
+    if places == 1 and wishes.schedule == "auto":
+        names = ("1f1b",)
     for name in names:
         per_place = _stages_per_place(name, places)
         fixed = wishes.stages is not None or wishes.schedule != "auto"
@@ -111,7 +126,7 @@ def shapes(wishes: Wishes, data_parallel: int) -> Iterator[Shape]:
 def _stages_per_place(name: str, places: int) -> tuple[int, ...]:
     if places == 1:
         return _OVERLAPPED
-    return (2,) if name in (*FOLDED, *LOOPED) else (1, 2) if name == "zero-bubble" else (1,)
+    return (2,) if name in TWO_PER_RANK else (1, 2) if name == "zero-bubble" else (1,)
 
 
 def divisors(number: int) -> list[int]:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
+from passes.cascade import first_pass, opposite, two_passes
 from passes.estimate import BlockTimes
 from passes.partition import linear, wave
 from passes.schedule import POLICIES
@@ -51,17 +53,23 @@ class Shape:
         return self.schedule in FOLDED or (self.schedule in SPLIT and self.stages == 2 * self.places > 2)
 
     @property
+    def is_opposite(self) -> bool:
+        """Whether two groups of backbones go through the ranks in opposite directions."""
+        return self.schedule == "bidirectional"
+
+    @property
     def place_of_stage(self) -> tuple[int, ...]:
         """Line and loop: in turn; fold: there and back."""
         n = self.places
-        if self.is_folded:
+        if self.is_folded or self.is_opposite:
             return tuple(s % n if s // n % 2 == 0 else n - 1 - s % n for s in range(self.stages))
         return tuple(s % n for s in range(self.stages))
 
 
-FOLDED = ("wave",)
-SPLIT = ("zero-bubble",)
+FOLDED = ("wave", "zb-v", "hanayo")
+SPLIT = ("zero-bubble", "zb-h1")
 LOOPED = ("interleaved",)
+TWO_PER_RANK = (*FOLDED, *LOOPED, "bidirectional")
 
 
 def shape(name: str, world_size: int, stages: int | None, data_parallel: int, strided: bool = False) -> Shape:
@@ -83,13 +91,15 @@ def shape(name: str, world_size: int, stages: int | None, data_parallel: int, st
             f"data_parallel={data_parallel} does not divide world_size={world_size}; every pipeline has as many ranks"
         )
     places = world_size // data_parallel
-    count = stages or places * (2 if name in (*FOLDED, *LOOPED) else 1)
+    count = stages or places * (2 if name in TWO_PER_RANK else 1)
     found = Shape(name, count, pipelines(places, data_parallel, strided))
     if count % places:
         raise CompileError(
             f"stages={count} is no multiple of the {places} ranks of a pipeline (world_size={world_size}, "
             f"data_parallel={data_parallel}); every rank owns as many stages"
         )
+    if name == "bidirectional" and count != 2 * places:
+        raise CompileError(f"schedule 'bidirectional' has two stages per rank of a pipeline, {2 * places}, not {count}")
     if name in FOLDED and count % (2 * places):
         raise CompileError(
             f"schedule {name!r} goes there and back: its stages are a multiple of {2 * places}, not {count}"
@@ -104,14 +114,23 @@ def pipelines(places: int, count: int, strided: bool = False) -> tuple[tuple[int
     return tuple(tuple(range(p * places, (p + 1) * places)) for p in range(count))
 
 
-def place(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster) -> Staged:
-    """The stages of a shape, and the ranks of their replicas."""
+def place(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape, cluster: Cluster) -> Staged:
+    """The stages of a shape, and the ranks of their replicas.
+
+    Raises:
+        CompileError: the model has not the backbones that the shape needs.
+    """
     world_size = wanted.places * len(wanted.pipelines)
     ranks = wanted.stage_ranks
     recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
     if wanted.is_folded:
         return replace(_folded(graph, times, wanted, cluster, ranks), recompute=recompute)
-    boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
+    if wanted.is_opposite:
+        boundaries = opposite(graph, times.total, wanted.places, cut_bytes(graph))
+    elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(costs):
+        boundaries = two_passes(costs, times.total, wanted.places, cut_bytes(graph))
+    else:
+        boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
     return Staged(boundaries, ranks, wanted.schedule, False, world_size, (), recompute)
 
 
@@ -137,10 +156,11 @@ def _folded(
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
-    found = wave(times.total, list(pairs), wanted.places, wanted.hard, cut_bytes(graph), costs)
+    levels = wanted.stages // 2  # one per rank and wave
+    found = wave(times.total, list(pairs), levels, wanted.hard, cut_bytes(graph), costs)
     notes = []
     if pairs and wanted.hard:
-        free = wave(times.total, [], wanted.places, False, cut_bytes(graph))
+        free = wave(times.total, [], levels, False, cut_bytes(graph))
         notes.append(
             f"{len(pairs)} skips collocated: busiest rank {found.max_over_mean:.3f} x mean, "
             f"{free.max_over_mean:.3f} if skips could cross ranks"

@@ -38,6 +38,7 @@ POLICIES = {
     "1f1b": Policy(),
     "interleaved": Policy(grouped=True),
     "wave": Policy(),
+    "bidirectional": Policy(),  # two groups of backbones, in opposite directions (DiffusionPipe, MLSys 2024)
     "hanayo": Policy(capped=True),
     "zero-bubble": Policy(split=True),
     "zb-h1": Policy(split=True),  # the paper's name of the one above

@@ -21,7 +21,7 @@ from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
 from passes.candidates import Candidate, Wishes, candidates
 from passes.estimate import BlockTimes, first_estimate, simulated_step
-from passes.place import place
+from passes.place import TWO_PER_RANK, place
 from passes.room import held_bytes, peak_bytes, saved_bytes, wire_bytes
 
 _MOST_SIMULATED = 40  # candidates that fit, in the order of their first estimates
@@ -52,7 +52,7 @@ def tune(graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes)
         CompileError: none fits; says which would need least.
     """
     tuner = _Tuner(graph, costs, cluster, wishes)
-    estimated, ruled_out = tuner.estimated(sorted(candidates(costs, wishes), key=lambda c: c.bound_seconds))
+    estimated, ruled_out = tuner.estimated(sorted(candidates(graph, costs, wishes), key=lambda c: c.bound_seconds))
     best: Candidate | None = None
     simulated: list[Candidate] = []
     while estimated and not (best and tuner.is_settled(simulated, estimated[0], best)):
@@ -161,9 +161,10 @@ class _Tuner:
     def _place(self, candidate: Candidate, times: BlockTimes) -> Staged:
         """The stages of a shape depend on where its places are, and in soft folds on their links."""
         shape = candidate.shape
-        key = (shape.places, shape.stages, shape.is_folded, times.num_samples, shape.hard or shape.pipelines)
+        kind = "fold" if shape.is_folded else shape.schedule if shape.schedule in TWO_PER_RANK else "line"
+        key = (kind, shape.places, shape.stages, times.num_samples, shape.hard or shape.pipelines)
         if key not in self._placed:
-            self._placed[key] = place(self._graph, times, shape, self._cluster)
+            self._placed[key] = place(self._graph, self._costs, times, shape, self._cluster)
         known = self._placed[key]
         recompute = frozenset(range(shape.stages)) if shape.recompute else frozenset[int]()
         return replace(known, schedule=shape.schedule, stage_ranks=shape.stage_ranks, recompute=recompute)

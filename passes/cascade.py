@@ -1,0 +1,95 @@
+"""Models of several backbones, and of one that runs twice: what their stages have to look like.
+
+    two backbones, two losses    blocks 0-5 | 6-9        rank 0: [0-2] [8-9]    rank 1: [3-5] [6-7]
+    in opposite directions                                the first goes down the ranks, the second up
+
+    self-conditioned             pass 1: 0-4, pass 2: 5-9 with the same weights
+                                                          rank 0: [0-1] [5-6]    rank 1: [2-4] [7-9]
+                                                          each weight on one rank
+
+Methods: DiffusionPipe (Tian et al., MLSys 2024), sections 4.2 and 4.3.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from fxpipe.block_costs import BlockCosts
+from fxpipe.block_graph import BlockGraph
+from fxpipe.errors import CompileError
+from passes.partition import linear
+
+_LOSS_BYTES = 64  # per sample, of what losses that are added up send at most
+_LEAST_SHARE = 0.05  # of the time: less is no backbone
+
+
+def borders(graph: BlockGraph, seconds: Sequence[float]) -> tuple[int, ...]:
+    """The blocks at which a further backbone begins: nothing but terms of the loss comes from before."""
+    crossing = [0] * (len(graph.blocks) + 1)
+    for edge in graph.edges:
+        readers = [c for c in edge.consumers if isinstance(c, int)]
+        if isinstance(edge.producer, int) and readers:
+            for position in range(edge.producer + 1, max(readers) + 1):
+                crossing[position] += edge.bytes_per_sample
+    found, total, last = [], sum(seconds), 0
+    for position in range(1, len(graph.blocks)):
+        apart = crossing[position] <= _LOSS_BYTES
+        if apart and min(sum(seconds[last:position]), sum(seconds[position:])) >= _LEAST_SHARE * total:
+            found.append(position)
+            last = position
+    return tuple(found)
+
+
+def opposite(graph: BlockGraph, seconds: Sequence[float], places: int, cuts: Sequence[float]) -> tuple[int, ...]:
+    """Boundaries of 2 x `places` stages: one group of backbones, then the other, each cut into `places`.
+
+    Of more than two backbones, neighbours form a group, so that both have about as much to do.
+
+    Raises:
+        CompileError: there is one backbone.
+    """
+    found = borders(graph, seconds)
+    if not found:
+        raise CompileError(
+            "schedule 'bidirectional' needs two backbones that share nothing but the sum of their losses; here is one"
+        )
+    half = min(found, key=lambda k: abs(sum(seconds[:k]) - sum(seconds[k:])))
+    first = linear(seconds[:half], places, cuts[: half + 1])
+    second = linear(seconds[half:], places, cuts[half:])
+    return (*first, *(half + position for position in second[1:]))
+
+
+def first_pass(costs: BlockCosts) -> int:
+    """The number of blocks of a backbone's first pass, where it runs twice with the same weights; zero elsewhere."""
+    last = [max(weight.blocks) for weight in costs.weights if weight.trained and weight.blocks]
+    for length in range(costs.num_blocks // 2 + 1, 0, -1):
+        inside = [w for w in costs.weights if w.trained and w.blocks and min(w.blocks) < length]
+        if inside and all(max(w.blocks) >= length for w in inside) and 2 * len(inside) > len(last):
+            return length
+    return 0
+
+
+def two_passes(costs: BlockCosts, seconds: Sequence[float], places: int, cuts: Sequence[float]) -> tuple[int, ...]:
+    """Boundaries of 2 x `places` stages: the second pass balanced with the first's time added where its weights are."""
+    length = first_pass(costs)
+    home = _homes(costs, length)
+    loads = list(seconds[length:])
+    for block in range(length):
+        loads[home[block] - length] += seconds[block]
+    second = linear(loads, places, cuts[length:])
+    first = [next((b for b in range(length) if home[b] - length >= position), length) for position in second]
+    assert all(a <= b for a, b in pairwise(first))
+    return (0, *first[1:-1], length, *(length + position for position in second[1:]))
+
+
+def _homes(costs: BlockCosts, length: int) -> list[int]:
+    """For every block of the first pass the block of the second that has most of its weights; never going back."""
+    homes: list[int] = []
+    for block in range(length):
+        shared: dict[int, int] = {}
+        for weight in costs.weights:
+            if block in weight.blocks:
+                for other in (b for b in weight.blocks if b >= length):
+                    shared[other] = shared.get(other, 0) + weight.num_bytes
+        least = homes[-1] if homes else length
+        homes.append(max(least, max(shared, key=lambda b: shared[b], default=least)))
+    return homes
