@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from fxpipe.dump import rank_text
-from fxpipe.engine import Draws
 from fxpipe.program import Program
+from fxpipe.run_rank import Draws
 from fxpipe.transport import Transport, run_ranks
 
 

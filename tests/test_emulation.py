@@ -13,10 +13,10 @@ from fxpipe.collectives import Collective
 from fxpipe.deviation import ActionTimes, deviation
 from fxpipe.emulated_network import EmulatedDevice, EmulatedNetwork
 from fxpipe.emulation import Slower, emulate, emulated
-from fxpipe.engine import run_rank
 from fxpipe.errors import CompileError, RunError
 from fxpipe.links import Link
 from fxpipe.prediction import Costing, planned, predict
+from fxpipe.run_rank import run_rank
 from fxpipe.timeline import Event, Timeline
 from fxpipe.transport import run_ranks
 from tests.unet import TinyUNet
@@ -72,10 +72,10 @@ def test_an_emulated_program_returns_zeros_of_the_right_shapes() -> None:
     (rank,), plan = program.step.programs, planned(program.step, program.capture, program.costing)
     module = emulated(rank, plan.op_lists[0], plan.seconds, EmulatedDevice())
     batch = program.step.bind((), TinyUNet().example_inputs(2))
-    ((loss, gradients),) = run_ranks(1, lambda transport: run_rank(module, rank, transport, _no_draws, batch))
-    assert loss == 0.0
-    assert {name: g.shape for name, g in gradients.items()} == {n: rank.state[n].shape for n in rank.gradients}
-    assert not any(gradient.any() for gradient in gradients.values())
+    (result,) = run_ranks(1, lambda transport: run_rank(module, rank, transport, _no_draws, batch))
+    assert result.loss == 0.0
+    assert {name: g.shape for name, g in result.gradients.items()} == {n: rank.state[n].shape for n in rank.gradients}
+    assert not any(gradient.any() for gradient in result.gradients.values())
 
 
 def _no_draws(index: int) -> torch.Tensor:
