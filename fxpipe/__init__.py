@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fxpipe.compiler import compile
     from fxpipe.program import Program
     from fxpipe.schedule import Schedule
+    from fxpipe.self_conditioning import SelfConditioning
 
 __all__ = [
     "CaptureError",
@@ -20,6 +21,7 @@ __all__ = [
     "RunError",
     "Schedule",
     "ScheduleError",
+    "SelfConditioning",
     "compile",
 ]
 
@@ -28,6 +30,7 @@ _LAZY = {
     "Cluster": "fxpipe.cluster",
     "Program": "fxpipe.program",
     "Schedule": "fxpipe.schedule",
+    "SelfConditioning": "fxpipe.self_conditioning",
     "compile": "fxpipe.compiler",
 }
 

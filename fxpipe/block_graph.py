@@ -78,7 +78,8 @@ class Fault:
 class BlockGraph:
     """Blocks, components and local operations hold every operation of the capture; edges every tensor between owners.
 
-    `block_seconds` and `component_seconds` are what the analysis balanced by; `unused` are weights nothing reads.
+    `block_seconds` and `component_seconds` are what the analysis balanced by; `unused` are weights nothing reads. The
+    first `first_pass` blocks run a backbone under no_grad whose prediction a second pass is fed.
     Placeholders (weights, inputs, draws) are no edges: every rank can make its own.
     """
 
@@ -89,6 +90,7 @@ class BlockGraph:
     block_seconds: tuple[float, ...]
     component_seconds: tuple[float, ...]
     unused: tuple[str, ...]
+    first_pass: int = 0
 
     @cached_property
     def owners(self) -> Mapping[str, Owner]:

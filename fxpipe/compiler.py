@@ -25,10 +25,10 @@ from fxpipe.options import (
     given_schedule,
     microbatch_sizes,
     training_step,
+    unwrapped,
 )
 from fxpipe.prediction import Costing
 from fxpipe.program import Plan, Program
-from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require as require_schedule
 from fxpipe.step import FilledPlan, StepPlan
@@ -38,8 +38,9 @@ from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
 from passes.candidates import Wishes
+from passes.cascade import first_stages
 from passes.filled import fill_step, frozen_part, without_components
-from passes.lowering import Lowered, lower
+from passes.lowering import Lowered, lower, require_lowered
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
 from passes.place import place_schedule
@@ -116,6 +117,7 @@ def compile(
     seconds_of = given_cost_model(network.device if cost_model is None else cost_model)
     where = given_device(device)
     asked = given_schedule(schedule, world_size)
+    model, conditioning = unwrapped(model, asked)
     step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
 
     # capture: one flat graph of ATen operations
@@ -147,7 +149,8 @@ def compile(
         staged = place_schedule(graph, times, asked, network)
     else:
         copies = data_parallel if asked == "auto" else data_parallel or 1
-        wishes = Wishes(asked, world_size, inputs.batch_size, copies, stages, count, collocation, recompute, limit)
+        fixed = (copies, stages, count, collocation, recompute, limit, conditioning)
+        wishes = Wishes(asked, world_size, inputs.batch_size, *fixed)
         tuned = tune(graph, table, network, wishes)
         staged, count = tuned.chosen.placed, tuned.chosen.microbatches
         times = block_times(table, -(-inputs.batch_size // count))
@@ -168,8 +171,10 @@ def compile(
 
     # lower: one program per rank
     layout = traced.layout(ordered.schedule, graph, staged)
-    lowered = lower(layout, traced.sources, _loss_weights(batch, sizes), traced.state, where)
-    require_programs(lowered.programs, lowered.messages, lowered.reductions)
+    weights = _loss_weights(batch, sizes)
+    optional = first_stages(graph, table, staged.boundaries) if conditioning is not None else frozenset[int]()
+    lowered = lower(layout, traced.sources, weights, traced.state, where, optional=optional)
+    require_lowered(lowered)
     see("programs", lowered.programs)
 
     notes = (*captured.notes, *_uncosted(costs), *staged.notes, *ordered.notes)
@@ -178,15 +183,17 @@ def compile(
     draws = {draw.index: draw for draw in captured.draws.values()}
 
     def step_plan(order: Schedule, lowered: Lowered) -> StepPlan:
-        return StepPlan(inputs, names, sum(sizes), draws, order, **vars(lowered), device=where)
+        parts = (lowered.programs, lowered.messages, lowered.reductions)
+        without = step_plan(order, lowered.without) if lowered.without else None
+        return StepPlan(inputs, names, sum(sizes), draws, order, *parts, where, without, conditioning or 0.0)
 
     # fill: where something is frozen, the same step with the next batch's frozen work in its idle time; when asked for
     def filled() -> FilledPlan:
         work = without_components(traced.work)
         training = ordered if isinstance(asked, Schedule) else order(graph, staged, work, resources, search)
         frozen = frozen_part(captured, batch, graph, costs, seconds_of)
-        weights, gradients = _loss_weights(batch, sizes), table.trained_bytes
-        found = fill_step(frozen, staged, traced, training.schedule, resources, gradients, weights, where, fill)
+        reduced, plain = table.trained_bytes, training.schedule
+        found = fill_step(frozen, staged, traced, plain, resources, reduced, weights, where, fill, optional)
         see("filled", found)
         return FilledPlan(
             prologue=step_plan(found.schedule, found.prologue),

@@ -160,6 +160,8 @@ class Engine(Training):
             if name not in self._state:
                 self._state[name] = _own(self._given[name], plan.device)
         self._modules[id(plan)] = program.bind({name: self._state[name] for name in program.state})
+        if plan.without is not None:
+            self._take(plan.without)
 
     def sent_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes this rank has sent on each channel since the engine was made."""

@@ -14,6 +14,7 @@ from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
+from fxpipe.self_conditioning import SelfConditioning
 
 
 def check_counts(**counts: int | None) -> None:
@@ -145,6 +146,15 @@ def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
     """Samples of every micro-batch, the larger ones first."""
     size, larger = divmod(batch_size, microbatches)
     return (size + 1,) * larger + (size,) * (microbatches - larger)
+
+
+def unwrapped(model: nn.Module, schedule: str | Schedule) -> tuple[nn.Module, float | None]:
+    """The step, and the probability of its first pass where that is self-conditioning."""
+    if not isinstance(model, SelfConditioning):
+        return model, None
+    if isinstance(schedule, Schedule):
+        raise CompileError("a schedule of your own cannot leave out a self-conditioned first pass; use schedule='auto'")
+    return model.step, model.probability
 
 
 def training_step(

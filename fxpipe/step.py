@@ -13,11 +13,15 @@ from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CompileError
 from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Schedule
+from fxpipe.self_conditioning import conditioned
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument."""
+    """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument.
+
+    Of a self-conditioned step `without` is what runs where a step draws no first pass, and `probability` that of one.
+    """
 
     inputs: InputSpec
     input_names: Mapping[str, str]
@@ -28,6 +32,8 @@ class StepPlan:
     messages: tuple[Message, ...]
     reductions: tuple[Reduction, ...]
     device: torch.device
+    without: "StepPlan | None" = None
+    probability: float = 1.0
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
@@ -41,7 +47,12 @@ class StepPlan:
 
     @property
     def channels(self) -> list[tuple[int, int]]:
-        return sorted({message.channel for message in self.messages})
+        others = self.without.channels if self.without else ()
+        return sorted({*others, *(message.channel for message in self.messages)})
+
+    def drawn(self, seed: int, step: int) -> "StepPlan":
+        """What runs at this step."""
+        return self if self.without is None or conditioned(seed, step, self.probability) else self.without
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -54,6 +65,8 @@ class StepPlan:
         text = [self.schedule.text(), *map(str, self.messages), *map(str, self.reductions)]
         for program in self.programs:
             text += [str(program.graph), *(str(graph) for graph in program.modules.values())]
+        if self.without is not None:
+            text.append(f"{self.probability} {self.without.fingerprint}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 

@@ -70,7 +70,7 @@ class Training(ABC):
         self._check(tensors, nexts)
         carried = self._carried if self._carried and self._carried.serves(self.step_index, tensors) else None
         if self._make_filled is None or (carried is None and nexts is None):
-            loss, gradients, _ = self._execute(self._plan, tensors, None, None)
+            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, self.step_index), tensors, None, None)
         else:
             loss, gradients = self._filled_step(self._forms(), tensors, nexts, carried)
         assert loss is not None
@@ -117,7 +117,7 @@ class Training(ABC):
         now = self.step_index
         made = carried.made if carried else self._execute(forms.prologue, tensors, (now, tensors), None)[2]
         ahead = None if nexts is None else (now + 1, nexts)
-        form = forms.epilogue if ahead is None else forms.steady
+        form = (forms.epilogue if ahead is None else forms.steady).drawn(self.seed, now)
         loss, gradients, following = self._execute(form, tensors, ahead, made)
         self._carried = None if nexts is None else _Carried(now + 1, nexts, following)
         return loss, gradients

@@ -17,7 +17,11 @@ _MOST_PER_RANK = 16  # micro-batches per rank of a pipeline: what more would sav
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asked for; None leaves a choice open. `divisible`: whether the batch may be cut."""
+    """What the user asked for; None leaves a choice open.
+
+    `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
+    out; `divisible` says whether the batch may be cut.
+    """
 
     schedule: str
     world_size: int
@@ -28,6 +32,7 @@ class Wishes:
     collocation: str | None = None
     recompute: bool | None = None
     memory_limit_bytes: int | None = None
+    conditioning: float | None = None
     divisible: bool = True
 
 
@@ -91,20 +96,37 @@ def candidates(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> Iterator
 
 def _names(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> tuple[str, ...]:
     """The named orders that suit the model."""
+    passes = first_pass(graph, costs)
+    if wishes.conditioning is not None:
+        _check_passes(passes, wishes)
+        return ("interleaved",)
     if wishes.schedule != "auto":
         return (wishes.schedule,)
-    if first_pass(costs):
+    if passes:
         return ("interleaved",)  # both passes of a stage on its rank
     times = costs.at(1)
     seconds = [f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
     return (*_AUTOMATIC, *(("bidirectional",) if borders(graph, seconds) else ()))
 
 
+def _check_passes(passes: int, wishes: Wishes) -> None:
+    if not passes:
+        raise CompileError(
+            "SelfConditioning wraps a step that calls its backbone once; its forward must call it twice, "
+            "the first time under torch.no_grad()"
+        )
+    if wishes.schedule not in ("auto", "interleaved"):
+        raise CompileError(
+            f"schedule {wishes.schedule!r} does not keep both passes of a self-conditioned backbone together; "
+            "use 'auto' or 'interleaved'"
+        )
+
+
 def shapes(wishes: Wishes, data_parallel: int, names: tuple[str, ...]) -> Iterator[Shape]:
     """Every shape with so many pipelines."""
     places = wishes.world_size // data_parallel
-    if places == 1 and wishes.schedule == "auto":
-        names = ("1f1b",)
+    if places == 1 and names != ("interleaved",):
+        names = ("1f1b",) if wishes.schedule == "auto" else names
     for name in names:
         per_place = _stages_per_place(name, places)
         fixed = wishes.stages is not None or wishes.schedule != "auto"
@@ -116,6 +138,8 @@ def shapes(wishes: Wishes, data_parallel: int, names: tuple[str, ...]) -> Iterat
                     if wishes.schedule != "auto" and wishes.data_parallel is not None:
                         raise
                     continue
+                if wishes.conditioning is not None:
+                    found = replace(found, conditioning=wishes.conditioning)
                 wanted = wishes.collocation or ("" if wishes.schedule == "auto" else "hard")
                 if not (found.is_folded and wanted == "soft"):
                     yield found
@@ -124,7 +148,7 @@ def shapes(wishes: Wishes, data_parallel: int, names: tuple[str, ...]) -> Iterat
 
 
 def _stages_per_place(name: str, places: int) -> tuple[int, ...]:
-    if places == 1:
+    if places == 1 and name != "interleaved":
         return _OVERLAPPED
     return (2,) if name in TWO_PER_RANK else (1, 2) if name == "zero-bubble" else (1,)
 

@@ -58,23 +58,33 @@ def opposite(graph: BlockGraph, seconds: Sequence[float], places: int, cuts: Seq
     return (*first, *(half + position for position in second[1:]))
 
 
-def first_pass(costs: BlockCosts) -> int:
+def first_pass(graph: BlockGraph, costs: BlockCosts) -> int:
     """The number of blocks of a backbone's first pass, where it runs twice with the same weights; zero elsewhere."""
-    last = [max(weight.blocks) for weight in costs.weights if weight.trained and weight.blocks]
-    for length in range(costs.num_blocks // 2 + 1, 0, -1):
-        inside = [w for w in costs.weights if w.trained and w.blocks and min(w.blocks) < length]
-        if inside and all(max(w.blocks) >= length for w in inside) and 2 * len(inside) > len(last):
-            return length
-    return 0
+    length = graph.first_pass
+    inside = [w for w in costs.weights if w.trained and w.blocks and min(w.blocks) < length]
+    return length if inside and all(max(w.blocks) >= length for w in inside) else 0
 
 
-def two_passes(costs: BlockCosts, seconds: Sequence[float], places: int, cuts: Sequence[float]) -> tuple[int, ...]:
-    """Boundaries of 2 x `places` stages: the second pass balanced with the first's time added where its weights are."""
-    length = first_pass(costs)
+def first_stages(graph: BlockGraph, costs: BlockCosts, boundaries: Sequence[int]) -> frozenset[int]:
+    """The stages of the first pass."""
+    length = first_pass(graph, costs)
+    return frozenset(s for s, (start, stop) in enumerate(pairwise(boundaries)) if start < stop <= length)
+
+
+def two_passes(
+    graph: BlockGraph,
+    costs: BlockCosts,
+    seconds: Sequence[float],
+    places: int,
+    cuts: Sequence[float],
+    probability: float = 1.0,
+) -> tuple[int, ...]:
+    """Boundaries of 2 x `places` stages: the second pass, balanced with the first's expected time at its weights."""
+    length = first_pass(graph, costs)
     home = _homes(costs, length)
     loads = list(seconds[length:])
     for block in range(length):
-        loads[home[block] - length] += seconds[block]
+        loads[home[block] - length] += probability * seconds[block]
     second = linear(loads, places, cuts[length:])
     first = [next((b for b in range(length) if home[b] - length >= position), length) for position in second]
     assert all(a <= b for a, b in pairwise(first))

@@ -8,7 +8,7 @@
 Method: DiffusionPipe (Tian et al., MLSys 2024), section 5, with fillers of `passes.fill`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -18,7 +18,6 @@ from fxpipe.block_graph import BlockGraph
 from fxpipe.call_costs import CallCost
 from fxpipe.capture import Capture
 from fxpipe.costs import CostModel, NodeCost, node_seconds
-from fxpipe.program_check import require_programs
 from fxpipe.schedule import Schedule, Work
 from fxpipe.simulator import Timeline, simulate
 from fxpipe.staged import Staged
@@ -27,11 +26,12 @@ from passes.blocks import layers as cut_layers
 from passes.estimate import Lags, recomputed_seconds, reduction_ends, stage_seconds
 from passes.fill import Fill, FillProblem, FrozenComponent, Layer, fill, idle_of_schedule
 from passes.fill import Piece as FillPiece
-from passes.lowering import Lowered, lower
+from passes.lowering import Form, Lowered, lower, require_lowered
 from passes.lowering.frozen import FrozenWork, Piece, one_sample
 from passes.lowering.trace import Traced, trace_layers
 from passes.order import Resources
 
+FORMS: tuple[Form, ...] = ("prologue", "steady", "epilogue")
 _LAYERS = 16  # per component: bubbles are filled by whole layers
 
 
@@ -105,6 +105,7 @@ def fill_step(
     weights: Sequence[float],
     device: torch.device,
     how: str,
+    optional: Collection[int] = (),
 ) -> Filled:
     """The three forms of a step.
 
@@ -112,6 +113,7 @@ def fill_step(
         schedule: of the training; frozen work in it is left out.
         gradient_bytes: per block, reduced over replicas while frozen work goes on.
         weights: of the micro-batches' losses.
+        optional: stages of a first pass, which some steps leave out.
     """
     graph = frozen.graph
     work = without_components(traced.work)
@@ -140,11 +142,11 @@ def fill_step(
     job = FrozenWork(layers, pieces, layout, values, slices)
     sources = replace(traced.sources, slices={**slices, **traced.sources.slices})
     forms = {
-        form: lower(layout, sources, weights, traced.state, device, job, form)
-        for form in ("prologue", "steady", "epilogue")
+        form: lower(layout, sources, weights, traced.state, device, job, form, optional)
+        for form in FORMS
     }
     for lowered in forms.values():
-        require_programs(lowered.programs, lowered.messages, lowered.reductions)
+        require_lowered(lowered)
     owner = {name: component.name for component in graph.components for name in component.nodes}
     calls = {
         f"{layer.unit.name}_b{n}": CallCost("forward", n, {owner.get(layer.unit.nodes[-1]): layer.unit.nodes})

@@ -36,6 +36,7 @@ class Shape:
     pipelines: tuple[tuple[int, ...], ...]
     hard: bool = True
     recompute: bool = False
+    conditioning: float = 1.0  # the probability of a first pass, where there are two
 
     @property
     def places(self) -> int:
@@ -127,8 +128,8 @@ def place(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape
         return replace(_folded(graph, times, wanted, cluster, ranks), recompute=recompute)
     if wanted.is_opposite:
         boundaries = opposite(graph, times.total, wanted.places, cut_bytes(graph))
-    elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(costs):
-        boundaries = two_passes(costs, times.total, wanted.places, cut_bytes(graph))
+    elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(graph, costs):
+        boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
     else:
         boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
     return Staged(boundaries, ranks, wanted.schedule, False, world_size, (), recompute)

@@ -52,7 +52,15 @@ def analyse(capture: Capture, node_seconds: Mapping[str, float], target_blocks: 
         block_seconds=tuple(_seconds(b.nodes, node_seconds) for b in cut),
         component_seconds=tuple(_seconds(c.nodes, node_seconds) for c in groups),
         unused=capture.unused,
+        first_pass=_first_pass(capture, cut),
     )
+
+
+def _first_pass(capture: Capture, cut: Sequence[Block]) -> int:
+    """The number of leading blocks that run under no_grad altogether, though they read trained weights."""
+    no_grad = {n.name for n in capture.graph.nodes if n.meta.get("no_grad")}
+    whole = [all(name in no_grad for name in block.nodes) for block in cut]
+    return whole.index(False) if False in whole else 0
 
 
 def _seconds(names: Sequence[str], node_seconds: Mapping[str, float]) -> float:
@@ -66,13 +74,22 @@ def blocks(capture: Capture, split: Freeze, node_seconds: Mapping[str, float], t
     limit = _limit(split, node_seconds, target_blocks)
     nodes, moved = line(capture, split.backbone, node_seconds, limit)
     places = _places(nodes, moved)
-    indices = [0, *(place.index for place in places), len(nodes)]
-    pieces = [_seconds([n.name for n in nodes[start:stop]], node_seconds) for start, stop in pairwise(indices)]
-    cuts = [indices[i] for i in cheapest_cuts([place.cost for place in places], pieces, limit)]
+    turns = [i for i in range(1, len(nodes)) if _no_grad(nodes[i - 1]) and not _no_grad(nodes[i])]
+    must = [place.index for place in places if place.index in turns[-1:]]  # a first pass ends where its block does
+    cuts = [0]
+    for start, stop in pairwise([0, *must, len(nodes)]):
+        inner = [place for place in places if start < place.index < stop]
+        indices = [start, *(place.index for place in inner), stop]
+        pieces = [_seconds([n.name for n in nodes[i:j]], node_seconds) for i, j in pairwise(indices)]
+        cuts += [indices[i] for i in cheapest_cuts([place.cost for place in inner], pieces, limit)][1:]
     runs = [nodes[start:stop] for start, stop in pairwise(cuts)]
     names = _names([[n for n in run if n not in moved] or run for run in runs], node_seconds)
     named = enumerate(zip(names, runs, strict=True))
     return tuple(Block(i, name, tuple(n.name for n in run)) for i, (name, run) in named)
+
+
+def _no_grad(node: fx.Node) -> bool:
+    return bool(node.meta.get("no_grad"))
 
 
 def layers(

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpipe import ops
+from fxpipe.program_check import require_programs
 from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Action
 from passes.lowering.frozen import FrozenWork, FrozenWriter, Piece
@@ -39,11 +40,15 @@ PREFETCH = 1  # actions ahead of its use that a receive is posted
 
 @dataclass(frozen=True)
 class Lowered:
-    """The program of every rank, all messages, and the reductions of gradients over replicas."""
+    """The program of every rank, all messages, and the reductions of gradients over replicas.
+
+    `without` is the same without the stages that may be left out.
+    """
 
     programs: tuple[RankProgram, ...]
     messages: tuple[Message, ...]
     reductions: tuple[Reduction, ...]
+    without: "Lowered | None" = None
 
 
 def lower(
@@ -54,6 +59,7 @@ def lower(
     device: torch.device,
     frozen: FrozenWork | None = None,
     form: Form = "step",
+    optional: Collection[int] = (),
 ) -> Lowered:
     """The programs of one step.
 
@@ -63,6 +69,7 @@ def lower(
         frozen: the frozen work of a batch, where that is done in the step before.
         form: "prologue" (frozen work of the first batch), "steady" (training, and frozen work of the next batch),
             "epilogue" (training on the last batch); a "step" has its frozen work among its actions.
+        optional: stages of a first pass, which some steps leave out.
     """
     trains, works = form != "prologue", frozen if form in ("prologue", "steady") else None
     reductions = plan_reductions(layout, 0) if trains else ()
@@ -79,7 +86,17 @@ def lower(
             assert frozen is not None
             node.meta["val"] = frozen.shape(name, layout.sizes[microbatch])
         programs.append(_Rank(writer, weights, tied, reductions, works, of_pieces).write(state, trains))
-    return Lowered(tuple(programs), messages, reductions)
+    less = None
+    if optional and trains:
+        less = lower(layout.without(optional), sources, weights, state, device, frozen, form)
+    return Lowered(tuple(programs), messages, reductions, less)
+
+
+def require_lowered(lowered: Lowered) -> None:
+    """Raise CompileError with the faults of the programs, and of those without optional stages."""
+    require_programs(lowered.programs, lowered.messages, lowered.reductions)
+    if lowered.without is not None:
+        require_lowered(lowered.without)
 
 
 def _plan(

@@ -7,8 +7,8 @@ A value goes once to each rank that reads it, from the action that makes it; the
 to a value are summed there and go back once, from the last of those stages' backwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpipe.rank_program import Message, Reduction
@@ -31,6 +31,23 @@ class Layout:
     sizes: tuple[int, ...]
     kinds: Mapping[tuple[str, tuple[str, int]], str]
     loss: str
+    zeros: Mapping[str, Mapping[int, Value]] = field(default_factory=dict)  # values that are zeros, by micro-batch size
+
+    def without(self, stages: Collection[int]) -> "Layout":
+        """The layout without some stages; what they return is zeros to the others."""
+        gone = {("F", stage) for stage in stages}
+        actions = (tuple(a for a in ranks if a.kind == "T" or a.stage not in stages) for ranks in self.schedule.ranks)
+        zeros: dict[str, dict[int, Value]] = {}
+        for unit in gone & self.graphs.keys():
+            for size, graphs in self.graphs[unit].items():
+                for value in graphs.returns:
+                    zeros.setdefault(value.name, {})[size] = value
+        return replace(
+            self,
+            graphs={unit: sizes for unit, sizes in self.graphs.items() if unit not in gone},
+            schedule=replace(self.schedule, ranks=tuple(actions)),
+            zeros=zeros,
+        )
 
     def graph(self, unit: tuple[str, int], microbatch: int) -> StageGraphs:
         return self.graphs[unit][self.sizes[microbatch]]

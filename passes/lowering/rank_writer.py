@@ -122,6 +122,8 @@ class RankWriter:
         if name in self.layout.producer:
             return self.receive(self._incoming_by_use[name, microbatch, False][0])
         sizes = self.layout.sizes
+        if name in self.layout.zeros:
+            return self.filled(self.layout.zeros[name][sizes[microbatch]], 0.0, name_at(name, microbatch))
         start = sum(sizes[:microbatch])
         return self.batch.samples(name, start, start + sizes[microbatch], name_at(name, microbatch))
 
