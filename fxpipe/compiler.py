@@ -1,6 +1,7 @@
 """The compiler, top to bottom: a training step becomes one program per rank."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from cost_models.flops import node_costs
 from fxpipe.block_graph_check import require as require_block_graph
-from fxpipe.capture import capture
+from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cluster import Cluster
 from fxpipe.costing import given_cost_model
@@ -18,6 +19,7 @@ from fxpipe.options import (
     asked_microbatches,
     check_collocation,
     check_counts,
+    check_fill,
     check_others,
     given_bytes,
     given_cluster,
@@ -39,12 +41,11 @@ from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
 from passes.candidates import Wishes
 from passes.cascade import first_stages
-from passes.filled import fill_step, frozen_part, without_components
+from passes.filled import FORMS, Filled, fill_step, frozen_part, without_components
 from passes.lowering import Lowered, lower, require_lowered
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
-from passes.place import place_schedule
-from passes.tune import block_times, tune
+from passes.plan import make_plan
 
 Observe = Callable[[str, Any], None]
 _MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128
@@ -85,7 +86,8 @@ def compile(
         data_parallel: number of pipelines, which divides `world_size`; 1 where left out with a named schedule.
         schedule: "auto" tries them all and looks for a better one; a name of `passes.schedule.POLICIES` ("gpipe",
             "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
-        memory_limit: bytes per rank that a plan may need, a number or a text ("40GiB").
+        memory_limit: bytes per rank that a plan may need, a number or a text ("40GiB"); where left out, what the device
+            planned for has, unless nothing fits into that.
         collocation: of a wave's skips: "hard" keeps both ends of each on one rank, "soft" only where balance allows;
             where left out, the faster one with "auto", else "hard".
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
@@ -103,15 +105,10 @@ def compile(
         CompileError: it can, but not cut into micro-batches or stages as asked; or an option is wrong.
     """
     see = observe or (lambda name, artefact: None)
-    check_counts(
-        world_size=world_size,
-        batch_size=batch_size,
-        microbatches=microbatches,
-        stages=stages,
-        data_parallel=data_parallel,
-    )
-    limit = given_bytes(memory_limit)
+    counts = {"batch_size": batch_size, "microbatches": microbatches, "stages": stages, "data_parallel": data_parallel}
+    check_counts(world_size=world_size, **counts)
     check_collocation(collocation)
+    check_fill(fill)
     check_others(cost_model, observe, recompute, budget)
     network = given_cluster(cluster, world_size)
     seconds_of = given_cost_model(network.device if cost_model is None else cost_model)
@@ -123,19 +120,17 @@ def compile(
     # capture: one flat graph of ATen operations
     inputs, examples = describe(step, args, kwargs, batch_size)
     captured = capture(step, inputs, examples)
-    inputs = captured.inputs
+    size = captured.inputs.batch_size
     see("capture", captured)
 
     # analyse: what may be cut into micro-batches; blocks, frozen components, the values between them
-    count = asked_microbatches(microbatches, inputs.batch_size, world_size, asked)
-    if count is None and not captured.batch:
-        count = 1
-    batch = analyse_batch(captured, min(2, inputs.batch_size) if count is None else count)
-    if not batch.divisible and (count or 1) > 1:
-        raise CompileError(f"{captured.notes[0]}; it cannot be cut into {count} micro-batches: pass microbatches=1")
+    count = asked_microbatches(microbatches, size, world_size, asked)
+    count = 1 if count is None and not captured.batch else count
+    batch = analyse_batch(captured, min(2, size) if count is None else count)
+    _require_divisible(captured, batch, count)
     see("batch", batch)
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-    seconds = node_seconds(seconds_of, captured.graph, costs, -(-inputs.batch_size // (count or 2 * world_size)))
+    seconds = node_seconds(seconds_of, captured.graph, costs, -(-size // (count or 2 * world_size)))
     both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
     graph = analyse_blocks(captured, both, _num_blocks(stages, world_size))
     require_block_graph(graph, captured)
@@ -143,70 +138,79 @@ def compile(
 
     # plan: how many replicas, stages and micro-batches; which blocks form a stage, which ranks own it
     table = block_costs(captured, graph, costs, seconds_of, where)
-    if isinstance(asked, Schedule):
-        assert count is not None
-        tuned, times = None, block_times(table, -(-inputs.batch_size // count))
-        staged = place_schedule(graph, times, asked, network)
-    else:
-        copies = data_parallel if asked == "auto" else data_parallel or 1
-        fixed = (copies, stages, count, collocation, recompute, limit, conditioning)
-        wishes = Wishes(asked, world_size, inputs.batch_size, *fixed)
-        tuned = tune(graph, table, network, wishes)
-        staged, count = tuned.chosen.placed, tuned.chosen.microbatches
-        times = block_times(table, -(-inputs.batch_size // count))
-        see("candidates", tuned)
-    sizes = microbatch_sizes(inputs.batch_size, count)
-    see("stages", staged)
+    copies = data_parallel if asked == "auto" else data_parallel or 1
+    open_ends = (copies, stages, count, collocation, recompute, given_bytes(memory_limit), conditioning)
+    plan = make_plan(graph, table, network, Wishes(asked, world_size, size, *open_ends), _device_bytes(seconds_of))
+    sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
+    see("plan", plan)
 
     # trace: forward and explicit backward graphs of every stage
     traced = trace(captured, batch, graph, staged, sizes, where)
     see("stage graphs", traced)
 
     # schedule: the order of every rank's actions
-    resources = Resources.of(table, staged, times, network, limit)
     search = budget if asked == "auto" else None
+    resources = Resources.of(table, staged, plan.times, network, plan.limit_bytes)
     ordered = Ordered(asked) if isinstance(asked, Schedule) else order(graph, staged, traced.work, resources, search)
     require_schedule(ordered.schedule, traced.work, world_size)
     see("schedule", ordered.schedule)
 
     # lower: one program per rank
     layout = traced.layout(ordered.schedule, graph, staged)
-    weights = _loss_weights(batch, sizes)
     optional = first_stages(graph, table, staged.boundaries) if conditioning is not None else frozenset[int]()
+    weights = _loss_weights(batch, sizes)
     lowered = lower(layout, traced.sources, weights, traced.state, where, optional=optional)
     require_lowered(lowered)
     see("programs", lowered.programs)
 
-    notes = (*captured.notes, *_uncosted(costs), *staged.notes, *ordered.notes)
-    plan = Plan(staged, graph, sizes, times.total, notes, tuned.outcomes if tuned else ())
-    names = {n.name: n.meta["input"] for n in captured.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
-    draws = {draw.index: draw for draw in captured.draws.values()}
+    steps = _Steps(captured, sum(sizes), where, conditioning)
 
-    def step_plan(order: Schedule, lowered: Lowered) -> StepPlan:
-        parts = (lowered.programs, lowered.messages, lowered.reductions)
-        without = step_plan(order, lowered.without) if lowered.without else None
-        return StepPlan(inputs, names, sum(sizes), draws, order, *parts, where, without, conditioning or 0.0)
-
-    # fill: where something is frozen, the same step with the next batch's frozen work in its idle time; when asked for
+    # fill: where something is frozen, a step with the next batch's frozen work in its idle time; made when asked for
     def filled() -> FilledPlan:
-        work = without_components(traced.work)
-        training = ordered if isinstance(asked, Schedule) else order(graph, staged, work, resources, search)
         frozen = frozen_part(captured, batch, graph, costs, seconds_of)
-        reduced, plain = table.trained_bytes, training.schedule
-        found = fill_step(frozen, staged, traced, plain, resources, reduced, weights, where, fill, optional)
+        alone = without_components(traced.work)
+        plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
+        reduced = table.trained_bytes
+        found = fill_step(frozen, staged, traced, plain.schedule, resources, reduced, weights, where, fill, optional)
         see("filled", found)
-        return FilledPlan(
-            prologue=step_plan(found.schedule, found.prologue),
-            steady=step_plan(found.schedule, found.steady),
-            epilogue=step_plan(found.schedule, found.epilogue),
-            calls=found.calls,
-            text=found.fill.text(),
-        )
+        return steps.filled(found)
 
+    notes = (*captured.notes, *_uncosted(costs), *plan.notes, *ordered.notes)
+    shown = Plan(staged, graph, sizes, plan.times.total, notes, plan.outcomes)
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
-    first = step_plan(ordered.schedule, lowered)
+    first = steps.plan(ordered.schedule, lowered)
     prefix = "model." if step is not model else ""
-    return Program(step, captured, plan, first, costing, filled if graph.components else None, prefix)
+    return Program(step, captured, shown, first, costing, filled if graph.components else None, prefix)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Lowered programs as what engines run."""
+
+    captured: Capture
+    batch_size: int
+    device: torch.device
+    conditioning: float | None
+
+    def plan(self, schedule: Schedule, lowered: Lowered) -> StepPlan:
+        """One step, and where it has a first pass also the step without it."""
+        placeholders = self.captured.graph.find_nodes(op="placeholder")
+        names = {n.name: n.meta["input"] for n in placeholders if n.meta["kind"] == "input"}
+        draws = {draw.index: draw for draw in self.captured.draws.values()}
+        parts = (lowered.programs, lowered.messages, lowered.reductions)
+        without = self.plan(schedule, lowered.without) if lowered.without else None
+        rest = (self.device, without, self.conditioning or 0.0)
+        return StepPlan(self.captured.inputs, names, self.batch_size, draws, schedule, *parts, *rest)
+
+    def filled(self, found: Filled) -> FilledPlan:
+        """The three forms of a step."""
+        forms = {form: self.plan(found.schedule, getattr(found, form)) for form in FORMS}
+        return FilledPlan(**forms, calls=found.calls, text=found.fill.text())
+
+
+def _require_divisible(captured: Capture, batch: BatchPlan, count: int | None) -> None:
+    if not batch.divisible and (count or 1) > 1:
+        raise CompileError(f"{captured.notes[0]}; it cannot be cut into {count} micro-batches: pass microbatches=1")
 
 
 def _uncosted(costs: Mapping[str, NodeCost]) -> tuple[str, ...]:
@@ -217,6 +221,12 @@ def _uncosted(costs: Mapping[str, NodeCost]) -> tuple[str, ...]:
 def _num_blocks(stages: int | None, world_size: int) -> int:
     """Fine enough to balance, coarse enough to plan and to read."""
     return max(_MIN_BLOCKS, min(_MOST_BLOCKS, _BLOCKS_PER_STAGE * (stages or 2 * world_size)), stages or 0)
+
+
+def _device_bytes(model: CostModel) -> int | None:
+    """The memory of the device that is planned for, where its cost model knows it."""
+    known: int | None = getattr(model, "memory_bytes", None)
+    return known
 
 
 def _loss_weights(batch: BatchPlan, sizes: Sequence[int]) -> list[float]:

@@ -104,6 +104,12 @@ def check_collocation(value: str | None) -> None:
         raise CompileError(f"collocation={value!r}; give 'hard' or 'soft', or leave it out")
 
 
+def check_fill(value: str) -> None:
+    fillers = ("per-device", "greedy", "exact", "none")
+    if value not in fillers:
+        raise CompileError(f"fill={value!r}; give one of {', '.join(map(repr, fillers))}")
+
+
 def given_bytes(value: int | str | None) -> int | None:
     """A number of bytes, or a text with a unit: "40GiB", "80 GB"."""
     if value is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.errors import CompileError
+from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
 from passes.cascade import borders, first_pass
@@ -23,7 +24,7 @@ class Wishes:
     out; `divisible` says whether the batch may be cut.
     """
 
-    schedule: str
+    schedule: str | Schedule
     world_size: int
     batch_size: int
     data_parallel: int | None = None
@@ -100,6 +101,7 @@ def _names(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> tuple[str, .
     if wishes.conditioning is not None:
         _check_passes(passes, wishes)
         return ("interleaved",)
+    assert isinstance(wishes.schedule, str), "a schedule of the user's own has its placement"
     if wishes.schedule != "auto":
         return (wishes.schedule,)
     if passes:

@@ -29,6 +29,10 @@ _TRUSTED = 1.25  # a bound this much above the best first estimate rules a candi
 _CLOSE = 1.05  # a first estimate this much above the best time does
 
 
+class NothingFits(CompileError):
+    """Every candidate needs more memory than there may be."""
+
+
 @dataclass(frozen=True)
 class Tuned:
     """The chosen candidate first, then the others, the fastest first."""
@@ -74,7 +78,7 @@ def _nothing_fits(simulated: list[Candidate], wishes: Wishes) -> CompileError:
             f"stages={wishes.stages}, microbatches={wishes.microbatches}, {wishes.batch_size} samples; leave some open"
         )
     least = min(simulated, key=lambda c: c.peak_bytes or 0)
-    return CompileError(
+    return NothingFits(
         f"no plan fits into memory_limit={human_bytes(wishes.memory_limit_bytes or 0)} per rank: the least needed is "
         f"{human_bytes(least.peak_bytes or 0)} ({least.outcome}); use more ranks, smaller batches, or a higher limit"
     )

@@ -1,0 +1,84 @@
+"""The plan: how the ranks are used and what stages they hold, as asked for or as tuned.
+
+a schedule's text       its own placement
+a name, "auto"          the tuner's choice among what is left open, within memory
+"""
+
+from dataclasses import dataclass, replace
+
+from fxpipe.block_costs import BlockCosts
+from fxpipe.block_graph import BlockGraph, human_bytes
+from fxpipe.cluster import Cluster
+from fxpipe.schedule import Schedule
+from fxpipe.staged import Staged
+from fxpipe.tuning import Outcome
+from passes.candidates import Wishes
+from passes.estimate import BlockTimes
+from passes.place import place_schedule
+from passes.tune import NothingFits, Tuned, block_times, tune
+
+_USABLE = 0.95  # of a device's memory: kernels and the allocator need some more than is counted
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Stages on ranks for `microbatches` micro-batches of all pipelines together, and their blocks' times.
+
+    `outcomes` are the tuner's candidates, the chosen one first; `limit_bytes` is what a rank may need.
+    """
+
+    staged: Staged
+    microbatches: int
+    times: BlockTimes
+    outcomes: tuple[Outcome, ...] = ()
+    limit_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(
+    graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes, device_bytes: int | None
+) -> Planned:
+    """The plan that serves the wishes.
+
+    Args:
+        device_bytes: memory of the device planned for; a limit where the user gave none, unless nothing fits.
+
+    Raises:
+        CompileError: the wishes exclude each other, or nothing fits into the user's memory limit.
+    """
+    if isinstance(wishes.schedule, Schedule):
+        assert wishes.microbatches is not None
+        times = block_times(costs, -(-wishes.batch_size // wishes.microbatches))
+        staged = place_schedule(graph, times, wishes.schedule, cluster)
+        return Planned(staged, wishes.microbatches, times, notes=(*staged.notes, *_empty(graph, staged)))
+    wishes, tuned, notes = _tuned(graph, costs, cluster, wishes, device_bytes)
+    staged, count = tuned.chosen.placed, tuned.chosen.microbatches
+    times = block_times(costs, -(-wishes.batch_size // count))
+    notes = (*notes, *staged.notes, *_empty(graph, staged), *_runner_up(tuned))
+    return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes)
+
+
+def _tuned(
+    graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes, device_bytes: int | None
+) -> tuple[Wishes, Tuned, tuple[str, ...]]:
+    if wishes.memory_limit_bytes is not None or device_bytes is None:
+        return wishes, tune(graph, costs, cluster, wishes), ()
+    within = replace(wishes, memory_limit_bytes=int(_USABLE * device_bytes))
+    try:
+        return within, tune(graph, costs, cluster, within), ()
+    except NothingFits:
+        tuned = tune(graph, costs, cluster, wishes)
+        needed = human_bytes(tuned.chosen.peak_bytes or 0)
+        note = f"a rank needs {needed}, more than the {human_bytes(device_bytes)} of a {cluster.device}"
+        return wishes, tuned, (note,)
+
+
+def _empty(graph: BlockGraph, staged: Staged) -> tuple[str, ...]:
+    empty = sum(not staged.blocks(stage) for stage in range(staged.num_stages))
+    return (f"{empty} of {staged.num_stages} stages are empty: there are {len(graph.blocks)} blocks",) if empty else ()
+
+
+def _runner_up(tuned: Tuned) -> tuple[str, ...]:
+    """The best of the others, and why it lost."""
+    others = [outcome for outcome in tuned.outcomes[1:] if outcome.why]
+    return (f"next best of {len(tuned.outcomes)} ways: {others[0]}; {others[0].why}",) if others else ()
