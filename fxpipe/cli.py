@@ -1,4 +1,4 @@
-"""The command line: `fxpipe compile`, `show`, `run`; `cost` and `profile` are in `fxpipe.cli_costing`.
+"""The command line: `fxpipe compile`, `show`, `run`; what costs and plans without running is in two files beside.
 
 MODEL is `file.py:factory` or `module:factory`: an nn.Module, or a callable without arguments that returns one. A module
 that is not a diffusers backbone says what it trains on by a method `example_inputs(batch_size)`: a tuple or dict of
@@ -20,7 +20,9 @@ from rich.rule import Rule
 from rich.table import Table
 from typer.core import TyperGroup
 
-from fxpipe.cli_costing import BatchSize, DeviceModel, Model, cost, profile
+from fxpipe.cli_costing import cost, profile
+from fxpipe.cli_options import Planning, planned, read
+from fxpipe.cli_planning import report, simulate, trace, tune
 from fxpipe.errors import CompileError, FxpipeError
 
 
@@ -41,15 +43,8 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
-WorldSize = Annotated[int, typer.Option(min=1, help="number of ranks")]
-OptionalWorldSize = Annotated[int | None, typer.Option(min=1, help="number of ranks; under torchrun, its own")]
-Microbatches = Annotated[int | None, typer.Option(min=1, help="micro-batches in one step; chosen where left out")]
-Stages = Annotated[int | None, typer.Option(min=1, help="number of stages; chosen where left out")]
-ScheduleName = Annotated[str, typer.Option(help="a schedule's name, or a .txt file with its text")]
-ClusterText = Annotated[str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")]
-
-app.command()(cost)
-app.command()(profile)
+for command in (cost, profile, tune, simulate, trace, report):
+    app.command()(command)
 
 
 def main() -> None:
@@ -61,26 +56,20 @@ def main() -> None:
 def _root(context: typer.Context) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
     if context.invoked_subcommand is None:
-        raise CompileError("no command given; one of compile, show, run, cost, profile (fxpipe --help tells more)")
+        known = "compile, show, run, cost, profile, tune, simulate, trace, report"
+        raise CompileError(f"no command given; one of {known} (fxpipe --help tells more)")
 
 
 @app.command("compile")
+@planned
 def compile_command(
-    model: Model,
-    world_size: WorldSize,
-    batch_size: BatchSize = 8,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    schedule: ScheduleName = "auto",
-    cluster: ClusterText = None,
-    device_model: DeviceModel = None,
+    planning: Planning,
     dump: Annotated[
         Path | None, typer.Option(file_okay=False, help="folder for plan, schedule and rank graphs")
     ] = None,
 ) -> None:
     """Compile MODEL; print its plan and schedule, and leave every rank's graph in the dump folder."""
-    planned_for: dict[str, Any] = {"cluster": cluster, "cost_model": device_model}
-    program, _ = _compile(model, world_size, batch_size, microbatches, stages, schedule, **planned_for)
+    program, _ = planning.compiled()
     if dump is None:
         _print_text("plan", str(program.plan))
         _print_text("schedule", str(program.schedule))
@@ -93,21 +82,17 @@ def compile_command(
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that compile --dump wrote")]) -> None:
     """Print the plan, the schedule and the traffic of a dumped program."""
     remedy = f"fxpipe compile MODEL --world-size N --dump {directory} writes it"
-    texts = {name: _read(directory / name, remedy) for name in ("plan.txt", "grid.txt", "traffic.json")}
+    texts = {name: read(directory / name, remedy) for name in ("plan.txt", "grid.txt", "traffic.json")}
     _print_text("plan", texts["plan.txt"])
     _print_text("schedule", texts["grid.txt"])
     Console().print(traffic_table(json.loads(texts["traffic.json"])))
 
 
 @app.command()
+@planned
 def run(
-    model: Model,
+    planning: Planning,
     steps: Annotated[int, typer.Option(min=1, help="training steps")],
-    world_size: OptionalWorldSize = None,
-    batch_size: BatchSize = 8,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    schedule: ScheduleName = "auto",
     lr: Annotated[float, typer.Option(min=0.0, help="AdamW's learning rate")] = 1e-4,
     seed: Annotated[int, typer.Option(help="of the weights, the example inputs and the random draws")] = 0,
     device: Annotated[str | None, typer.Option(help="device of this rank, such as cuda:0")] = None,
@@ -115,10 +100,11 @@ def run(
     """Train MODEL on its example inputs: under torchrun one rank a process, else all ranks in this process."""
     import torch
 
-    world_size, distributed = _launch(world_size)
+    from fxpipe.engine import Engine
+
     torch.manual_seed(seed)
-    program, batch = _compile(model, world_size, batch_size, microbatches, stages, schedule)
-    engine = program.engine(device, seed) if distributed else program.local_engine(seed)
+    program, batch = planning.compiled()
+    engine = program.engine(device, seed) if "WORLD_SIZE" in os.environ else program.local_engine(seed)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=lr)
     with _progress(steps, visible=os.environ.get("RANK", "0") == "0") as progress:
         for index in range(steps):
@@ -127,43 +113,8 @@ def run(
             optimizer.zero_grad()
             progress.console.print(f"step {index + 1}  loss {float(loss):.6f}", highlight=False)
             progress.advance(progress.task_ids[0])
-    if distributed:
+    if isinstance(engine, Engine):
         engine.close()
-
-
-def _compile(
-    model: str,
-    world_size: int,
-    batch_size: int,
-    microbatches: int | None,
-    stages: int | None,
-    schedule: str,
-    **planned_for: Any,
-) -> tuple[Any, Any]:
-    """The program, and the example inputs it was compiled for."""
-    import fxpipe
-    from fxpipe.user_model import example_inputs, load_model
-
-    if schedule.endswith(".txt"):
-        schedule = _read(Path(schedule), "give --schedule a schedule's name or the file of its text")
-    step = load_model(model)
-    batch = example_inputs(step, batch_size)
-    program = fxpipe.compile(
-        step, world_size, example_inputs=batch, batch_size=batch_size, microbatches=microbatches, stages=stages,
-        schedule=schedule, **planned_for,
-    )  # fmt: skip
-    return program, batch
-
-
-def _launch(world_size: int | None) -> tuple[int, bool]:
-    launched = os.environ.get("WORLD_SIZE")  # set by torchrun
-    if launched is None:
-        if world_size is None:
-            raise CompileError("--world-size is missing; give it, or start under torchrun")
-        return world_size, False
-    if world_size is not None and world_size != int(launched):
-        raise CompileError(f"--world-size {world_size} differs from torchrun's {launched} processes; leave it out")
-    return int(launched), True
 
 
 def _progress(steps: int, visible: bool) -> Progress:
@@ -188,12 +139,6 @@ def traffic_table(rows: Sequence[dict[str, Any]]) -> Table:
         cells = [f"{by_kind.get(kind, 0):,}" for kind in kinds]
         table.add_row(f"{source} -> {target}", *cells, f"{sum(by_kind.values()):,}")
     return table
-
-
-def _read(path: Path, remedy: str) -> str:
-    if not path.is_file():
-        raise CompileError(f"no file {path}; {remedy}")
-    return path.read_text()
 
 
 def _print_text(title: str, text: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fxpipe.cli_options import BatchSize, DeviceModel, Model
 from fxpipe.errors import CompileError
 
 if TYPE_CHECKING:
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
     from fxpipe.cost_rows import Costed
     from fxpipe.transport import Transport
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
-BatchSize = Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")]
-DeviceModel = Annotated[
-    str | None,
-    typer.Option(help="device whose times to plan by, as H100@bfloat16; measured; or a profile's .json file"),
-]
 Blocks = Annotated[int, typer.Option(min=1, help="about how many blocks to cut the model into")]
 
 

@@ -31,6 +31,8 @@ from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.trace import trace
 from passes.lowering.units import Value
 
+_MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128
+
 
 def given_cost_model(given: CostModel | str) -> CostModel:
     """A device by name, the profile of a `.json` file, or the cost model itself."""
@@ -41,13 +43,29 @@ def given_cost_model(given: CostModel | str) -> CostModel:
     return devices.device(given)
 
 
-def costed(model: nn.Module, example_inputs: Any, batch_size: int, cost_model: CostModel, num_blocks: int) -> Costed:
-    """Capture a step and cut it into about `num_blocks` blocks by `cost_model`'s roofline."""
+def num_blocks(stages: int | None, world_size: int) -> int:
+    """Into how many blocks a step is cut to be planned: fine enough to balance, coarse enough to plan and to read."""
+    wanted = _BLOCKS_PER_STAGE * (stages or 2 * world_size)
+    return max(_MIN_BLOCKS, min(_MOST_BLOCKS, wanted), stages or 0)
+
+
+def costed(
+    model: nn.Module,
+    example_inputs: Any,
+    batch_size: int,
+    cost_model: CostModel,
+    num_blocks: int,
+    num_samples: int | None = None,
+) -> Costed:
+    """Capture a step and cut it into about `num_blocks` blocks of equal time by `cost_model`.
+
+    Times are those of `num_samples` samples, a micro-batch; of the whole batch where left out.
+    """
     step, args, kwargs = training_step(model, example_inputs, batch_size, 1)
     captured = capture(step, *describe(step, args, kwargs, batch_size))
     _batch_plan(captured)  # its rewrites are part of what is compiled
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-    seconds = node_seconds(cost_model, captured.graph, costs, batch_size)
+    seconds = node_seconds(cost_model, captured.graph, costs, num_samples or batch_size)
     both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
     graph = analyse_blocks(captured, both, num_blocks)
     return Costed(captured, costs, graph, block_costs(captured, graph, costs, cost_model))

@@ -232,11 +232,14 @@ class Program:
 
         return dump(self, Path(directory))
 
-    def trace(self, path: str | Path) -> Path:
-        """Write the predicted step as a Chrome trace, for Perfetto; `write_trace` does it for a recorded one."""
+    def trace(self, path: str | Path, filled: bool = False) -> Path:
+        """Write the predicted step as a Chrome trace, for Perfetto; `write_trace` does it for a recorded one.
+
+        `filled` as in `simulate`.
+        """
         from fxpipe.trace_format import write_trace
 
-        return write_trace(self.simulate(), path)
+        return write_trace(self.simulate(filled=filled), path)
 
     def report(self, path: str | Path, memory_limit_bytes: int | None = None) -> Path:
         """Write the predicted step as one HTML page: timeline, load, memory, blocks, traffic, plan."""

@@ -25,6 +25,13 @@ def toy() -> ToyStep:
     return ToyStep()
 
 
+def frozen() -> ToyStep:
+    """The same with its first layers frozen: work for idle time."""
+    step = ToyStep()
+    step.layers[:3].requires_grad_(False)
+    return step
+
+
 def broken() -> nn.Module:
     raise RuntimeError("no weights\nanywhere")
 

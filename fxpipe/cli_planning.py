@@ -1,0 +1,106 @@
+"""`fxpipe tune`, `simulate`, `trace` and `report`: plans, and what they will cost."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from fxpipe.block_graph import human_bytes
+from fxpipe.cli_options import Planning, planned
+from fxpipe.errors import CompileError
+
+if TYPE_CHECKING:
+    from fxpipe.cluster import Cluster
+    from fxpipe.cost_rows import Costed
+    from fxpipe.costs import CostModel
+    from passes.candidates import Wishes
+
+Out = Annotated[Path, typer.Option(dir_okay=False, help="file to write")]
+Filled = Annotated[bool, typer.Option(help="the step that does the next batch's frozen work in its idle time")]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a tuner needs: the costs of a step's blocks, machines, and what the user leaves open."""
+
+    step: "Costed"
+    model: "CostModel"
+    cluster: "Cluster"
+    wishes: "Wishes"
+
+
+def _question(planning: Planning) -> _Question:
+    """Capture the model and cost its blocks, cut as `fxpipe.compile` cuts them."""
+    from fxpipe.costing import costed, given_cost_model, num_blocks
+    from fxpipe.options import asked_microbatches, check_collocation, given_bytes, given_cluster
+    from passes.candidates import Wishes
+
+    if planning.schedule.endswith(".txt"):
+        raise CompileError(f"--schedule {planning.schedule} is an order already; fxpipe simulate tells what it takes")
+    check_collocation(planning.collocation)
+    num_ranks, batch_size, name = planning.num_ranks, planning.batch_size, planning.schedule
+    cluster = given_cluster(planning.cluster, num_ranks)
+    model = given_cost_model(planning.device_model or cluster.device)
+    limit = given_bytes(planning.memory_limit)
+    count = asked_microbatches(planning.microbatches, batch_size, num_ranks, name)
+    samples = -(-batch_size // (count or 2 * num_ranks))
+    step = costed(*planning.loaded(), batch_size, model, num_blocks(planning.stages, num_ranks), samples)
+    copies = planning.data_parallel if name == "auto" else planning.data_parallel or 1
+    wishes = Wishes(
+        name, num_ranks, batch_size, copies, planning.stages, count if step.captured.batch else 1,
+        planning.collocation, planning.recompute, limit,
+    )  # fmt: skip
+    return _Question(step, model, cluster, wishes)
+
+
+@planned
+def tune(planning: Planning, top: Annotated[int, typer.Option(min=1, help="rows of the table")] = 15) -> None:
+    """Print the ways to use the ranks, the best first, and what every other loses by.
+
+    Captures MODEL and costs its blocks; no stage is traced, no program made.
+    """
+    from fxpipe.tuning import outcome_table
+    from passes.tune import tune as search
+
+    asked = _question(planning)
+    found = search(asked.step.graph, asked.step.blocks, asked.cluster, asked.wishes)
+    limit = asked.wishes.memory_limit_bytes
+    within = f", {human_bytes(limit)} a rank" if limit else ""
+    print(f"{planning.batch_size} samples on {asked.wishes.world_size} ranks of {asked.cluster}{within}")
+    print_wide(outcome_table(found.outcomes, top))
+
+
+@planned
+def simulate(planning: Planning) -> None:
+    """Print what a step of MODEL will take, and with the next batch's frozen work in its idle time."""
+    program, _ = planning.compiled()
+    print(program.simulate())
+    if program.filled is not None:
+        print(f"with the next batch's frozen work in idle time ({planning.fill}):")
+        print(program.simulate(filled=True))
+
+
+@planned
+def trace(planning: Planning, out: Out = Path("trace.json"), filled: Filled = False) -> None:
+    """Write the predicted step as a Chrome trace, for Perfetto."""
+    print(planning.compiled()[0].trace(out, filled=filled))
+
+
+@planned
+def report(planning: Planning, out: Out = Path("report.html")) -> None:
+    """Write the plan and the predicted step as one HTML page that needs no network."""
+    from fxpipe.options import given_bytes
+
+    print(planning.compiled()[0].report(out, given_bytes(planning.memory_limit)))
+
+
+def print_wide(table: Table) -> None:
+    """Print a table as wide as its columns need: numbers are read unfolded."""
+    console = Console()
+    wide = console.options.update(max_width=1000)
+    console.width = max(console.width, min(180, Measurement.get(console, wide, table).maximum))
+    console.print(table)
