@@ -259,6 +259,9 @@ def quiet() -> Iterator[None]:
             logger.disabled = False
 
 
+_FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<eval_", "<string>")
+
+
 class _Framework(set[str]):
     """The files of torch and of fxpipe, as `uninteresting_files` is asked for them."""
 

@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxpipe import private
 from fxpipe.capture import loss_of
-from fxpipe.capture.random_calls import PlainRandomCalls
+from fxpipe.capture.calls import Calls
+from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.capture.transforms import exact_transforms
 from fxpipe.errors import CompileError
@@ -103,7 +104,7 @@ def reference_step(
         torch.random.fork_rng(),
         private.no_autocast_cache(),
     ):
-        with PlainRandomCalls(), SeededDraws(seed, step, device) as draws:
+        with Calls(RANDOM_CALLS), SeededDraws(seed, step, device) as draws:
             loss = loss_of(model(*args, **kwargs))
         if not loss.requires_grad:
             return loss, {}, draws.count

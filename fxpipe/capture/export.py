@@ -19,9 +19,7 @@ from torch import fx, nn
 
 from fxpipe import private
 from fxpipe.capture.inputs import InputSpec, Leaf
-from fxpipe.capture.random_calls import PlainRandomCalls
 from fxpipe.capture.watch import buffers_kept, watched
-from fxpipe.capture.written_out import WrittenOut
 from fxpipe.errors import CaptureError
 from fxpipe.sizes import concrete, is_symbolic
 
@@ -167,7 +165,7 @@ def _trace(
     shapes = tuple({0: auto} if leaf.batched and dynamic else None for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
-            with private.quiet(), watched(step.model), WrittenOut(), PlainRandomCalls():
+            with private.quiet(), watched(step.model):
                 return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
         except CaptureError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None

@@ -4,34 +4,19 @@
     multinomial(p, 1)          ->   searchsorted(cumsum(p) / sum(p), rand(shape))
     lstm(x, dropout=0.1)       ->   a layer at a time, with dropout between
 
-A compiled program and the uncompiled model beside it (`program.verify`) both run under this mode, so that both draw the
-same numbers.
+A compiled program and the uncompiled model beside it (`program.verify`) both draw so, and draw the same numbers.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from fxpipe.errors import CaptureError
+from fxpipe.capture.calls import Table
 
 # Self-normalising networks' saturation, -scale * alpha of SELU (Klambauer et al., 2017, section 3).
 _SELU_LIMIT = 1.7580993408473766
-
-
-class PlainRandomCalls(TorchFunctionMode):
-    """Rewrites random calls into draws that depend on shapes alone: no generator, no tensors of probabilities."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.pop("generator", None) is not None:
-            raise CaptureError("a torch.Generator passed inside the model cannot be captured; draw without generator=")
-        if func in _REWRITTEN:
-            return _REWRITTEN[func](func, *args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def _bernoulli(func: Any, input: torch.Tensor, p: float | None = None) -> torch.Tensor:
@@ -125,7 +110,7 @@ def _recurrent(func: Any, input: torch.Tensor, *args: Any) -> Any:
     return input, *(torch.cat(parts) for parts in zip(*last, strict=True))
 
 
-_REWRITTEN: dict[Any, Callable[..., Any]] = {
+RANDOM_CALLS: Table = {
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.normal: _normal,

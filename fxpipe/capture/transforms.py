@@ -16,12 +16,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe import private
-from fxpipe.capture.random_calls import PlainRandomCalls
-from fxpipe.capture.written_out import WrittenOut
+from fxpipe.capture.calls import Calls, Table
+from fxpipe.capture.random_calls import RANDOM_CALLS
+from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
 
 aten = torch.ops.aten
@@ -68,20 +68,19 @@ def plain_transforms() -> Iterator[None]:
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {aten._efficientzerotensor.default: torch.zeros}
 
 
-class _Within(TorchFunctionMode):
-    """What a transformed function may do while it is traced."""
+def _refuse_cut(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if func is torch._C._set_grad_enabled and args[0]:
+        return func(*args)
+    raise CaptureError(
+        "detach and no_grad inside a function that torch.func or vmap transforms cannot be captured; detach what goes "
+        "in or what comes out"
+    )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _CUTS or (func is torch._C._set_grad_enabled and not args[0]):
-            raise CaptureError(
-                "detach and no_grad inside a function that torch.func or vmap transforms cannot be captured; detach "
-                "what goes in or what comes out"
-            )
-        if func in (torch.cat, torch.concat) and (
-            private.under_vmap() or len(set(map(private.has_tangent, args[0]))) > 1
-        ):
-            return _joined(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+
+def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    if private.under_vmap() or len(set(map(private.has_tangent, tensors))) > 1:
+        return _joined(tensors, dim)
+    return func(tensors, dim)  # type: ignore[no-any-return]
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -95,9 +94,6 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 
-_CUTS = {torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-
-
 @contextmanager
 def exact_transforms() -> Iterator[None]:
     """Transforms called inside see layer normalisation as its formula.
@@ -108,7 +104,7 @@ def exact_transforms() -> Iterator[None]:
 
     def exact(transform: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _LayerNorms():
+            with Calls(_LAYER_NORM):
                 return transform(*args, **kwargs)
 
         return call
@@ -119,12 +115,8 @@ def exact_transforms() -> Iterator[None]:
         yield
 
 
-class _LayerNorms(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_layer_norm if func is F.layer_norm else func)(*args, **(kwargs or {}))
-
-
 def _layer_norm(
+    func: Any,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
@@ -136,6 +128,15 @@ def _layer_norm(
     scaled = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
     scaled = scaled if weight is None else scaled * weight
     return scaled if bias is None else scaled + bias
+
+
+_LAYER_NORM: Table = {F.layer_norm: _layer_norm}
+_WITHIN: Table = {
+    **dict.fromkeys((torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch._C._set_grad_enabled), _refuse_cut),
+    torch.Tensor.data.__get__: _refuse_cut,  # type: ignore[attr-defined]
+    torch.cat: _cat,
+    torch.concat: _cat,
+}
 
 
 def _traced_apart(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ def _traced_apart(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return results
 
     tensors = [leaves[place] for place in places]
-    with private.outside_trace(), _LayerNorms(), _Within(), WrittenOut(), PlainRandomCalls():
+    with private.outside_trace(), Calls(RANDOM_CALLS, WRITTEN_OUT, _LAYER_NORM, _WITHIN):
         module = make_fx(run, _DECOMPOSED)(*tensors)
     _join(module.graph)
     _drop_zeros(module.graph)

@@ -14,14 +14,13 @@ import numpy
 import torch
 from torch import nn
 from torch.distributions import Distribution
-from torch.overrides import TorchFunctionMode
 
 from fxpipe import private
+from fxpipe.capture.calls import Calls, Table
+from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.transforms import plain_transforms
+from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
-
-_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
-_GRADIENTS = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
 @contextmanager
@@ -44,19 +43,20 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(plain_transforms())
         stack.enter_context(private.replaced(torch, "cond", _refuse_cond))
         stack.enter_context(private.on_autograd_function(_refuse_function))
-        stack.enter_context(_RefusedCalls())
+        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, _REFUSED))
         yield
 
 
-class _RefusedCalls(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HOOKS and torch.is_grad_enabled():
-            raise CaptureError("a gradient hook on a tensor cannot be captured; change the loss instead")
-        if func in _GRADIENTS:
-            raise CaptureError(
-                "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
-            )
-        return func(*args, **(kwargs or {}))
+def _refuse_hook(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        raise CaptureError("a gradient hook on a tensor cannot be captured; change the loss instead")
+    return func(*args, **kwargs)
+
+
+def _refuse_gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
+    )
 
 
 def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
@@ -139,3 +139,9 @@ def _no_python_random() -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(array)
+
+
+_REFUSED: Table = {
+    **dict.fromkeys((torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook), _refuse_hook),
+    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward), _refuse_gradient),
+}

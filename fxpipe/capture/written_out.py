@@ -4,25 +4,17 @@
     take_along_dim(x, i, 1)        ->   gather(x, 1, i)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
 
-Only the trace runs under this mode: `program.verify` compares what is written here with torch's own.
+Only the trace does so: `program.verify` compares what is written here with torch's own.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-
-class WrittenOut(TorchFunctionMode):
-    """Rewrites calls of the table below."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WRITTEN:
-            return _WRITTEN[func](func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+from fxpipe.capture.calls import Table
 
 
 def _take_along_dim(func: Any, input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -116,7 +108,7 @@ def _istft(
     return signal if length is None else F.pad(signal, (0, length - (end - start)))
 
 
-_WRITTEN: dict[Any, Callable[..., Any]] = {
+WRITTEN_OUT: Table = {
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.kron: _kron,
