@@ -13,6 +13,7 @@ from passes.cascade import borders, first_pass
 from passes.place import TWO_PER_RANK, Shape, shape
 
 _OVERLAPPED = (1, 4)  # stages of a pipeline of one rank: the last one's gradients are reduced while others compute
+_FEW = (2, 3, 4)  # stages that do not divide the ranks, and get replicas in uneven numbers
 _MOST_PER_RANK = 16  # micro-batches per rank of a pipeline: what more would save is below a sixteenth
 
 
@@ -132,13 +133,16 @@ def shapes(wishes: Wishes, data_parallel: int, names: tuple[str, ...]) -> Iterat
     for name in names:
         per_place = _stages_per_place(name, places)
         fixed = wishes.stages is not None or wishes.schedule != "auto"
-        for stages in [wishes.stages] if fixed else [places * k for k in per_place]:
+        few = [s for s in _FEW if s < places and places % s] if name == "1f1b" and data_parallel == 1 else []
+        for stages in [wishes.stages] if fixed else [*few, *(places * k for k in per_place)]:
             for strided in {False, 1 < data_parallel < wishes.world_size}:
                 try:
                     found = shape(name, wishes.world_size, stages, data_parallel, strided)
                 except CompileError:
                     if wishes.schedule != "auto" and wishes.data_parallel is not None:
                         raise
+                    continue
+                if found.is_uneven and strided:
                     continue
                 if wishes.conditioning is not None:
                     found = replace(found, conditioning=wishes.conditioning)

@@ -55,19 +55,21 @@ def estimate(
         num_microbatches: of all pipelines together.
         gradient_bytes: per block, to be reduced over replicas; nothing is reduced where left out.
     """
-    ranks = [replicas[0] for replicas in staged.stage_ranks]
-    of_pipeline = -(-num_microbatches // staged.replicas)
-    work = estimated_work(graph, staged, of_pipeline)
     forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
-    places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
+    ranks: list[int | tuple[int, ...]] = [*staged.stage_ranks]
+    num_ranks = staged.world_size
+    if len(set(map(len, staged.stage_ranks))) == 1:  # pipelines are equal: one stands for all
+        num_microbatches = -(-num_microbatches // staged.replicas)
+        places = {rank: place for place, rank in enumerate(sorted({replicas[0] for replicas in staged.stage_ranks}))}
+        ranks, num_ranks = [places[replicas[0]] for replicas in staged.stage_ranks], len(places)
+    work = estimated_work(graph, staged, num_microbatches)
     schedule = make_schedule(
-        staged.schedule, work, [places[rank] for rank in ranks], forward, backward,
-        frozen_seconds=times.components, world_size=len(places),
-    )  # fmt: skip
+        staged.schedule, work, ranks, forward, backward, frozen_seconds=times.components, world_size=num_ranks
+    )
     lag = Lags(graph, staged, times.num_samples, cluster)
     half = tuple(seconds / 2 for seconds in backward)
     tables = {"F": forward, "B": backward, "T": times.components, "I": half, "W": half}
-    timeline = simulate(schedule, work, lambda action: tables[action.kind][action.stage], lag)
+    timeline = simulate(schedule, work, lambda a: 0.0 if a.kind == "R" else tables[a.kind][a.stage], lag)
     ends = reduction_ends(staged, schedule, timeline, cluster, gradient_bytes)
     return Estimate(schedule, timeline, max([timeline.makespan_seconds, *ends]))
 
@@ -84,7 +86,9 @@ def simulated_step(
 
     A long step is periodic: its time is that of a shorter one, and as much more for every further micro-batch.
     """
-    count, places = staged.replicas, len({replicas[0] for replicas in staged.stage_ranks})
+    uneven = len(set(map(len, staged.stage_ranks))) > 1
+    count = 1 if uneven else staged.replicas
+    places = staged.world_size if uneven else len({replicas[0] for replicas in staged.stage_ranks})
     of_pipeline, short = -(-num_microbatches // count), _LONG * places
 
     def simulated(microbatches: int) -> Estimate:
@@ -112,9 +116,10 @@ def first_estimate(
     """
     loads: dict[int, float] = {}
     forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
+    most = staged.replicas
     for stage, ranks in enumerate(staged.stage_ranks):
-        loads[ranks[0]] = loads.get(ranks[0], 0.0) + forward[stage] + backward[stage]
-    of_pipeline = -(-num_microbatches // staged.replicas)
+        loads[ranks[0]] = loads.get(ranks[0], 0.0) + (forward[stage] + backward[stage]) * most / len(ranks)
+    of_pipeline = -(-num_microbatches // most)
     busiest = max(loads.values())
     ramp = sum(loads.values()) - busiest
     if staged.num_stages > len(loads) or staged.schedule == "zero-bubble":

@@ -10,7 +10,7 @@ How many replicas, stages and micro-batches is `passes.tune`'s choice where the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
@@ -19,6 +19,8 @@ from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from passes.cascade import first_pass, opposite, two_passes
+from passes.chains import solve_unequal
+from passes.chains.of_blocks import chain_of
 from passes.estimate import BlockTimes
 from passes.partition import linear, wave
 from passes.schedule import POLICIES
@@ -44,8 +46,13 @@ class Shape:
         return len(self.pipelines[0])
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether a line has fewer stages than ranks, so that some stages have more replicas than others."""
+        return self.stages < self.places
+
+    @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every stage's replicas."""
+        """The ranks of every stage's replicas, where all have as many."""
         return tuple(tuple(pipeline[p] for pipeline in self.pipelines) for p in self.place_of_stage)
 
     @property
@@ -67,6 +74,7 @@ class Shape:
         return tuple(s % n for s in range(self.stages))
 
 
+LINES = ("1f1b", "gpipe")
 FOLDED = ("wave", "zb-v", "hanayo")
 SPLIT = ("zero-bubble", "zb-h1")
 LOOPED = ("interleaved",)
@@ -94,6 +102,8 @@ def shape(name: str, world_size: int, stages: int | None, data_parallel: int, st
     places = world_size // data_parallel
     count = stages or places * (2 if name in TWO_PER_RANK else 1)
     found = Shape(name, count, pipelines(places, data_parallel, strided))
+    if count < places and data_parallel == 1 and name in LINES:
+        return found
     if count % places:
         raise CompileError(
             f"stages={count} is no multiple of the {places} ranks of a pipeline (world_size={world_size}, "
@@ -115,13 +125,24 @@ def pipelines(places: int, count: int, strided: bool = False) -> tuple[tuple[int
     return tuple(tuple(range(p * places, (p + 1) * places)) for p in range(count))
 
 
-def place(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape, cluster: Cluster) -> Staged:
+def place(
+    graph: BlockGraph,
+    costs: BlockCosts,
+    times: BlockTimes,
+    wanted: Shape,
+    cluster: Cluster,
+    microbatches: int = 1,
+) -> Staged:
     """The stages of a shape, and the ranks of their replicas.
+
+    A line with fewer stages than ranks is cut together with its numbers of replicas (`passes.chains`).
 
     Raises:
         CompileError: the model has not the backbones that the shape needs.
     """
     world_size = wanted.places * len(wanted.pipelines)
+    if wanted.is_uneven:
+        return _uneven(graph, costs, times, wanted, cluster, microbatches)
     ranks = wanted.stage_ranks
     recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
     if wanted.is_folded:
@@ -133,6 +154,22 @@ def place(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape
     else:
         boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
     return Staged(boundaries, ranks, wanted.schedule, False, world_size, (), recompute)
+
+
+def _uneven(
+    graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape, cluster: Cluster, microbatches: int
+) -> Staged:
+    """Replicas that share a micro-batch take as long as replicas that take micro-batches in turn."""
+    stages, places = wanted.stages, wanted.places
+    chain = chain_of(graph, costs, cluster, places, replicas=range(1, places - stages + 2))
+    together = max(1, microbatches * stages // places)
+    plan = solve_unequal(
+        chain, stages, together, places, batch_size=times.num_samples * microbatches, objective="paper-clamped"
+    )
+    starts = [0, *accumulate(plan.replicas)]
+    ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
+    recompute = frozenset(range(stages)) if wanted.recompute else frozenset[int]()
+    return Staged(plan.boundaries, ranks, wanted.schedule, False, places, (), recompute)
 
 
 def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:

@@ -166,10 +166,13 @@ class _Tuner:
         """The stages of a shape depend on where its places are, and in soft folds on their links."""
         shape = candidate.shape
         kind = "fold" if shape.is_folded else shape.schedule if shape.schedule in TWO_PER_RANK else "line"
-        key = (kind, shape.places, shape.stages, times.num_samples, shape.hard or shape.pipelines)
+        uneven = candidate.microbatches if shape.is_uneven else 0
+        key = (kind, shape.places, shape.stages, times.num_samples, shape.hard or shape.pipelines, uneven)
         if key not in self._placed:
-            self._placed[key] = place(self._graph, self._costs, times, shape, self._cluster)
+            self._placed[key] = place(self._graph, self._costs, times, shape, self._cluster, candidate.microbatches)
         known = self._placed[key]
+        if shape.is_uneven:
+            return known
         recompute = frozenset(range(shape.stages)) if shape.recompute else frozenset[int]()
         return replace(known, schedule=shape.schedule, stage_ranks=shape.stage_ranks, recompute=recompute)
 
