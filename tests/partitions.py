@@ -1,6 +1,6 @@
 """Judges of waves that share nothing with the passes: by definition, for tests against brute force."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations_with_replacement, pairwise
@@ -32,13 +32,17 @@ class WaveCase:
         owner = self.owner(boundaries)
         return tuple(k for k, (a, b) in enumerate(self.skips) if owner[a] != owner[b])
 
-    def loads(self, boundaries: Boundaries) -> list[int]:
-        owner, loads = self.owner(boundaries), [0] * self.num_ranks
+    def loads(
+        self, boundaries: Boundaries, pair_seconds: Callable[[int, int, int], float] | None = None
+    ) -> list[float]:
+        """Of every rank, with crossing skips at their costs, or at those of their pair of ranks."""
+        owner, loads = self.owner(boundaries), [0.0] * self.num_ranks
         for block, weight in enumerate(self.weights):
             loads[owner[block]] += weight
         for k in self.crossing(boundaries):
-            for end in self.skips[k]:
-                loads[owner[end]] += self.costs[k]
+            ends = sorted(owner[end] for end in self.skips[k])
+            for rank in ends:
+                loads[rank] += pair_seconds(k, ends[0], ends[1]) if pair_seconds else self.costs[k]
         return loads
 
     def ties(self, boundaries: Boundaries) -> tuple[int, int]:

@@ -124,8 +124,9 @@ def test_absurd_inputs_give_a_wave() -> None:
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {"weights": [1.0, 1.0], "skips": [(0, 1)], "num_ranks": 2}
     with pytest.raises(CompileError, match=message):
-        wave(**({"weights": [1.0, 1.0], "skips": [(0, 1)], "num_ranks": 2} | change))
+        wave(**usual | change)
 
 
 def test_too_little_memory_names_the_smallest_limit() -> None:

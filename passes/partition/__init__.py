@@ -9,7 +9,19 @@ Empty stages are allowed; weights are seconds, skips pairs of blocks.
 """
 
 from passes.partition.chain import interleaved, linear
+from passes.partition.many_waves import WavesPartition, waves
 from passes.partition.memory import StageMemory
+from passes.partition.pair_prices import PricedWave, priced_wave
 from passes.partition.wave import WavePartition, wave
 
-__all__ = ["StageMemory", "WavePartition", "interleaved", "linear", "wave"]
+__all__ = [
+    "PricedWave",
+    "StageMemory",
+    "WavePartition",
+    "WavesPartition",
+    "interleaved",
+    "linear",
+    "priced_wave",
+    "wave",
+    "waves",
+]

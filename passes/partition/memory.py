@@ -37,11 +37,12 @@ class StageMemory:
         require_amounts("in_flight", self.in_flight, num_stages)
         require_amounts("limit_bytes", self._limits(num_ranks).tolist(), num_ranks)
 
-    def levels(self, num_levels: int) -> "LevelMemory":
-        """For the levels of a wave: level d owns stages d and 2 * num_levels - 1 - d."""
+    def levels(self, rank_of: Sequence[int]) -> "LevelMemory":
+        """For levels on these ranks: level d owns stages d and 2 * levels - 1 - d, and has the limit of its rank."""
         count = np.asarray(self.in_flight, dtype=float)[:, None]
         totals = prefix(self.held_bytes) + count * prefix(self.activation_bytes)
-        return LevelMemory(totals[:num_levels], totals[: num_levels - 1 : -1], self._limits(num_levels))
+        limits = self._limits(max(rank_of) + 1)[list(rank_of)]
+        return LevelMemory(totals[: len(rank_of)], totals[: len(rank_of) - 1 : -1], limits)
 
     def stages(self, num_stages: int) -> tuple[Floats, Floats]:
         """Of a line with stage s on rank s: prefix sums [stages, blocks + 1], and limits [stages], in bytes."""
@@ -108,14 +109,14 @@ def refuse(limits: Floats, needed: Floats, what: str) -> CompileError:
     """The error of a partition that does not fit, with the smallest limits that would do."""
     if np.ptp(needed) == 0:
         return CompileError(
-            f"no {what} fits into {_gib(limits.min())} per rank; the smallest limit that would do is "
-            f"{_gib(needed[0])} ({needed[0]:.0f} bytes); {_REMEDIES}"
+            f"no {what} fits into {gibibytes(limits.min())} per rank; the smallest limit that would do is "
+            f"{gibibytes(needed[0])} ({needed[0]:.0f} bytes); {_REMEDIES}"
         )
     return CompileError(
         f"no {what} fits into the ranks' limits; the smallest that would do are {needed.max() / limits.max():.4f} "
-        f"times as large, {', '.join(_gib(bytes_) for bytes_ in needed)}; {_REMEDIES}"
+        f"times as large, {', '.join(gibibytes(bytes_) for bytes_ in needed)}; {_REMEDIES}"
     )
 
 
-def _gib(num_bytes: float) -> str:
+def gibibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.3f} GiB"

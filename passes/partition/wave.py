@@ -63,7 +63,7 @@ def wave(
     costs = tuple(skip_cost) if skip_cost is not None and not hard else (0.0,) * len(skips)
     cut = np.zeros(len(weights) + 1) if cut_costs is None else np.asarray(cut_costs, dtype=float)
     _check(weights, skips, num_ranks, costs, cut, memory)
-    limits = None if memory is None else memory.levels(num_ranks)
+    limits = None if memory is None else memory.levels(range(num_ranks))
     free = Levels.of(np.asarray(weights, dtype=float), (), num_ranks, limits)
     soft = Soft.of(free, skips, costs)
     path = least_soft_path(soft) if skips and not hard else least_path(soft.hard)

@@ -1,0 +1,176 @@
+"""Several waves per rank, and prices per pair of ranks, against brute force and an independent judge."""
+
+import random
+from collections import Counter
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.cluster import Cluster
+from fxpipe.errors import CompileError
+from passes.partition import StageMemory, WavesPartition, descent, priced_wave, wave, waves
+from tests.partitions import WaveCase, memories, wave_cases
+
+Skips = list[tuple[int, int]]
+
+
+def judged(found: WavesPartition, weights: list[int], skips: Skips, costs: list[int]) -> tuple[list[int], list[int]]:
+    """Rank loads and crossing skips, from the boundaries and the ranks of the stages alone."""
+    return judge(found.boundaries, found.stage_ranks, weights, skips, costs)
+
+
+def judge(
+    boundaries: tuple[int, ...], ranks: tuple[int, ...], weights: list[int], skips: Skips, costs: list[int]
+) -> tuple[list[int], list[int]]:
+    runs = zip(ranks, pairwise(boundaries), strict=True)
+    owner = [rank for rank, (start, stop) in runs for _ in range(start, stop)]
+    loads = [0] * (max(ranks) + 1)
+    for rank, weight in zip(owner, weights, strict=True):
+        loads[rank] += weight
+    crossing = [k for k, (a, b) in enumerate(skips) if owner[a] != owner[b]]
+    for k in crossing:
+        for end in skips[k]:
+            loads[owner[end]] += costs[k]
+    return loads, crossing
+
+
+def zig_zag(num_ranks: int, num_waves: int) -> tuple[int, ...]:
+    return (*range(num_ranks), *range(num_ranks - 1, -1, -1)) * num_waves
+
+
+@given(wave_cases(max_blocks=12, max_ranks=3), st.integers(1, 3), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_waves_are_what_they_say(case: WaveCase, num_waves: int, hard: bool) -> None:
+    found = waves(case.weights, case.skips, case.num_ranks, num_waves, hard, case.cuts, case.costs)
+    assert found.stage_ranks == zig_zag(case.num_ranks, num_waves)
+    assert len(found.boundaries) == len(found.stage_ranks) + 1
+    assert all(a <= b for a, b in pairwise(found.boundaries))
+    assert (found.boundaries[0], found.boundaries[-1]) == (0, len(case.weights))
+    loads, crossing = judged(found, case.weights, case.skips, case.costs)
+    assert found.rank_loads == pytest.approx(loads)
+    assert list(found.crossing) == crossing
+    assert not (hard and crossing)
+
+
+def test_one_wave_is_the_exact_one() -> None:
+    weights, skips = [3, 1, 4, 1, 5, 9, 2, 6], [(0, 7), (2, 5)]
+    one = wave(weights, skips, 3)
+    assert waves(weights, skips, 3, 1).boundaries == one.boundaries
+
+
+def test_two_waves_balance_where_one_cannot() -> None:
+    """Skips force the blocks into nested pairs of 8, 6, 4 and 2 seconds: 8 + 2 and 6 + 4 take two waves."""
+    weights, skips = [4, 3, 2, 1, 1, 2, 3, 4], [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert wave(weights, skips, 2).rank_loads == (8.0, 12.0)
+    assert waves(weights, skips, 2, 2).rank_loads == (10.0, 10.0)
+
+
+def test_search_finds_the_best_of_nearly_all_small_cases() -> None:
+    """Two waves over two ranks, 8 blocks: every partition is judged."""
+    best_found = 0
+    for seed in range(8):
+        draw = random.Random(seed)
+        weights = [draw.randint(1, 9) for _ in range(8)]
+        skips = [(k, 7 - k) for k in draw.sample(range(4), 2)]
+        ranks, costs = zig_zag(2, 2), [0, 0]
+        every = ((0, *inner, 8) for inner in combinations_with_replacement(range(9), 7))
+        results = (judge(b, ranks, weights, skips, costs) for b in every)
+        best = min(max(loads) for loads, crossing in results if not crossing)
+        found = max(waves(weights, skips, 2, 2).rank_loads)
+        assert found >= best
+        best_found += found == best
+    assert best_found >= 7
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_waves_fit_into_memory_or_are_refused(data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=10))
+    memory = data.draw(memories(len(weights), 8, 2))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(descent, "TRIALS", 100)
+            found = waves(weights, [], 2, 2, memory=memory)
+    except CompileError:
+        return
+    used: Counter[int] = Counter()
+    for stage, (start, stop) in enumerate(pairwise(found.boundaries)):
+        kept = memory.in_flight[stage] * sum(memory.activation_bytes[start:stop])
+        used[found.stage_ranks[stage]] += int(sum(memory.held_bytes[start:stop]) + kept)
+    limit = memory.limit_bytes
+    assert all(used[r] <= (limit if isinstance(limit, int) else limit[r]) for r in used)  # type: ignore[index]
+
+
+def test_memory_decides_between_waves() -> None:
+    """The first stages keep four micro-batches, so rank 0 takes less than its share of blocks."""
+    memory = StageMemory([0.0] * 12, [1.0] * 12, [4, 1, 1, 1, 1, 1, 1, 1], 8)
+    found = waves([1.0] * 12, [], 2, 2, memory=memory)
+    assert max(found.rank_loads) == 6.0
+    assert found.boundaries[1] == 0 or found.boundaries[1] * 4 + (6 - found.boundaries[1]) <= 8
+    with pytest.raises(CompileError, match="take fewer waves, more ranks, smaller micro-batches, or recompute"):
+        waves([1.0] * 12, [], 2, 2, memory=StageMemory([1.0] * 12, [0.0] * 12, [1] * 8, 5))
+
+
+@given(wave_cases(max_blocks=6, max_ranks=3), st.data())
+@settings(max_examples=80, deadline=None)
+def test_prices_of_pairs(case: WaveCase, data: st.DataObject) -> None:
+    """The loads are those of the actual pairs, no wave beats the bound, and collocation is never better."""
+    prices = data.draw(st.lists(st.integers(0, 6), min_size=3, max_size=3))
+    skips = case.skips
+
+    def pair_seconds(skip: int, rank: int, other: int) -> float:
+        return case.costs[skip] * prices[rank + other - 1]
+
+    found = priced_wave(case.weights, skips, case.num_ranks, pair_seconds, case.cuts)
+    best = min(max(case.loads(b, pair_seconds)) for b in case.every())
+    assert found.partition.rank_loads == pytest.approx(case.loads(found.partition.boundaries, pair_seconds))
+    assert found.least_seconds <= best + 1e-9
+    assert max(found.partition.rank_loads) >= best - 1e-9
+    assert max(found.partition.rank_loads) <= max(wave(case.weights, skips, case.num_ranks).rank_loads) + 1e-9
+    if len(set(prices)) == 1:
+        assert max(found.partition.rank_loads) == pytest.approx(best)
+
+
+def test_prices_of_pairs_find_the_best_of_nearly_all_small_cases() -> None:
+    """Two nodes of two ranks, three times the price between nodes; the average price of a pair is no match."""
+    best_found = better = 0
+    for seed in range(8):
+        draw = random.Random(seed)
+        weights = [draw.randint(1, 9) for _ in range(7)]
+        skips = [(a, b) for a, b in (sorted(draw.sample(range(7), 2)) for _ in range(4))]
+        case = WaveCase(weights, skips, 4, [draw.randint(1, 4) for _ in skips], [0] * 8)
+
+        def pair_seconds(skip: int, rank: int, other: int, case: WaveCase = case) -> float:
+            return case.costs[skip] * (1 if rank // 2 == other // 2 else 3)
+
+        best = min(max(case.loads(b, pair_seconds)) for b in case.every())
+        average = wave(weights, skips, 4, hard=False, skip_cost=[cost * 7 / 3 for cost in case.costs])
+        found = max(priced_wave(weights, skips, 4, pair_seconds).partition.rank_loads)
+        best_found += found == best
+        better += found < max(case.loads(average.boundaries, pair_seconds))
+    assert best_found >= 7
+    assert better >= 2
+
+
+def test_a_cluster_prices_pairs() -> None:
+    """Crossing between the nodes would cost more seconds than all blocks take."""
+    cluster = Cluster.parse("2x2xV100")
+    weights, skips = [1.0] * 16, [(0, 13), (2, 15), (1, 14)]
+    found = priced_wave(weights, skips, 4, lambda skip, rank, other: 2 * cluster.transfer_seconds(rank, other, 4e9))
+    runs = enumerate(pairwise(found.partition.boundaries))
+    owner = [min(s, 7 - s) for s, (start, stop) in runs for _ in range(start, stop)]
+    nodes = [{owner[end] // 2 for end in skips[k]} for k in found.partition.crossing]
+    assert nodes
+    assert all(len(node) == 1 for node in nodes)
+
+
+def test_absurd_inputs() -> None:
+    assert priced_wave([1.0, 1.0], [(0, 1)], 1, lambda *_: 1.0).partition.rank_loads == (2.0,)
+    assert waves([], [], 2, 3).boundaries == (0,) * 13
+    assert waves([5.0], [], 3, 2).max_over_mean == 3.0
+    with pytest.raises(CompileError, match=r"pair_seconds\[1\] is inf"):
+        priced_wave([1.0, 1.0], [(0, 1)], 2, lambda *_: float("inf"))
+    with pytest.raises(CompileError, match="num_waves=0; it must be at least 1"):
+        waves([1.0], [], 1, 0)
