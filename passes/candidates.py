@@ -107,9 +107,7 @@ def _names(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> tuple[str, .
         return (wishes.schedule,)
     if passes:
         return ("interleaved",)  # both passes of a stage on its rank
-    times = costs.at(1)
-    seconds = [f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
-    return (*_AUTOMATIC, *(("bidirectional",) if borders(graph, seconds) else ()))
+    return (*_AUTOMATIC, *(("bidirectional",) if borders(graph, costs) else ()))
 
 
 def _check_passes(passes: int, wishes: Wishes) -> None:

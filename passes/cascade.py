@@ -19,27 +19,28 @@ from fxpipe.errors import CompileError
 from passes.partition import linear
 
 _LOSS_BYTES = 64  # per sample, of what losses that are added up send at most
-_LEAST_SHARE = 0.05  # of the time: less is no backbone
 
 
-def borders(graph: BlockGraph, seconds: Sequence[float]) -> tuple[int, ...]:
-    """The blocks at which a further backbone begins: nothing but terms of the loss comes from before."""
+def borders(graph: BlockGraph, costs: BlockCosts) -> tuple[int, ...]:
+    """The blocks at which a further backbone begins: no gradient comes back over it but that of a term of the loss."""
     crossing = [0] * (len(graph.blocks) + 1)
     for edge in graph.edges:
         readers = [c for c in edge.consumers if isinstance(c, int)]
-        if isinstance(edge.producer, int) and readers:
+        if isinstance(edge.producer, int) and readers and edge.requires_grad:
             for position in range(edge.producer + 1, max(readers) + 1):
                 crossing[position] += edge.bytes_per_sample
-    found, total, last = [], sum(seconds), 0
+    trained = [size > 0 for size in costs.trained_bytes]
+    found, last = [], 0
     for position in range(1, len(graph.blocks)):
-        apart = crossing[position] <= _LOSS_BYTES
-        if apart and min(sum(seconds[last:position]), sum(seconds[position:])) >= _LEAST_SHARE * total:
+        if crossing[position] <= _LOSS_BYTES and any(trained[last:position]) and any(trained[position:]):
             found.append(position)
             last = position
     return tuple(found)
 
 
-def opposite(graph: BlockGraph, seconds: Sequence[float], places: int, cuts: Sequence[float]) -> tuple[int, ...]:
+def opposite(
+    graph: BlockGraph, costs: BlockCosts, seconds: Sequence[float], places: int, cuts: Sequence[float]
+) -> tuple[int, ...]:
     """Boundaries of 2 x `places` stages: one group of backbones, then the other, each cut into `places`.
 
     Of more than two backbones, neighbours form a group, so that both have about as much to do.
@@ -47,7 +48,7 @@ def opposite(graph: BlockGraph, seconds: Sequence[float], places: int, cuts: Seq
     Raises:
         CompileError: there is one backbone.
     """
-    found = borders(graph, seconds)
+    found = borders(graph, costs)
     if not found:
         raise CompileError(
             "schedule 'bidirectional' needs two backbones that share nothing but the sum of their losses; here is one"

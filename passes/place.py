@@ -148,7 +148,7 @@ def place(
     if wanted.is_folded:
         return replace(_folded(graph, times, wanted, cluster, ranks), recompute=recompute)
     if wanted.is_opposite:
-        boundaries = opposite(graph, times.total, wanted.places, cut_bytes(graph))
+        boundaries = opposite(graph, costs, times.total, wanted.places, cut_bytes(graph))
     elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(graph, costs):
         boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
     else:

@@ -9,6 +9,7 @@ Every node carries `meta["val"]` (its fake tensor, with the batch as a symbol) a
 random draws and parameters are placeholders, `no_grad` regions and autocast regions are marks on the nodes.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,15 +195,29 @@ def _refuse_values(graph: fx.Graph) -> None:
 
 
 def _drop_no_ops(graph: fx.Graph) -> None:
-    """Remove assertions, dropouts that drop nothing and casts that change nothing."""
+    """Remove assertions, dropouts that drop nothing, casts and broadcasts that change nothing."""
     for node in list(graph.nodes):
         if node.op != "call_function":
+            continue
+        if node.target is operator.getitem and (whole := _not_broadcast(node)) is not None:
+            node.replace_all_uses_with(whole)
+            graph.erase_node(node)
             continue
         if private.is_assertion(node.target):
             graph.erase_node(node)
         elif passes_through(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _not_broadcast(node: fx.Node) -> fx.Node | None:
+    """What an item of `broadcast_tensors` is equal to, where it has that shape already (as in every mse_loss)."""
+    source, index = node.args
+    if not isinstance(source, fx.Node) or source.target is not torch.ops.aten.broadcast_tensors.default:
+        return None
+    (given,) = source.args
+    item: fx.Node = given[index]  # type: ignore[index, assignment]
+    return item if item.meta["val"].shape == node.meta["val"].shape else None
 
 
 def _drop_unused_placeholders(graph: fx.Graph) -> None:
