@@ -16,5 +16,5 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,report,solver,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,report,dev]'
 	touch $@

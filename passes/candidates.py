@@ -11,6 +11,7 @@ from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
 from passes.cascade import borders, first_pass
 from passes.place import TWO_PER_RANK, Shape, shape
+from passes.schedule import POLICIES
 
 _OVERLAPPED = (1, 4)  # stages of a pipeline of one rank: the last one's gradients are reduced while others compute
 _FEW = (2, 3, 4)  # stages that do not divide the ranks, and get replicas in uneven numbers
@@ -93,6 +94,8 @@ def candidates(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> Iterator
         if wishes.data_parallel in (None, count) and count <= wishes.batch_size:
             for found in shapes(wishes, count, _names(graph, costs, wishes)):
                 for microbatches in _microbatches(wishes, count, found.places):
+                    if found.is_uneven and microbatches < found.places:
+                        continue  # some replica would have nothing to do
                     yield Candidate(found, microbatches, _bound(costs, wishes, found, microbatches))
 
 
@@ -185,6 +188,7 @@ def _bound(costs: BlockCosts, wishes: Wishes, found: Shape, microbatches: int) -
     once = sum(times.forward_seconds) + sum(times.backward_seconds)
     frozen = sum(times.component_seconds)
     load = of_pipeline * once / found.places
-    if found.stages == found.places > 1 and found.schedule != "zero-bubble":
+    if found.stages == found.places > 1 and not POLICIES[found.schedule].split:
         load = once / (1 - (1 - 1 / of_pipeline) ** found.places)
-    return max(load + of_pipeline * frozen / found.places, once + frozen)
+    way = once - (sum(times.backward_seconds) / 2 if POLICIES[found.schedule].split else 0.0)  # W is on nobody's way
+    return max(load + of_pipeline * frozen / found.places, way)

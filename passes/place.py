@@ -162,10 +162,8 @@ def _uneven(
     """Replicas that share a micro-batch take as long as replicas that take micro-batches in turn."""
     stages, places = wanted.stages, wanted.places
     chain = chain_of(graph, costs, cluster, places, replicas=range(1, places - stages + 2))
-    together = max(1, microbatches * stages // places)
-    plan = solve_unequal(
-        chain, stages, together, places, batch_size=times.num_samples * microbatches, objective="paper-clamped"
-    )
+    samples = times.num_samples * microbatches
+    plan = solve_unequal(chain, stages, 1, places, batch_size=samples, objective="paper-clamped")
     starts = [0, *accumulate(plan.replicas)]
     ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
     recompute = frozenset(range(stages)) if wanted.recompute else frozenset[int]()

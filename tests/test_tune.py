@@ -1,0 +1,141 @@
+"""The tuner: bounds that hold, limits that are kept, reasons that are told; for odd numbers of ranks and tight memory."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxpipe
+from fxpipe.block_costs import BlockCosts
+from fxpipe.block_graph import BlockGraph
+from fxpipe.cluster import Cluster, Level
+from fxpipe.errors import CompileError
+from fxpipe.links import Link
+from passes.candidates import Wishes, candidates
+from passes.tune import NothingFits, Tuned, tune
+from tests.unet import TinyUNet
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A device on which compute takes long: launches count for nothing."""
+
+    def forward_seconds(self, cost: Any, num_samples: int) -> float:
+        return 1e-6 * (int(cost.at(num_samples).forward_flops) + int(cost.at(num_samples).bytes_read))
+
+    def backward_input_seconds(self, cost: Any, num_samples: int) -> float:
+        return self.forward_seconds(cost, num_samples)
+
+    def backward_weight_seconds(self, cost: Any, num_samples: int) -> float:
+        return self.forward_seconds(cost, num_samples)
+
+    def backward_seconds(self, cost: Any, num_samples: int) -> float:
+        return 2 * self.forward_seconds(cost, num_samples)
+
+
+@cache
+def planned() -> tuple[BlockGraph, BlockCosts]:
+    """The block graph and costs of a tiny U-Net."""
+    from passes import plan
+
+    found: list[Any] = []
+    original = plan.tune
+
+    def spy(graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> Tuned:
+        found[:] = [graph, costs]
+        return original(graph, costs, cluster, wishes)
+
+    plan.tune = spy
+    try:
+        fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=8, cost_model=Slow(), schedule="1f1b")
+    finally:
+        plan.tune = original
+    return found[0], found[1]
+
+
+def tuned(world_size: int, batch_size: int, cluster: str = "", **wishes: Any) -> Tuned:
+    graph, costs = planned()
+    where = Cluster.parse(cluster or f"{world_size}xA100-80GB")
+    return tune(graph, costs, where, Wishes("auto", world_size, batch_size, **wishes))
+
+
+@given(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8)), st.integers(1, 12), st.sampled_from((None, 1, 2, 3)))
+@settings(max_examples=40, deadline=None)
+def test_bounds_hold_and_the_fastest_is_chosen(world_size: int, batch_size: int, microbatches: int | None) -> None:
+    if microbatches is not None and microbatches > batch_size:
+        microbatches = batch_size
+    found = tuned(world_size, batch_size, microbatches=microbatches)
+    simulated = [c for c in found.ranked if c.seconds is not None]
+    assert len(simulated) == found.num_simulated
+    for candidate in simulated:
+        assert candidate.bound_seconds <= candidate.seconds * (1 + 1e-9)
+        assert candidate.estimated_seconds >= candidate.bound_seconds
+    assert found.chosen.seconds == min(c.seconds for c in simulated)
+    assert found.chosen.why == ""
+    assert all(c.why for c in found.ranked[1:])
+    ranks = {rank for ranks in found.chosen.placed.stage_ranks for rank in ranks}
+    assert ranks <= set(range(world_size))
+
+
+def test_nothing_left_out_by_a_bound_is_faster() -> None:
+    """Every candidate simulated, against the tuner that stops early."""
+    from passes.tune import _Tuner
+
+    graph, costs = planned()
+    cluster, wishes = Cluster.parse("4xA100-80GB"), Wishes("auto", 4, 8)
+    tuner = _Tuner(graph, costs, cluster, wishes)
+    every = [next(tuner.simulated(tuner._first_estimate(c))) for c in candidates(graph, costs, wishes)]
+    best = min(c.seconds or inf for c in every)
+    assert (tuned(4, 8).chosen.seconds or inf) <= best * 1.05
+
+
+def test_memory_limits_choose_other_plans() -> None:
+    free = tuned(4, 64, data_parallel=1, microbatches=8)
+    assert free.chosen.peak_bytes is not None
+    least = free.chosen.peak_bytes - 1
+    tight = tuned(4, 64, data_parallel=1, microbatches=8, memory_limit_bytes=least)
+    assert tight.chosen.peak_bytes is not None
+    assert tight.chosen.peak_bytes <= least
+    assert any("on a rank" in c.why for c in tight.ranked)
+    with pytest.raises(NothingFits, match=r"no plan fits into memory_limit=10 B per rank: the least needed is"):
+        tuned(4, 8, memory_limit_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"data_parallel": 3}, "data_parallel=3 does not divide world_size=4"),
+        ({"data_parallel": 4, "microbatches": 2}, "no way to use world_size=4 with data_parallel=4"),
+    ],
+)
+def test_wishes_that_exclude_each_other_are_refused(wishes: dict[str, int], message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        tuned(4, 8, **wishes)
+
+
+def test_slow_links_prefer_less_traffic() -> None:
+    slow = Link("thread", bandwidth_bytes_per_second=1.0, latency_seconds=1.0)
+    graph, costs = planned()
+    on_thread = tune(graph, costs, Cluster("A100-80GB", (Level(4, slow),)), Wishes("auto", 4, 8, data_parallel=1))
+    on_nvlink = tuned(4, 8, data_parallel=1)
+    assert on_thread.chosen.wire_bytes is not None
+    assert on_thread.chosen.wire_bytes <= (on_nvlink.chosen.wire_bytes or 0)
+    assert on_thread.chosen.shape != on_nvlink.chosen.shape
+
+
+def test_everything_left_open_compiles_and_is_exact() -> None:
+    for world_size, batch_size in ((3, 7), (5, 6), (7, 3)):
+        model = TinyUNet("no_grad")
+        program = fxpipe.compile(model, world_size, batch_size=batch_size, cost_model=Slow(), budget=0.2)
+        assert program.plan.outcomes[0].why == ""
+        assert program.verify(**model.example_inputs(batch_size)).ok
+
+
+def test_fixed_wishes_are_kept() -> None:
+    chosen = tuned(8, 16, data_parallel=2, stages=4, microbatches=8).chosen
+    assert (len(chosen.shape.pipelines), chosen.shape.stages, chosen.microbatches) == (2, 4, 8)
+    assert replace(chosen.shape, hard=True).places == 4
