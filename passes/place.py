@@ -22,8 +22,10 @@ from passes.cascade import first_pass, opposite, two_passes
 from passes.chains import solve_unequal
 from passes.chains.of_blocks import chain_of
 from passes.estimate import BlockTimes
-from passes.partition import linear, wave
+from passes.partition import WavePartition, WavesPartition, linear, wave, waves
 from passes.schedule import POLICIES
+
+_SLACK = 0.03  # of the mean load: more balance is worth less than cheaper cuts
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def place(
     elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(graph, costs):
         boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
     else:
-        boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
+        boundaries = linear(times.total, wanted.stages, cut_bytes(graph), slack=_SLACK)
     return Staged(boundaries, ranks, wanted.schedule, False, world_size, (), recompute)
 
 
@@ -192,11 +194,11 @@ def _folded(
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
-    levels = wanted.stages // 2  # one per rank and wave
-    found = wave(times.total, list(pairs), levels, wanted.hard, cut_bytes(graph), costs)
+    num_waves = wanted.stages // (2 * wanted.places)
+    found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph), costs)
     notes = []
     if pairs and wanted.hard:
-        free = wave(times.total, [], levels, False, cut_bytes(graph))
+        free = _waves(times.total, [], replace(wanted, hard=False), num_waves, cut_bytes(graph), [])
         notes.append(
             f"{len(pairs)} skips collocated: busiest rank {found.max_over_mean:.3f} x mean, "
             f"{free.max_over_mean:.3f} if skips could cross ranks"
@@ -207,6 +209,19 @@ def _folded(
         )
     world_size = wanted.places * len(wanted.pipelines)
     return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size, tuple(notes))
+
+
+def _waves(
+    seconds: Sequence[float],
+    skips: Sequence[tuple[int, int]],
+    wanted: Shape,
+    num_waves: int,
+    cuts: Sequence[float],
+    costs: Sequence[float],
+) -> WavePartition | WavesPartition:
+    if num_waves == 1:
+        return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, slack=_SLACK)
+    return waves(seconds, skips, wanted.places, num_waves, wanted.hard, cuts, costs)
 
 
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:

@@ -18,12 +18,14 @@ def linear(
     num_stages: int,
     cut_costs: Sequence[float] | None = None,
     memory: StageMemory | None = None,
+    slack: float = 0.0,
 ) -> tuple[int, ...]:
     """The `num_stages` + 1 positions between stages whose largest stage is smallest, and of those the cheapest cuts.
 
     `weights` are seconds per block, `cut_costs[p]` what a cut before block p costs (any unit, one more than blocks),
     `memory` what every stage may hold, stage s on rank s. With fewer blocks than stages the last stages are empty, the
-    others are not. Dynamic programming over stages, O(stages * blocks^2).
+    others are not. Loads up to 1 + `slack` times the mean count as equal: then the cheapest cuts decide. Dynamic
+    programming over stages, O(stages * blocks^2).
 
     Raises:
         CompileError: nothing fits into memory; names the smallest limit that would do. Or an input is no amount.
@@ -37,7 +39,7 @@ def linear(
     if memory is not None:
         memory.check(num_blocks, num_stages, num_stages)
         loads = _fitting(loads, memory, num_stages)
-    largest = _least_largest(loads, num_blocks) * (1 + TOLERANCE)
+    largest = max(_least_largest(loads, num_blocks) * (1 + TOLERANCE), (1 + slack) * sum(weights) / num_stages)
     cost, sources = _start(num_blocks), []
     for load in loads:
         step = cost[:, None] + np.where(load <= largest, cut[:, None], np.inf)

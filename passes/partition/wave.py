@@ -40,6 +40,7 @@ def wave(
     cut_costs: Sequence[float] | None = None,
     skip_cost: Sequence[float] | None = None,
     memory: StageMemory | None = None,
+    slack: float = 0.0,
 ) -> WavePartition:
     """The wave whose largest rank load is smallest, then with fewest crossing skips, exact up to rounding.
 
@@ -52,6 +53,7 @@ def wave(
             Otherwise a crossing skip adds its seconds in `skip_cost` to both its ranks.
         cut_costs: what a cut before each block costs, any unit, one more than blocks.
         memory: what the 2N stages may hold; limits per rank.
+        slack: loads up to 1 + slack times the mean count as equal: then the cheapest cuts decide.
 
     Raises:
         CompileError: nothing fits into memory; names the smallest limit that would do. Or an input is no amount.
@@ -69,7 +71,8 @@ def wave(
     path = least_soft_path(soft) if skips and not hard else least_path(soft.hard)
     if path is None:
         raise _too_little_memory(soft.hard if hard else free)
-    path = best_tie(soft.given(soft.crossing(path)), soft.largest(path), cut)
+    enough = max(soft.largest(path), (1 + slack) * sum(weights) / num_ranks)
+    path = best_tie(soft.given(soft.crossing(path)), enough, cut)
     return _partition(soft, path)
 
 
