@@ -1,6 +1,7 @@
 """`fxpipe tune`, `simulate`, `trace` and `report`: plans, and what they will cost."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from fxpipe.cost_rows import Costed
     from fxpipe.costs import CostModel
     from passes.candidates import Wishes
+    from passes.plan import Planned
 
 Out = Annotated[Path, typer.Option(dir_okay=False, help="file to write")]
 Filled = Annotated[bool, typer.Option(help="the step that does the next batch's frozen work in its idle time")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Question:
     """What a tuner needs: the costs of a step's blocks, machines, and what the user leaves open."""
 
@@ -32,11 +34,20 @@ class _Question:
     cluster: "Cluster"
     wishes: "Wishes"
 
+    @cached_property
+    def plan(self) -> "Planned":
+        """As `fxpipe.compile` chooses it."""
+        from passes.plan import make_plan
+
+        memory = getattr(self.model, "memory_bytes", None)  # devices by name know theirs
+        return make_plan(self.step.graph, self.step.blocks, self.cluster, self.wishes, memory)
+
 
 def _question(planning: Planning) -> _Question:
     """Capture the model and cost its blocks, cut as `fxpipe.compile` cuts them."""
     from fxpipe.costing import costed, given_cost_model, num_blocks
     from fxpipe.options import asked_microbatches, check_collocation, given_bytes, given_cluster
+    from fxpipe.self_conditioning import SelfConditioning
     from passes.candidates import Wishes
 
     if planning.schedule.endswith(".txt"):
@@ -48,11 +59,14 @@ def _question(planning: Planning) -> _Question:
     limit = given_bytes(planning.memory_limit)
     count = asked_microbatches(planning.microbatches, batch_size, num_ranks, name)
     samples = -(-batch_size // (count or 2 * num_ranks))
-    step = costed(*planning.loaded(), batch_size, model, num_blocks(planning.stages, num_ranks), samples)
+    module, batch = planning.loaded()
+    conditioning = module.probability if isinstance(module, SelfConditioning) else None
+    module = module.step if isinstance(module, SelfConditioning) else module
+    step = costed(module, batch, batch_size, model, num_blocks(planning.stages, num_ranks), samples)
     copies = planning.data_parallel if name == "auto" else planning.data_parallel or 1
     wishes = Wishes(
         name, num_ranks, batch_size, copies, planning.stages, count if step.captured.batch else 1,
-        planning.collocation, planning.recompute, limit,
+        planning.collocation, planning.recompute, limit, conditioning,
     )  # fmt: skip
     return _Question(step, model, cluster, wishes)
 
@@ -64,14 +78,12 @@ def tune(planning: Planning, top: Annotated[int, typer.Option(min=1, help="rows 
     Captures MODEL and costs its blocks; no stage is traced, no program made.
     """
     from fxpipe.tuning import outcome_table
-    from passes.tune import tune as search
 
     asked = _question(planning)
-    found = search(asked.step.graph, asked.step.blocks, asked.cluster, asked.wishes)
-    limit = asked.wishes.memory_limit_bytes
-    within = f", {human_bytes(limit)} a rank" if limit else ""
+    plan = asked.plan
+    within = f", {human_bytes(plan.limit_bytes)} a rank" if plan.limit_bytes else ""
     print(f"{planning.batch_size} samples on {asked.wishes.world_size} ranks of {asked.cluster}{within}")
-    print_wide(outcome_table(found.outcomes, top))
+    print_wide(outcome_table(plan.outcomes, top))
 
 
 @planned

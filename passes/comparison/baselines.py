@@ -1,0 +1,177 @@
+"""The baselines: how one would train without fxpipe, each by the best of its settings.
+
+DDP, ZeRO-3                    every rank the whole step on its samples
+GPipe, 2 stages                two ranks a pipeline, four micro-batches, frozen part first on all ranks' own samples:
+                               DiffusionPipe's baseline (Tian et al., MLSys 2024)
+GPipe, 1F1B, relayed           a stage per rank, all that is sent goes from stage to stage
+1F1B, direct                   the same, skips sent to where they are read
+
+Stages are balanced exactly, by time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fxpipe.comparison import Contestant
+from fxpipe.errors import CompileError
+from fxpipe.options import microbatch_sizes
+from fxpipe.schedule import Schedule
+from fxpipe.staged import Staged
+from passes.comparison.case import Case
+from passes.comparison.contest import Attempt, best
+from passes.comparison.data_parallel import ddp, zero
+from passes.comparison.memory import ddp_peak_bytes, pipeline_peak_bytes, zero_peak_bytes
+from passes.comparison.op_writer import OpWriter
+from passes.comparison.pieces import Piece, shared_out
+from passes.comparison.pipeline_ops import pipeline_ops
+from passes.estimate import estimated_work, recomputed_seconds, stage_seconds
+from passes.filled import without_components
+from passes.partition import linear
+from passes.place import cut_bytes, pipelines
+from passes.schedule import make_schedule
+from passes.tune import block_times
+
+_MOST_PER_STAGE = 16  # micro-batches per stage: what more would save is below a sixteenth
+
+
+def baselines(case: Case) -> list[Contestant]:
+    """All that are possible with so many ranks and samples.
+
+    Raises:
+        CompileError: fewer samples than ranks.
+    """
+    if case.batch_size < case.world_size:
+        raise CompileError(
+            f"a batch of {case.batch_size} samples does not give each of {case.world_size} ranks one; "
+            "data parallel baselines need that: use a larger batch or fewer ranks"
+        )
+    ranks = case.world_size
+    found = [
+        best(case, "DDP", _local(case, ddp, ddp_peak_bytes)),
+        best(case, "ZeRO-3", _local(case, zero, zero_peak_bytes)),
+    ]
+    if ranks > 1:
+        if ranks % 2 == 0:
+            found.append(best(case, "GPipe, 2 stages", _gpipe(case)))
+        for name, relayed in (("gpipe", True), ("1f1b", True), ("1f1b", False)):
+            title = f"{'GPipe' if name == 'gpipe' else '1F1B'}, {'relayed' if relayed else 'direct'}"
+            lines = [_Line(case, name, ranks, 1, relayed, again) for again in (False, True)]
+            found.append(best(case, title, [line.attempts(_counts(case, ranks)) for line in lines]))
+    return [contestant for contestant in found if contestant is not None]
+
+
+def _local(
+    case: Case, ops: Callable[[Case, int, bool], OpWriter], peak: Callable[[Case, int, bool], int]
+) -> list[list[Attempt]]:
+    """Without and with recomputation, with one micro-batch per rank, two, four ..."""
+    most = min(stop - start for start, stop in case.shares)
+    counts = [2**k for k in range(most.bit_length()) if 2**k <= most]
+    return [
+        [
+            Attempt(
+                _local_setting(case, count, again),
+                peak(case, count, again),
+                _local_bound(case, count, again),
+                lambda count=count, again=again: ops(case, count, again),  # type: ignore[misc]
+            )
+            for count in counts
+        ]
+        for again in (False, True)
+    ]
+
+
+def _local_setting(case: Case, count: int, recompute: bool) -> str:
+    size = -(-case.batch_size // case.world_size // count)
+    text = f"{count} x {size} samples a rank" if count > 1 else f"{size} samples a rank"
+    return text + ", recomputed" * recompute
+
+
+def _local_bound(case: Case, count: int, recompute: bool) -> float:
+    """The compute of the largest share."""
+    sizes = microbatch_sizes(case.shares[0][1] - case.shares[0][0], count)
+    times = [case.costs.at(size) for size in sizes]
+    forward = sum(sum(t.forward_seconds) for t in times)
+    rest = sum(sum(t.backward_seconds) + sum(t.component_seconds) for t in times)
+    return (2 if recompute else 1) * forward + rest
+
+
+def _gpipe(case: Case) -> Iterator[list[Attempt]]:
+    """Two stages and four micro-batches per pipeline, replicas in a node or across; more micro-batches if need be."""
+    copies = case.world_size // 2
+    for count in (4, 8, 16, 32):
+        for again in (False, True):
+            ways = (_Line(case, "gpipe", 2, copies, False, again, strided) for strided in {False, 2 < case.world_size})
+            yield [attempt for way in ways for attempt in way.attempts([count])]
+
+
+def _counts(case: Case, stages: int) -> list[int]:
+    most = min(case.batch_size, _MOST_PER_STAGE * stages)
+    found = {2**k for k in range(most.bit_length())} | {stages * k for k in (1, 2, 3, 4, 8)}
+    return sorted(count for count in found if count <= most)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Stages in a line, one per rank of a pipeline, `copies` times."""
+
+    case: Case
+    schedule: str
+    stages: int
+    copies: int
+    relayed: bool
+    recompute: bool
+    strided: bool = False
+
+    def attempts(self, counts: Sequence[int]) -> list[Attempt]:
+        """With so many micro-batches per pipeline."""
+        return [self._attempt(count) for count in counts if count * self.copies <= self.case.batch_size]
+
+    def _attempt(self, count: int) -> Attempt:
+        case, total = self.case, count * self.copies
+        sizes = microbatch_sizes(case.batch_size, total)
+        staged = self._staged(sizes[0])
+        schedule = self._schedule(staged, total, sizes[0])
+        pieces = _fitting_shares(case, staged, schedule, sizes)
+        peak = pipeline_peak_bytes(case, staged, schedule, sizes, pieces)
+
+        def ops() -> OpWriter:
+            return pipeline_ops(case, staged, schedule, sizes, relayed=self.relayed, pieces=pieces)
+
+        return Attempt(self._setting(count, sizes[0]), peak, self._bound(staged, count, sizes[-1], pieces), ops)
+
+    def _staged(self, size: int) -> Staged:
+        times = block_times(self.case.costs, size)
+        boundaries = linear(times.total, self.stages, cut_bytes(self.case.graph))
+        ways = pipelines(self.stages, self.copies, self.strided)
+        ranks = tuple(tuple(way[stage] for way in ways) for stage in range(self.stages))
+        again = frozenset(range(self.stages)) if self.recompute else frozenset[int]()
+        return Staged(boundaries, ranks, self.schedule, False, self.case.world_size, (), again)
+
+    def _schedule(self, staged: Staged, num_microbatches: int, size: int) -> Schedule:
+        times = block_times(self.case.costs, size)
+        work = without_components(estimated_work(self.case.graph, staged, num_microbatches))
+        seconds = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
+        return make_schedule(self.schedule, work, staged.stage_ranks, *seconds, world_size=self.case.world_size)
+
+    def _bound(self, staged: Staged, count: int, size: int, pieces: Sequence[Sequence[Piece]]) -> float:
+        """The least frozen share, then the busiest stage's compute."""
+        times = block_times(self.case.costs, size)
+        seconds = zip(stage_seconds(staged, times.forward), recomputed_seconds(staged, times), strict=True)
+        first = min(sum(piece.seconds(self.case) for piece in of_rank) for of_rank in pieces)
+        return first + count * max(f + b for f, b in seconds)
+
+    def _setting(self, count: int, size: int) -> str:
+        copies = f" x {self.copies} replicas" if self.copies > 1 else ""
+        text = f"{self.stages} stages{copies}, {count} micro-batches of {size}"
+        return text + ", recomputed" * self.recompute
+
+
+def _fitting_shares(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]) -> list[list[Piece]]:
+    """Every rank's share of the frozen work in one go, or in as few as its memory admits."""
+    most = max(stop - start for start, stop in case.shares)
+    without = pipeline_peak_bytes(case, staged, schedule, sizes)
+    while True:
+        pieces = shared_out(case, most)
+        if most == 1 or case.fits(pipeline_peak_bytes(case, staged, schedule, sizes, pieces)) or not case.fits(without):
+            return pieces
+        most = -(-most // 2)

@@ -1,0 +1,59 @@
+"""Comparisons: op lists have the times and bytes of rank programs, baselines are those one can work out by hand."""
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.cluster import Cluster, Level
+from fxpipe.links import Link
+from fxpipe.simulation import walk
+from passes.block_costs import block_costs
+from passes.comparison import Case, frozen_layers
+from passes.comparison.op_writer import OpWriter
+from passes.comparison.pipeline_ops import pipeline_ops
+from tests.test_block_costs import Tied
+from tests.unet import TinyUNet
+
+PROMPT = Cluster("A100-80GB", (Level(8, Link("prompt", 1e9, 1e-9)),))
+
+
+def case_of(program: fxpipe.Program, limit_bytes: int | None = None) -> Case:
+    """What a program was planned from."""
+    captured, graph, costing = program.capture, program.plan.blocks, program.costing
+    costs = block_costs(captured, graph, costing.costs, costing.model)
+    layers = frozen_layers(captured, graph, costing.costs, costing.model)
+    size = sum(program.plan.microbatch_sizes)
+    return Case(graph, costs, layers, costing.model, costing.cluster, program.world_size, size, limit_bytes)
+
+
+def seconds(writer: OpWriter, cluster: Cluster) -> float:
+    return walk(writer.ops, {}, cluster).timeline().makespan_seconds
+
+
+PROGRAMS = [
+    ("unet", 2, {"schedule": "1f1b", "microbatches": 3}),
+    ("unet", 2, {"schedule": "wave", "microbatches": 4}),
+    ("unet", 4, {"schedule": "gpipe", "microbatches": 4, "data_parallel": 2}),
+    ("unet", 2, {"schedule": "zero-bubble", "microbatches": 4, "recompute": True}),
+    ("tied", 3, {"schedule": "1f1b", "microbatches": 5}),
+    ("unet", 3, {"schedule": "interleaved", "microbatches": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "options"), PROGRAMS, ids=lambda value: str(value))
+def test_op_lists_take_what_rank_programs_take(name: str, world_size: int, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model = TinyUNet("no_grad") if name == "unet" else Tied()
+    program = fxpipe.compile(model, world_size, batch_size=8, cluster=PROMPT, **options)  # type: ignore[arg-type]
+    case = case_of(program)
+    writer = pipeline_ops(case, program.plan.staged, program.schedule, program.plan.microbatch_sizes)
+    predicted, found = program.simulate(), walk(writer.ops, {}, PROMPT).timeline()
+    assert found.makespan_seconds == pytest.approx(predicted.makespan_seconds, rel=0.025)
+    assert found.busy_seconds == pytest.approx(predicted.busy_seconds, rel=0.025)
+    sent: dict[tuple[int, int], int] = {}
+    tied = set(case.costs.shared)
+    for message in program.step.messages:
+        if message.kind != "loss" and message.value not in tied:
+            sent[message.channel] = sent.get(message.channel, 0) + message.num_bytes
+    assert found.channel_bytes == dict(sorted(sent.items()))
+    assert found.reduced_bytes == pytest.approx(predicted.reduced_bytes) or tied
