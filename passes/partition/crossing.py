@@ -29,7 +29,9 @@ def least_soft_path(soft: Soft) -> Path | None:
     least = max(soft.free.loads(free)) * (1 + TOLERANCE)
     known = free
     if soft.largest(known) > least:
-        known = _best(soft, free, least_path(soft.hard), least_path(soft.given(soft.crossing(free))))
+        known = _best(soft, free, least_path(soft.hard))
+    if soft.largest(known) > least and soft.free.num_blocks <= _SMALL:
+        known = _best(soft, known, least_path(soft.given(soft.crossing(free))))
     if soft.largest(known) > least and soft.free.weights.max() > _HEAVY * least:
         bound, known = _around_heaviest(soft, known)
         least = max(least, bound)
