@@ -39,12 +39,12 @@ def shortest_block(operations: Callable[[int], Sequence[Operation]], least: int)
         operations: those of a period, for what they need may depend on it; each after all that it needs.
     """
     period = max(least, 1)
-    while (starts := _placed(operations(period), period)) is None:
+    while (starts := placed(operations(period), period)) is None:
         period = max(period + 1, int(period * _GROWTH))
     return Block(period, starts)
 
 
-def _placed(operations: Sequence[Operation], period: int) -> tuple[int, ...] | None:
+def placed(operations: Sequence[Operation], period: int) -> tuple[int, ...] | None:
     starts: list[int] = []
     busy: dict[int, list[tuple[int, int]]] = {}
     for operation in operations:

@@ -35,13 +35,15 @@ def reorder(
     seed: int = 0,
     bound_ticks: int = 0,
     prove: bool = False,
+    known: Run | None = None,
 ) -> Solved:
     """Search the orders of `window` for `limit` deterministic seconds; the result depends on the arguments alone.
 
     `window` holds the operations that start in an interval of time. `bound_ticks` is a known lower bound; `prove`
-    spends more on raising it. Equally good orders may differ from those given.
+    spends more on raising it; `known` is the run of `orders` where the caller has it. Equally good orders may differ
+    from those given.
     """
-    known = run(shop, orders)
+    known = known or run(shop, orders)
     heads, tails, fixed = _surroundings(shop, orders, window, known)
     floor = max(fixed, bound_ticks)
     if known.ticks <= floor:
@@ -101,13 +103,12 @@ def _limit_memory(
     """A forward's bytes are held until the end of the last backward of its stage and micro-batch."""
     if shop.limits is None:
         return
-    frees = {(shop.actions[i].stage, shop.actions[i].microbatch): i for i in order if shop.freed[i]}
     room, boxes, demands = shop.limits[rank], [], []
     first = next((k for k, i in enumerate(order) if i in begins), len(order))
     done = set(order[:first])
     for i in order[: first + sum(i in begins for i in order)]:
-        last = frees.get((shop.actions[i].stage, shop.actions[i].microbatch))
-        if not shop.taken[i] or last in done:
+        last = shop.freeing.get(i)
+        if last is None or last in done:
             continue
         if i in done and last not in begins:
             room -= shop.taken[i]
@@ -120,33 +121,64 @@ def _limit_memory(
         model.add_cumulative(boxes, demands, room)
 
 
+_BEFORE, _INSIDE, _AFTER = range(3)
+
+
 def _surroundings(
     shop: JobShop, orders: Orders, window: frozenset[int], known: Run
-) -> tuple[list[int], list[int], int]:
-    """Heads and tails with everything outside the window in its order, and the longest path that this leaves."""
-    before, after = _neighbours(shop, orders, window)
-    heads, tails = [0] * len(shop), [0] * len(shop)
-    for i in known.visited:
-        previous = (heads[p] + shop.ticks[p] for p in before[i])
-        heads[i] = max([0, *previous, *(heads[n] + shop.ticks[n] + lag for n, lag in shop.needs[i])])
+) -> tuple[dict[int, int], list[int], int]:
+    """Heads and tails of the window with everything else in its order, and the longest path that this leaves."""
+    place, previous, following = _places(shop, orders, window, known)
+    tails, fixed = [0] * len(shop), 0
     for i in reversed(known.visited):
-        following = (shop.ticks[n] + tails[n] for n in after[i])
-        tails[i] = max([0, *following, *(lag + shop.ticks[u] + tails[u] for u, lag in shop.users[i])])
-    return heads, tails, max(heads[i] + shop.ticks[i] + tails[i] for i in range(len(shop)))
+        if place[i] == _BEFORE:
+            continue
+        tail = following.get(i, -1)
+        tail = 0 if tail < 0 else shop.ticks[tail] + tails[tail]
+        for user, lag in shop.users[i]:
+            tail = max(tail, lag + shop.ticks[user] + tails[user])
+        tails[i] = tail
+        if place[i] == _AFTER:
+            rest = shop.ticks[i] + tail
+            early = [(n, lag) for n, lag in shop.needs[i] if place[n] == _BEFORE]
+            early += [(n, 0) for n in (previous.get(i),) if n is not None]
+            fixed = max([fixed, rest, *(known.start[n] + shop.ticks[n] + lag + rest for n, lag in early)])
+    heads: dict[int, int] = {}
+    for i in known.visited:
+        if place[i] == _INSIDE:
+            free = previous.get(i, -1)
+            head = 0 if free < 0 else known.start[free] + shop.ticks[free]
+            for need, lag in shop.needs[i]:
+                head = max(head, heads.get(need, known.start[need]) + shop.ticks[need] + lag)
+            heads[i] = head
+            fixed = max(fixed, head + shop.ticks[i] + tails[i])
+    return heads, tails, fixed
 
 
-def _neighbours(shop: JobShop, orders: Orders, window: frozenset[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """What is right before and right after every operation on its rank; the window is one step of any order."""
-    before: list[list[int]] = [[] for _ in range(len(shop))]
-    after: list[list[int]] = [[] for _ in range(len(shop))]
+def _places(
+    shop: JobShop, orders: Orders, window: frozenset[int], known: Run
+) -> tuple[list[int], dict[int, int], dict[int, int]]:
+    """Before, inside or after the window, and what is fixed right before and right after an operation on its rank.
+
+    A window's operations have on either side what surrounds them all.
+    """
+    place = [_BEFORE] * len(shop)
+    begin = min((known.start[i] for i in window), default=0)
+    previous: dict[int, int] = {}
+    following: dict[int, int] = {}
     for order in orders:
-        free = [i for i in order if i in window]
-        steps = [[i] for i in order if i not in window]
-        if free:
-            steps.insert(order.index(free[0]), free)
-        for step, following in pairwise(steps):
-            for i in step:
-                for k in following:
-                    before[k].append(i)
-                    after[i].append(k)
-    return before, after
+        free = [k for k, i in enumerate(order) if i in window]
+        first = free[0] if free else next((k for k, i in enumerate(order) if known.start[i] >= begin), len(order))
+        stop = first + len(free)
+        for i in order[first:stop]:
+            place[i] = _INSIDE
+            if first:
+                previous[i] = order[first - 1]
+            if stop < len(order):
+                following[i] = order[stop]
+        for i in order[stop:]:
+            place[i] = _AFTER
+        following.update(pairwise(order[stop:]))
+        if not free and 0 < first < len(order):
+            previous[order[first]] = order[first - 1]
+    return place, previous, following

@@ -75,6 +75,12 @@ class JobShop:
     def on_rank(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(i for i in range(len(self)) if self.rank[i] == r) for r in range(self.num_ranks))
 
+    @cached_property
+    def freeing(self) -> dict[int, int]:
+        """For every operation that takes memory the one that gives it back."""
+        frees = {(a.stage, a.microbatch): i for i, a in enumerate(self.actions) if self.freed[i]}
+        return {i: frees[a.stage, a.microbatch] for i, a in enumerate(self.actions) if self.taken[i]}
+
     def schedule(self, name: str, num_stages: int, orders: Orders) -> Schedule:
         ranks = tuple(tuple(self.actions[i] for i in order) for order in orders)
         return Schedule(name, num_stages, self.num_microbatches, ranks)
@@ -196,18 +202,22 @@ def run(shop: JobShop, orders: Orders) -> Run:
     waiting: dict[int, list[int]] = {}
     while ready:
         rank = ready.pop()
-        order = orders[rank]
-        while position[rank] < len(order):
-            i = order[position[rank]]
-            missing = next((need for need, _ in shop.needs[i] if start[need] < 0), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            start[i] = max([free[rank], *(start[n] + shop.ticks[n] + lag for n, lag in shop.needs[i])])
-            free[rank] = start[i] + shop.ticks[i]
-            visited.append(i)
-            position[rank] += 1
-            ready += waiting.pop(i, ())
+        order, begin = orders[rank], free[rank]
+        for i in order[position[rank] :]:
+            for need, lag in shop.needs[i]:
+                if start[need] < 0:
+                    waiting.setdefault(need, []).append(rank)
+                    break
+                begin = max(begin, start[need] + shop.ticks[need] + lag)
+            else:
+                start[i] = begin
+                begin = free[rank] = begin + shop.ticks[i]
+                visited.append(i)
+                position[rank] += 1
+                if i in waiting:
+                    ready += waiting.pop(i)
+                continue
+            break
     assert len(visited) == len(shop), "the orders wait for each other"
     return Run(max(free, default=0), tuple(start), tuple(visited))
 

@@ -40,8 +40,8 @@ POLICIES = {
     "wave": Policy(),
     "bidirectional": Policy(),  # two groups of backbones, in opposite directions (DiffusionPipe, MLSys 2024)
     "hanayo": Policy(capped=True),
-    "zero-bubble": Policy(split=True),
-    "zb-h1": Policy(split=True),  # the paper's name of the one above
+    "zb-h1": Policy(split=True),
+    "zero-bubble": Policy(split=True),  # the same by the name of its idea
     "zb-v": Policy(split=True, repeated=True),
 }
 

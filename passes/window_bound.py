@@ -17,8 +17,8 @@ from ortools.sat.python import cp_model
 from passes.bounds import jackson
 from passes.job_shop import JobShop
 
-_SPANS = 0.5, 0.7, 1.0, 1.4  # lengths of an end, in longest paths of one micro-batch
-_SUB_LIMIT = 0.1  # deterministic seconds for one end
+_SPANS = 0.5, 0.6, 0.7, 0.85, 1.0, 1.4  # lengths of an end, in longest paths of one micro-batch
+_SUB_LIMIT = 0.1  # deterministic seconds for one end, or half of what is left where that is more
 
 
 def window_bound_ticks(shop: JobShop, known: int, target: int, *, limit: float, seed: int) -> tuple[int, float]:
@@ -26,20 +26,22 @@ def window_bound_ticks(shop: JobShop, known: int, target: int, *, limit: float, 
 
     Idle time grows with the window, so what is proven for a short one holds for a longer; the two ends must not meet.
     """
-    backwards = reversed_shop(shop)
     span = max(h + t for h, t, a in zip(shop.heads, shop.ticks, shop.actions, strict=True) if a.microbatch == 0)
-    first, last, spent = [0] * shop.num_ranks, [0] * shop.num_ranks, 0.0
+    sides = shop, reversed_shop(shop)
+    spent = 0.0
     for rank in _promising(shop):
         load = sum(shop.ticks[i] for i in shop.on_rank[rank])
+        idle, easy = [0, 0], [True, True]
         for part in _SPANS:
             length = min(int(part * span), known // 2)
-            if spent >= limit or known >= target or load + 2 * length <= known:
-                continue
-            for ends, side in ((first, shop), (last, backwards)):
-                idle, cost = least_idle(side, rank, length, limit=_SUB_LIMIT, seed=seed)
-                ends[rank] = max(ends[rank], idle)
+            for end, side in enumerate(sides):
+                if spent >= limit or known >= target or load + 2 * length <= known or not easy[end]:
+                    continue
+                most = max(_SUB_LIMIT, (limit - spent) / 2)
+                least, cost = least_idle(side, rank, length, limit=most, seed=seed)
+                idle[end], easy[end] = max(idle[end], least), cost < most
                 spent += cost
-            known = max(known, load + first[rank] + last[rank])
+                known = max(known, load + sum(idle))
     return known, spent
 
 
@@ -66,7 +68,7 @@ def reversed_shop(shop: JobShop) -> JobShop:
 def least_idle(shop: JobShop, rank: int, ticks: int, *, limit: float, seed: int) -> tuple[int, float]:
     """(ticks of the first `ticks` that `rank` is idle in every schedule, deterministic seconds spent)."""
     model = cp_model.CpModel()
-    early = [i for i in range(len(shop)) if shop.heads[i] < ticks]
+    early = _relevant(shop, rank, ticks)
     begins = {i: model.new_int_var(shop.heads[i], ticks - 1, "") for i in early}
     started = {i: model.new_bool_var("") for i in early}
     for i in early:
@@ -83,6 +85,8 @@ def least_idle(shop: JobShop, rank: int, ticks: int, *, limit: float, seed: int)
     for i in mine:
         model.add(over >= begins[i] + (shop.ticks[i] - ticks)).only_enforce_if(started[i])
     model.maximize(sum(shop.ticks[i] * started[i] for i in mine) - over)
+    for i in early:
+        model.add_hint(started[i], 0)  # nothing starts: a solution from which on the bound counts
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
@@ -94,17 +98,33 @@ def least_idle(shop: JobShop, rank: int, ticks: int, *, limit: float, seed: int)
     return max(0, ticks - round(solver.best_objective_bound)), spent
 
 
+def _relevant(shop: JobShop, rank: int, ticks: int) -> list[int]:
+    """The operations of `rank` that could start in time, and those they wait for; with limits, what frees memory, too.
+
+    Any other only takes time and memory from these.
+    """
+    early = {i for i in range(len(shop)) if shop.heads[i] < ticks}
+    rest = [i for i in early if shop.rank[i] == rank or (shop.limits is not None and shop.freed[i])]
+    found = set(rest)
+    while rest:
+        for need, _ in shop.needs[rest.pop()]:
+            if need not in found:
+                found.add(need)
+                rest.append(need)
+    return sorted(found)
+
+
 def _limit_memory(
     model: Any, shop: JobShop, rank: int, mine: list[int], begins: dict[int, Any], started: dict[int, Any], ticks: int
 ) -> None:
     """What is taken and not given back in time is held to the end."""
     if shop.limits is None:
         return
-    frees = {(shop.actions[i].stage, shop.actions[i].microbatch): i for i in mine if shop.freed[i]}
+    present = set(mine)
     end = ticks + max((shop.ticks[i] for i in mine), default=0)
     boxes, demands = [], []
     for i in (i for i in mine if shop.taken[i]):
-        last = frees.get((shop.actions[i].stage, shop.actions[i].microbatch))
+        last = shop.freeing[i] if shop.freeing[i] in present else None
         until = model.new_int_var(0, end, "")
         if last is None:
             model.add(until == end)

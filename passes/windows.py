@@ -6,38 +6,68 @@
 An equally good order is taken, too, so that the search drifts on where no single window improves.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
 from passes.exact import Solved, reorder
-from passes.job_shop import JobShop, Orders, run
+from passes.job_shop import JobShop, Orders, Run, run
 
-_SIZES, _LARGE_SIZES = (32, 64, 96), (64, 96, 128)  # operations of a window; the latter above 512 in all, measured
+_SMALLEST, _FIRST_SIZE = 16, 64.0  # operations of a window
+_GROWTH, _EASY = 1.1, 0.25  # a window that took less than this share of its limit may grow
 _SUB_LIMIT = 0.05  # deterministic seconds for one window
-SECONDS_PER_SEARCHING_SECOND, SECONDS_PER_PROVING_SECOND = 2.0, 4.0  # per deterministic second of OR-tools, measured
-_SECONDS_PER_OPERATION, _SECONDS_PER_WINDOW = 15e-6, 5e-3  # what surrounds the solver's own work, measured
+SECONDS_PER_SOLVER_SECOND = 4.0  # of OR-tools' deterministic seconds, measured
+_SECONDS_PER_OPERATION, _SECONDS_PER_WINDOW, _SECONDS_PER_FREE = 15e-6, 5e-3, 100e-6  # besides the solver, measured
 
 
-def improve(shop: JobShop, orders: Orders, *, limit: float, seed: int, bound_ticks: int) -> Solved:
-    """Search for about `limit` seconds, counted in steps rather than by a clock: the result is the same every time."""
+def improve(
+    shop: JobShop,
+    orders: Orders,
+    *,
+    limit: float,
+    seed: int,
+    bound_ticks: int,
+    regions: Sequence[frozenset[int]] = (),
+) -> Solved:
+    """Search for about `limit` seconds, counted in steps rather than by a clock: the result is the same every time.
+
+    Args:
+        regions: parts of the schedule, from its start or from its end, outside of which nothing is moved; any window
+            is inside one of them. Everything moves where left out.
+    """
     random = Random(seed)
-    found = Solved(orders, run(shop, orders).ticks, bound_ticks)
+    known = run(shop, orders)
+    found = Solved(orders, known.ticks, bound_ticks)
+    size = _FIRST_SIZE
     while found.ticks > bound_ticks and found.spent < limit:
-        window = _window(shop, found.orders, random)
+        region = random.choice(regions) if regions else None
+        window = _window(known, int(size * random.uniform(0.6, 1.4)), region, random)
         step = reorder(
-            shop, found.orders, window, limit=_SUB_LIMIT, seed=random.randrange(2**31), bound_ticks=bound_ticks
+            shop,
+            found.orders,
+            window,
+            limit=_SUB_LIMIT,
+            seed=random.randrange(2**31),
+            bound_ticks=bound_ticks,
+            known=known,
         )
-        spent = step.spent * SECONDS_PER_SEARCHING_SECOND
-        spent += _SECONDS_PER_WINDOW + len(shop) * _SECONDS_PER_OPERATION
+        if step.spent < _EASY * _SUB_LIMIT:
+            size = min(size * _GROWTH, float(len(shop)))
+        elif step.spent >= _SUB_LIMIT:
+            size = max(size / _GROWTH, _SMALLEST)
+        if step.orders != found.orders:
+            known = run(shop, step.orders)
+        spent = step.spent * SECONDS_PER_SOLVER_SECOND + _SECONDS_PER_WINDOW
+        spent += len(shop) * _SECONDS_PER_OPERATION + len(window) * _SECONDS_PER_FREE
         found = replace(step, bound_ticks=bound_ticks, spent=found.spent + spent)
     return found
 
 
-def _window(shop: JobShop, orders: Orders, random: Random) -> frozenset[int]:
+def _window(known: Run, size: int, region: frozenset[int] | None, random: Random) -> frozenset[int]:
     """The operations that start in a random interval; near the ends as often as elsewhere."""
-    start = run(shop, orders).start
-    size = min(random.choice(_SIZES if len(shop) <= 512 else _LARGE_SIZES), len(shop))
-    first = min(max(random.randrange(-size // 2, len(shop) - size // 2), 0), len(shop) - size)
-    times = sorted(start)
-    low, high = times[first], times[first + size] if first + size < len(shop) else times[-1] + 1
-    return frozenset(i for i, time in enumerate(start) if low <= time < high)
+    free = range(len(known.start)) if region is None else region
+    times = sorted(known.start[i] for i in free)
+    size = min(max(size, 1), len(times))
+    first = min(max(random.randrange(-size // 2, len(times) - size // 2), 0), len(times) - size)
+    low, high = times[first], times[first + size] if first + size < len(times) else times[-1] + 1
+    return frozenset(i for i in free if low <= known.start[i] < high)

@@ -1,0 +1,14 @@
+"""The one place that knows whether OR-tools is there: loading it takes a third of a second to load."""
+
+from importlib.util import find_spec
+
+from fxpipe.errors import CompileError
+
+
+def require_solver() -> None:
+    """Raise CompileError, with the remedy, where OR-tools is not installed."""
+    if find_spec("ortools") is None:
+        raise CompileError(
+            "searching for a schedule needs OR-tools, which is not installed; run pip install ortools, "
+            "or take the best of the named and list schedules with a budget of 0 seconds"
+        )
