@@ -5,7 +5,8 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import fx, nn
 
 from fxpipe.errors import RunError
 from fxpipe.observe import Observe
+from fxpipe.read_ahead import Tensors
 from fxpipe.run_rank import Ahead, Draws, RankResult, run_rank
 from fxpipe.step import FilledPlan, StepPlan
-from fxpipe.training import Tensors, Training
+from fxpipe.training import Training
 from fxpipe.transport import Transport, run_ranks
 
 
@@ -78,7 +80,7 @@ class LocalEngine(Training):
             self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
         return self._modules[id(plan)]
 
-    def _check(self, tensors: Tensors, nexts: Tensors | None) -> None:
+    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         pass
 
     def _prepare(self, forms: FilledPlan) -> None:
@@ -110,7 +112,7 @@ class Engine(Training):
         self._modules: dict[int, fx.GraphModule] = {}
         self._take(plan)
         self.parameters_by_name = _trainable(self._state, shown)
-        self._agree("plan", plan.fingerprint)
+        self._agree({"plan": plan.fingerprint})
         self._check_shared_state()
         transport.open_channels(plan.channels, plan.groups)
 
@@ -119,8 +121,18 @@ class Engine(Training):
 
         `next_batch` as in `Training.step`.
         """
-        try:
+        with self._told():
             return super().step(batch, next_batch)
+
+    def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
+        with self._told():
+            return super()._step(tensors, nexts)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """An exception of this rank ends the others too."""
+        try:
+            yield
         except BaseException as error:
             self._transport.abort(error)
             raise
@@ -128,13 +140,14 @@ class Engine(Training):
     def _bind(self, batch: Any) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in super()._bind(batch).items()}
 
-    def _check(self, tensors: Tensors, nexts: Tensors | None) -> None:
+    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         if self.check_batches:
             both = [None if part is None else {n: _checksum(t) for n, t in part.items()} for part in (tensors, nexts)]
-            self._agree("batch", both)
+            parts = {"seed or step index": (self.seed, self.step_index), "batch": both[0], "next batch": both[1]}
+            self._agree(parts | {"state of frozen work": has_made})
 
     def _prepare(self, forms: FilledPlan) -> None:
-        self._agree("plan of frozen work", [form.fingerprint for form in forms.forms])
+        self._agree({"plan of frozen work": [form.fingerprint for form in forms.forms]})
         for form in forms.forms:
             self._take(form)
         self._check_shared_state()
@@ -177,12 +190,14 @@ class Engine(Training):
         """Leave the network; every rank calls it when it is done."""
         self._transport.close()
 
-    def _agree(self, what: str, value: Any) -> None:
-        values = self._transport.broadcast_object(self._transport.gather_object(value))
+    def _agree(self, parts: Mapping[str, Any]) -> None:
+        """Raise RunError unless every rank has these values; names the first that differs."""
+        values = self._transport.broadcast_object(self._transport.gather_object(parts))
         assert values is not None
-        different = [rank for rank, other in enumerate(values) if other != values[0]]
-        if different:
-            raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
+        for what in parts:
+            different = [rank for rank, other in enumerate(values) if other[what] != values[0][what]]
+            if different:
+                raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
 
     def _check_shared_state(self) -> None:
         """State that several ranks hold (frozen modules, tied parameters) must be the same on all of them."""

@@ -90,6 +90,7 @@ def components(frozen: Frozen, batch_size: int) -> tuple[FrozenComponent, ...]:
                 for i, nodes in enumerate(layers)
             ),
             tuple(sorted(numbers[name] for name in component.depends)),
+            whole=not frozen.batch.divisible,
         )
         for component, layers in zip(frozen.graph.components, frozen.layers, strict=True)
     )
@@ -141,10 +142,7 @@ def fill_step(
     }
     job = FrozenWork(layers, pieces, layout, values, slices)
     sources = replace(traced.sources, slices={**slices, **traced.sources.slices})
-    forms = {
-        form: lower(layout, sources, weights, traced.state, device, job, form, optional)
-        for form in FORMS
-    }
+    forms = {form: lower(layout, sources, weights, traced.state, device, job, form, optional) for form in FORMS}
     for lowered in forms.values():
         require_lowered(lowered)
     owner = {name: component.name for component in graph.components for name in component.nodes}
