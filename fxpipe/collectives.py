@@ -3,8 +3,9 @@
     rank 0: issue reduce 7 | run    | run | wait 7 |         7 begins when the last rank has issued it
     rank 1: run | issue reduce 7 | run    | wait 7 |         and lasts `Cluster.all_reduce_seconds`
 
-Collectives of the same ranks run one after the other, in the order in which every one of these ranks issues them. They
-take the time of idle links: what messages, or collectives of other ranks, use of the links meanwhile is not counted.
+Collectives of the same ranks run one after the other, in the order in which every one of these ranks issues them; so do
+those of other ranks whose rings use a port in common, as a node's: the sums of eight stages, each over two nodes, leave
+each node one by one. What messages use of the links meanwhile is not counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from functools import lru_cache
 
 from fxpipe.block_graph import human_bytes
 from fxpipe.cluster import Cluster
+from fxpipe.network import Port, route
 
 COLLECTIVES = {"reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
@@ -57,19 +59,24 @@ class Collectives:
         self._issued: dict[int, dict[int, float]] = {}  # edge -> rank -> when
         self._order: dict[tuple[int, ...], list[int]] = {}  # edges as the first rank of each group issues them
         self._counts: dict[tuple[tuple[int, ...], int], int] = {}  # how many a rank has issued in a group
-        self._free: dict[tuple[int, ...], float] = {}
+        self._free: dict[tuple[int, ...] | Port, float] = {}  # by group, and by port
 
     def issue(self, now: float, rank: int, collective: Collective) -> Span | None:
-        """Rank `rank` begins it at `now` seconds; when it runs, once all its ranks have issued it, else None."""
+        """Rank `rank` begins it at `now` seconds; when it runs, once all its ranks have issued it, else None.
+
+        Calls come in the order of time.
+        """
         group = collective.ranks
         self._keep_order(rank, collective)
         times = self._issued.setdefault(collective.edge, {})
         times[rank] = now
         if len(times) < len(group):
             return None
-        start = max(*times.values(), self._free.get(group, 0.0))
-        self._free[group] = start + _seconds(self._cluster, collective.kind, group, collective.num_bytes)
-        return Span(start, self._free[group])
+        uses = (group, *ring_ports(self._cluster, group))
+        start = max(*times.values(), *(self._free.get(use, 0.0) for use in uses))
+        end = start + _seconds(self._cluster, collective.kind, group, collective.num_bytes)
+        self._free.update(dict.fromkeys(uses, end))
+        return Span(start, end)
 
     def _keep_order(self, rank: int, collective: Collective) -> None:
         assert rank in collective.ranks, f"rank {rank} issues {collective}"
@@ -82,6 +89,13 @@ class Collectives:
             f"{order[count]}"
         )
         self._counts[collective.ranks, rank] = count + 1
+
+
+@lru_cache(maxsize=1 << 12)
+def ring_ports(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Port, ...]:
+    """The ports that a ring over these ranks uses."""
+    hops = (route(cluster, ranks[i - 1], ranks[i])[1] for i in range(len(ranks)) if len(ranks) > 1)
+    return tuple(dict.fromkeys(port for ports in hops for port in ports))
 
 
 @lru_cache(maxsize=1 << 12)

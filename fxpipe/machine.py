@@ -50,11 +50,11 @@ class Machine:
         assert not self._waiting, f"ranks wait forever for edges {sorted(self._waiting)}"
 
     def _advance(self, rank: int, since: float) -> None:
-        """Run one rank until it waits, or sends later than `since`: others may have something to send before."""
+        """Run one rank until it waits, or uses a link later than `since`: others may have something to send before."""
         clock, ops = since, self._ops[rank]
         for position in range(self._position[rank], len(ops)):
             op = ops[position]
-            if op.kind == "send" and clock > since:
+            if clock > since and (op.kind == "send" or op.kind in COLLECTIVES):
                 heapq.heappush(self._ready, (clock, rank))
             elif (end := self._do(rank, op, clock)) is not None:
                 clock = end

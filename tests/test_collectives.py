@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.cluster import Cluster, Level
-from fxpipe.collectives import Collective, Collectives, Span
+from fxpipe.collectives import Collective, Collectives, Span, ring_ports
 from fxpipe.figures import timeline_figure
 from fxpipe.links import Link
 from fxpipe.op_lists import Op
@@ -71,6 +71,20 @@ def test_those_of_the_same_ranks_run_one_after_the_other() -> None:
     assert spans[0, 0] == spans[1, 0] == spans[2, 2] == spans[3, 2] == (0.0, 6.0)
     assert spans[0, 1] == spans[1, 1] == (6.0, 12.0)
     assert timeline.reduced_bytes == (800, 800, 400, 400)
+
+
+NODES = Cluster("toy", (Level(2, Link("inside", 1e9, 0.0)), Level(2, Link("across", 100.0, 1.0))))
+
+
+def test_those_that_leave_a_node_by_the_same_port_run_one_after_the_other() -> None:
+    """Ranks 0 and 1 are a node's; each sums with its twin in the other node. The second is issued first in time."""
+    twins = {rank: collective(rank, ranks=(rank, rank + 2)) for rank in (0, 1)}
+    ranks = [[run(2.0 - rank % 2), issue(twins[rank % 2]), wait(twins[rank % 2])] for rank in range(4)]
+    timeline = walk(ranks, {}, NODES).timeline()
+    spans = {event.edge: (event.start_seconds, event.end_seconds) for event in timeline.collectives}
+    assert spans == {1: (1.0, 7.0), 0: (7.0, 13.0)}
+    assert ring_ports(NODES, (0, 1)) == ((0, "out", 1), (0, "in", 0), (0, "out", 0), (0, "in", 1))
+    assert set(ring_ports(NODES, (0, 2))) == set(ring_ports(NODES, (1, 3)))
 
 
 def test_sharded_parameters_are_gathered_one_layer_ahead() -> None:
