@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from passes.partition import StageMemory, WavePartition, crossing, ties, wave
+from passes.partition import StageMemory, WavePartition, crossing, moves, ties, wave
 from tests.partitions import WaveCase, wave_cases
 
 
@@ -140,3 +140,9 @@ def test_too_little_memory_names_the_smallest_limit() -> None:
     assert wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=8 * 2**30)).boundaries == (0, 2, 3, 4, 6)
     with pytest.raises(CompileError, match=r"2\.0000 times as large, 8\.000 GiB, 4\.000 GiB; take more ranks"):
         wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=[4 * 2**30, 2 * 2**30]))
+
+
+def test_too_many_moves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "_MOST", 10)
+    with pytest.raises(CompileError, match=r"a wave over 6 blocks .* more than 10; cut the backbone into fewer blocks"):
+        wave([1.0] * 6, [(0, 3), (1, 4), (2, 5)], 3, hard=False, skip_cost=[0.5] * 3)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpipe.errors import CompileError
 from passes.partition.levels import Floats, Ints, Levels, Path, extents
 from passes.partition.skips import SkipSums
 
 Join = Callable[[Floats, Floats], Floats]  # the value of a path and the cost of one more move
 _AT_ONCE = 1_000_000  # candidate moves looked at together
+_MOST = 100_000_000  # candidate moves: some tens of seconds, a few GiB
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def _parts(
     fixed = runs[i * size + i2] + 2 * (table[i2 * size + j2] - table[i * size + j2])
     i, i2, j2 = i * size, i2 * size, j2 * size
     sizes = np.cumsum(np.maximum(stop - first, 0))
+    _require_fewer(int(sizes[-1]), size - 1)
     cuts = np.searchsorted(sizes, np.arange(_AT_ONCE, sizes[-1], _AT_ONCE))
     for rows in np.split(np.arange(len(target)), cuts):
         owner, entry = extents(first[rows], stop[rows])
@@ -140,6 +143,14 @@ def _parts(
         if extra is not None:
             keep = keep[load[keep] > limit - extra[target[row[keep]]]]
         yield target[row[keep]], states.row_state[entry[keep]], load[keep]
+
+
+def _require_fewer(num_moves: int, num_blocks: int) -> None:
+    if num_moves > _MOST:
+        raise CompileError(
+            f"a wave over {num_blocks} blocks with skips that may cross has {num_moves} moves to look at, more than "
+            f"{_MOST}; cut the backbone into fewer blocks, take more ranks or evener blocks, or collocate all skips"
+        )
 
 
 def _rows(p: Floats, limit: float, states: _States, through: int | None) -> tuple[Ints, Ints, Ints]:
