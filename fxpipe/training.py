@@ -110,7 +110,7 @@ class Training(ABC):
         made = carried.made if carried and self._serves(carried, tensors) else None
         self._check(tensors, nexts, made is not None)
         if self._make_filled is None or (made is None and nexts is None):
-            loss, gradients, _ = self._execute(self._plan, tensors, None, None)
+            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, self.step_index), tensors, None, None)
         else:
             loss, gradients = self._filled_step(self._forms(), tensors, nexts, made)
         assert loss is not None
@@ -125,9 +125,9 @@ class Training(ABC):
         if made is None:
             made = self._execute(forms.prologue, tensors, (now, tensors), None)[2]
         if nexts is None:
-            return self._execute(forms.epilogue, tensors, None, made)[:2]
-        given = Given.of(nexts)
-        loss, gradients, following = self._execute(forms.steady, tensors, (now + 1, nexts), made)
+            return self._execute(forms.epilogue.drawn(self.seed, now), tensors, None, made)[:2]
+        given, steady = Given.of(nexts), forms.steady.drawn(self.seed, now)
+        loss, gradients, following = self._execute(steady, tensors, (now + 1, nexts), made)
         self._carried = _Carried(now + 1, self.seed, self._weights(), given, following)
         return loss, gradients
 
