@@ -72,7 +72,7 @@ class Collectives:
         times[rank] = now
         if len(times) < len(group):
             return None
-        uses = (group, *ring_ports(self._cluster, group))
+        uses: list[tuple[int, ...] | Port] = [group, *ring_ports(self._cluster, group)]
         start = max(*times.values(), *(self._free.get(use, 0.0) for use in uses))
         end = start + _seconds(self._cluster, collective.kind, group, collective.num_bytes)
         self._free.update(dict.fromkeys(uses, end))
