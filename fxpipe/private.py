@@ -266,16 +266,14 @@ class _Framework(set[str]):
     """The files of torch and of fxpipe, as `uninteresting_files` is asked for them."""
 
     def __contains__(self, file: object) -> bool:
-        return str(file).startswith(
-            (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<eval_", "<string>")
-        )
+        return str(file).startswith(_FRAMEWORK)
 
 
 @contextmanager
 def user_frames() -> Iterator[None]:
     """Guards that a trace meets name the line of the user's code, not torch's."""
-    original = symbolic_shapes.uninteresting_files
-    symbolic_shapes.uninteresting_files = _Framework  # type: ignore[assignment]
+    original, framework = symbolic_shapes.uninteresting_files, _Framework()
+    symbolic_shapes.uninteresting_files = lambda: framework  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -52,6 +52,21 @@ class Capture:
     notes: tuple[str, ...]
 
     @cached_property
+    def nodes(self) -> Mapping[str, fx.Node]:
+        """The graph's nodes by name, in order; see `rewritten`."""
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Every node's place in the graph's order, by name."""
+        return {name: place for place, name in enumerate(self.nodes)}
+
+    def rewritten(self) -> None:
+        """Whoever changes the graph says so here."""
+        for name in ("nodes", "places", "loss"):
+            vars(self).pop(name, None)
+
+    @cached_property
     def loss(self) -> fx.Node:
         (output,) = self.graph.find_nodes(op="output")
         node = output.args[0]

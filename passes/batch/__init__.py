@@ -58,6 +58,7 @@ def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
         return BatchPlan({n.name: _nothing(n) for n in nodes}, "mean", (), divisible=False)
     rewrite.prepare(capture.graph, depends_on_parameters(capture.graph.nodes))
     follow = _followed(capture)
+    capture.rewritten()
     state = follow.states[capture.loss]
     assert isinstance(state, State)
     scale = _loss_scale(capture.loss, state)

@@ -126,9 +126,8 @@ def _trace(capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value]
         parts.extend(len(part) for part in results)
         return [tensor for part in results for tensor in part]
 
-    placeholders = {node.name: node for node in capture.graph.find_nodes(op="placeholder")}
     with private.fake_mode() as mode:
-        state = [_fake_state(placeholders[name], device) for name in unit.state]
+        state = [_fake_state(capture.nodes[name], device) for name in unit.state]
         values = [torch.empty(v.shape, dtype=v.dtype, device=device).requires_grad_(v.requires_grad) for v in reads]
     with mode:
         graph = _functional(make_fx(flat)(state, values), state, values)
@@ -157,7 +156,7 @@ def state_name(capture: Capture, placeholder: str) -> str:
 
 
 def _state_value(capture: Capture, placeholder: str) -> Value:
-    node = next(n for n in capture.graph.find_nodes(op="placeholder") if n.name == placeholder)
+    node = capture.nodes[placeholder]
     value = node.meta["val"]
     return Value(state_name(capture, placeholder), tuple(value.shape), value.dtype, node.meta["requires_grad"])
 

@@ -89,7 +89,7 @@ def trace_layers(
 def _given_values(capture: Capture, batch: BatchPlan, size: int) -> dict[str, Value]:
     """What no unit makes, as one micro-batch of `size` samples sees it."""
     given = [n for n in capture.graph.nodes if n.op == "placeholder" and n.meta["kind"] not in STATE_KINDS]
-    given += [n for n in capture.graph.nodes if n.name in batch.whole_batch]
+    given += [capture.nodes[name] for name in batch.whole_batch]
     fakes = {n.name: n.meta["val"] for n in given}
     return {name: Value(name, concrete(tuple(fake.shape), size), fake.dtype, False) for name, fake in fakes.items()}
 

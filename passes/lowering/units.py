@@ -64,7 +64,6 @@ def make_units(
         whole: values computed once on the whole batch and read as slices.
     """
     owned = [(name, set(nodes)) for name, nodes in groups]
-    nodes_by_name = {node.name: node for node in capture.graph.nodes}
     stop = set(whole)
     drafts = [_draft(capture, name, own, set(local) - own, stop) for name, own in owned]
     read_by = {name: reads for name, _, reads, _ in drafts}
@@ -74,7 +73,7 @@ def make_units(
         returns = [n for n in ordered if n in own and n in others and n not in stop]
         if capture.loss.name in own:
             returns.append(capture.loss.name)
-        assert all(isinstance(nodes_by_name[n].meta["val"], torch.Tensor) for n in returns), (name, returns)
+        assert all(isinstance(capture.nodes[n].meta["val"], torch.Tensor) for n in returns), (name, returns)
         units.append(Unit(name, tuple(ordered), tuple(reads), tuple(state), tuple(returns)))
     return tuple(units)
 
@@ -86,7 +85,7 @@ def _draft(
     wanted: set[str] = set()
     reads: dict[str, None] = {}
     state: dict[str, None] = {}
-    pending = [n for n in capture.graph.nodes if n.name in own]
+    pending = [capture.nodes[name] for name in own]
     while pending:
         node = pending.pop()
         if node.name in wanted or is_size(node):
@@ -101,8 +100,7 @@ def _draft(
                 pending.append(argument)
             else:
                 reads.setdefault(argument.name)
-    order = [n.name for n in capture.graph.nodes]
-    ordered, read, states = ([n for n in order if n in names] for names in (wanted, reads, state))
+    ordered, read, states = (sorted(names, key=capture.places.__getitem__) for names in (wanted, reads, state))
     return name, ordered, read, states
 
 
@@ -113,7 +111,7 @@ def at_batch(capture: Capture, unit: Unit, batch_size: int, device: torch.device
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    by_name = {node.name: node for node in capture.graph.nodes}
+    by_name = capture.nodes
     for name in (*unit.state, *unit.reads):
         env[by_name[name]] = graph.placeholder(name)
     place = _placer(env, batch_size, device)
