@@ -41,7 +41,8 @@ from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
 from passes.candidates import Wishes
 from passes.cascade import first_stages
-from passes.filled import FORMS, Filled, fill_step, frozen_part, without_components
+from passes.estimate import without_components
+from passes.filled import FORMS, Filled, fill_step, frozen_part
 from passes.lowering import Lowered, lower, require_lowered
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
@@ -138,8 +139,9 @@ def compile(
 
     # plan: how many replicas, stages and micro-batches; which blocks form a stage, which ranks own it
     table = block_costs(captured, graph, costs, seconds_of, where)
+    filled = fill != "none" and bool(graph.components)
     copies = data_parallel if asked == "auto" else data_parallel or 1
-    open_ends = (copies, stages, count, collocation, recompute, given_bytes(memory_limit), conditioning)
+    open_ends = (copies, stages, count, collocation, recompute, given_bytes(memory_limit), conditioning, filled)
     plan = make_plan(graph, table, network, Wishes(asked, world_size, size, *open_ends), _device_bytes(seconds_of))
     sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
     see("plan", plan)
@@ -166,7 +168,7 @@ def compile(
     steps = _Steps(captured, sum(sizes), where, conditioning)
 
     # fill: where something is frozen, a step with the next batch's frozen work in its idle time; made when asked for
-    def filled() -> FilledPlan:
+    def make_filled() -> FilledPlan:
         frozen = frozen_part(captured, batch, graph, costs, seconds_of)
         alone = without_components(traced.work)
         plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
@@ -180,7 +182,7 @@ def compile(
     costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
     first = steps.plan(ordered.schedule, lowered)
     prefix = "model." if step is not model else ""
-    return Program(step, captured, shown, first, costing, filled if graph.components else None, prefix)
+    return Program(step, captured, shown, first, costing, make_filled if graph.components else None, prefix)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Wishes:
     """What the user asked for; None leaves a choice open.
 
     `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
-    out; `divisible` says whether the batch may be cut.
+    out; `filled` says that frozen work of the next batch goes into idle time, `divisible` that the batch may be cut.
     """
 
     schedule: str | Schedule
@@ -36,6 +36,7 @@ class Wishes:
     recompute: bool | None = None
     memory_limit_bytes: int | None = None
     conditioning: float | None = None
+    filled: bool = False
     divisible: bool = True
 
 
@@ -190,5 +191,9 @@ def _bound(costs: BlockCosts, wishes: Wishes, found: Shape, microbatches: int) -
     load = of_pipeline * once / found.places
     if found.stages == found.places > 1 and not POLICIES[found.schedule].split:
         load = once / (1 - (1 - 1 / of_pipeline) ** found.places)
+    if wishes.filled:
+        load = max(load, of_pipeline * (once + frozen) / found.places)
+    else:
+        load += of_pipeline * frozen / found.places
     way = once - (sum(times.backward_seconds) / 2 if POLICIES[found.schedule].split else 0.0)  # W is on nobody's way
-    return max(load + of_pipeline * frozen / found.places, way)
+    return max(load, way)

@@ -5,7 +5,7 @@ reductions over replicas   ->    start with the last gradient of a stage, overla
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
@@ -50,12 +50,14 @@ def estimate(
     num_microbatches: int,
     cluster: Cluster,
     gradient_bytes: Sequence[int] = (),
+    filled: bool = False,
 ) -> Estimate:
     """Simulate one step.
 
     Args:
         num_microbatches: of all pipelines together.
         gradient_bytes: per block, to be reduced over replicas; nothing is reduced where left out.
+        filled: frozen work goes into idle time, of which it takes all it needs: fillers come within some 2 % of that.
     """
     forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
     ranks: list[int | tuple[int, ...]] = [*staged.stage_ranks]
@@ -65,15 +67,22 @@ def estimate(
         places = {rank: place for place, rank in enumerate(sorted({replicas[0] for replicas in staged.stage_ranks}))}
         ranks, num_ranks = [places[replicas[0]] for replicas in staged.stage_ranks], len(places)
     work = estimated_work(graph, staged, num_microbatches)
+    frozen: Sequence[float] = times.components
+    if filled:
+        work, frozen = without_components(work), ()
     schedule = make_schedule(
-        staged.schedule, work, ranks, forward, backward, frozen_seconds=times.components, world_size=num_ranks
+        staged.schedule, work, ranks, forward, backward, frozen_seconds=frozen, world_size=num_ranks
     )
     lag = Lags(graph, staged, times.num_samples, cluster)
     half = tuple(seconds / 2 for seconds in backward)
     tables = {"F": forward, "B": backward, "T": times.components, "I": half, "W": half}
     timeline = simulate(schedule, work, lambda a: 0.0 if a.kind == "R" else tables[a.kind][a.stage], lag)
     ends = reduction_ends(staged, schedule, timeline, cluster, gradient_bytes)
-    return Estimate(schedule, timeline, max([timeline.makespan_seconds, *ends]))
+    seconds = max([timeline.makespan_seconds, *ends])
+    if filled:
+        busy = sum(end - timeline.start_seconds[action] for action, end in timeline.end_seconds.items())
+        seconds = max(seconds, (busy + num_microbatches * sum(times.components)) / num_ranks)
+    return Estimate(schedule, timeline, seconds)
 
 
 def simulated_step(
@@ -83,6 +92,7 @@ def simulated_step(
     num_microbatches: int,
     cluster: Cluster,
     gradient_bytes: Sequence[int],
+    filled: bool,
 ) -> tuple[float, Schedule]:
     """Seconds of one step, and a schedule with as many micro-batches in flight.
 
@@ -94,7 +104,7 @@ def simulated_step(
     of_pipeline, short = -(-num_microbatches // count), _LONG * places
 
     def simulated(microbatches: int) -> Estimate:
-        return estimate(graph, times, staged, microbatches * count, cluster, gradient_bytes)
+        return estimate(graph, times, staged, microbatches * count, cluster, gradient_bytes, filled)
 
     if of_pipeline <= short + places:
         found = simulated(of_pipeline)
@@ -111,6 +121,7 @@ def first_estimate(
     num_microbatches: int,
     cluster: Cluster,
     gradient_bytes: Sequence[int],
+    filled: bool,
 ) -> float:
     """Seconds of one step without simulation: (M - 1) busiest rank + one micro-batch's way + transfers + frozen work.
 
@@ -132,7 +143,10 @@ def first_estimate(
     # The first stage ends last: nothing is left to compute while its gradients are summed.
     first = sum(gradient_bytes[b] for b in staged.blocks(0))
     reduced = cluster.all_reduce_seconds(staged.stage_ranks[0], first) if staged.replicas > 1 else 0.0
-    return frozen + of_pipeline * busiest + ramp + hops + reduced
+    pipeline = of_pipeline * busiest + ramp + hops + reduced
+    if filled:
+        return max(pipeline, frozen + of_pipeline * sum(loads.values()) / len(loads))
+    return frozen + pipeline
 
 
 def reduction_ends(
@@ -217,6 +231,11 @@ def estimated_work(graph: BlockGraph, staged: Staged, num_microbatches: int) -> 
         grad_edges=frozenset(gradients),
         frozen_edges=frozenset(_component_edges(graph, stage_of)),
     )
+
+
+def without_components(work: Work) -> Work:
+    """The training alone: what frozen work makes is there before it starts."""
+    return replace(work, num_components=0, frozen_edges=frozenset(), component_edges=frozenset())
 
 
 def _component_edges(graph: BlockGraph, stage_of: Sequence[int]) -> set[Pair]:

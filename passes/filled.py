@@ -23,7 +23,7 @@ from fxpipe.simulator import Timeline, simulate
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
 from passes.blocks import layers as cut_layers
-from passes.estimate import Lags, recomputed_seconds, reduction_ends, stage_seconds
+from passes.estimate import Lags, recomputed_seconds, reduction_ends, stage_seconds, without_components
 from passes.fill import Fill, FillProblem, FrozenComponent, Layer, fill, idle_of_schedule
 from passes.fill import Piece as FillPiece
 from passes.lowering import Form, Lowered, lower, require_lowered
@@ -152,11 +152,6 @@ def fill_step(
         for n, layer in graphs.items()
     }
     return Filled(**forms, schedule=schedule, fill=found, calls=calls)
-
-
-def without_components(work: Work) -> Work:
-    """The training alone: what frozen work makes is there before it starts."""
-    return replace(work, num_components=0, frozen_edges=frozenset(), component_edges=frozenset())
 
 
 def _timeline(graph: BlockGraph, staged: Staged, schedule: Schedule, work: Work, resources: Resources) -> Timeline:

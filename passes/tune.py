@@ -146,15 +146,13 @@ class _Tuner:
     def _first_estimate(self, candidate: Candidate) -> Candidate:
         times = block_times(self._costs, self._num_samples(candidate))
         staged = self._place(candidate, times)
-        seconds = first_estimate(self._graph, times, staged, candidate.microbatches, self._cluster, self._gradients)
+        seconds = first_estimate(self._graph, times, staged, candidate.microbatches, *self._setting)
         return replace(candidate, staged=staged, estimated_seconds=max(seconds, candidate.bound_seconds))
 
     def _simulated(self, candidate: Candidate) -> Candidate:
         num_samples = self._num_samples(candidate)
         times, staged = block_times(self._costs, num_samples), candidate.placed
-        seconds, schedule = simulated_step(
-            self._graph, times, staged, candidate.microbatches, self._cluster, self._gradients
-        )
+        seconds, schedule = simulated_step(self._graph, times, staged, candidate.microbatches, *self._setting)
         return replace(
             candidate,
             seconds=seconds,
@@ -193,8 +191,9 @@ class _Tuner:
         )
 
     @property
-    def _gradients(self) -> tuple[int, ...]:
-        return self._costs.trained_bytes
+    def _setting(self) -> tuple[Cluster, tuple[int, ...], bool]:
+        """What estimates depend on besides the placement."""
+        return self._cluster, self._costs.trained_bytes, self._wishes.filled
 
     def _num_samples(self, candidate: Candidate) -> int:
         return -(-self._wishes.batch_size // candidate.microbatches)
