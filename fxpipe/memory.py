@@ -118,6 +118,7 @@ class _Walk:
             ops.draw: lambda node: self._whole(node.args[1]),  # type: ignore[arg-type]
             ops.slice_batch: self._slice,
             ops.cat_batch: self._joined,
+            ops.take: lambda node: self._values[node.all_input_nodes[0]].pop(node.args[1]),
             ops.constant: self._filled,
             ops.recv: self._filled,
             ops.wait: lambda node: self._values[node.all_input_nodes[0]],
@@ -188,15 +189,15 @@ class _Walk:
             return made[storage.index]
         return {ARGUMENT: arguments, SAVED: saved}[storage.owner][storage.index] if storage.owner != "state" else None
 
-    def _given(self, node: fx.Node) -> Buffer | None:
-        """A whole-batch input of this batch or the next, or what the step before has made; nothing for the rest."""
+    def _given(self, node: fx.Node) -> Buffer | dict[Any, Buffer] | None:
+        """A whole-batch input of this batch or the next, or all that the step before has made; nothing for the rest."""
         name = str(node.target)
         if name in self._program.inputs:
             return self._whole(name)
         if name.startswith("next_") and name.removeprefix("next_") in self._program.next_inputs:
             return self._whole(name.removeprefix("next_"))
-        value = node.meta.get("val")
-        return Buffer(self._meter, "carried", value.nbytes) if isinstance(value, torch.Tensor) else None
+        takes = [user for user in node.users if user.target is ops.take]
+        return {user.args[1]: Buffer(self._meter, "carried", user.meta["val"].nbytes) for user in takes} or None
 
     def _joined(self, node: fx.Node) -> Buffer:
         return Buffer(self._meter, "carried", node.meta["val"].nbytes)

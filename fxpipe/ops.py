@@ -36,6 +36,11 @@ def cat_batch(parts: Sequence[torch.Tensor], dim: int, outer: int, inner: int) -
     return torch.cat(taken, dim + 1).flatten(dim, dim + 2)
 
 
+def take(carried: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A value that the step before has made, out of its store, so that it is freed after its last use."""
+    return carried.pop(name)
+
+
 def send(transport: Transport, value: torch.Tensor, dst: int, edge: int) -> None:
     """Send a value to rank `dst`; never blocks. Traced contiguous, it may not be for kernels that choose strides."""
     transport.send(value.contiguous(), dst, edge)

@@ -39,16 +39,18 @@ def run_rank(
     tensors: Mapping[str, torch.Tensor],
     observe: Observe | None = None,
     ahead: Ahead | None = None,
-    carried: Mapping[str, torch.Tensor] | None = None,
+    carried: dict[str, torch.Tensor] | None = None,
 ) -> RankResult:
-    """One step of one rank."""
+    """One step of one rank. Values are taken out of `carried`, what this batch's frozen work has made, as it goes on."""
     if observe is not None:
         transport = Observed(transport, observe)
     arguments: list[Any] = [transport, random, *(tensors[name] for name in program.inputs)]
     if program.works_ahead:
         assert ahead is not None
         arguments += [ahead.random, *(ahead.tensors[name] for name in program.next_inputs)]
-    arguments += [(carried or {})[name] for name in program.carried]
+    if program.carried:
+        assert carried is not None, "a step on what no step before it has made"
+        arguments.append(carried)
     with torch.no_grad():
         loss, gradients, *rest = module(*arguments)
     transport.flush()

@@ -30,7 +30,7 @@ from passes.lowering.messages import (
     messages_after,
     plan_reductions,
 )
-from passes.lowering.rank_writer import RankWriter, Sources, name_at, shape_only
+from passes.lowering.rank_writer import RankWriter, Sources, carried_name, name_at, shape_only
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.units import Value
 
@@ -80,11 +80,8 @@ def lower(
     programs = []
     for rank in range(len(layout.schedule.ranks)):
         next_inputs = None if works is None else sources.inputs_for(_frozen_reads(works, rank))
-        carried = frozen.kept[rank] if frozen and trains else []
+        carried = {(n, m): frozen.shape(n, layout.sizes[m]) for n, m in frozen.kept[rank]} if frozen and trains else {}
         writer = RankWriter(rank, layout, sources, messages, device, next_inputs, carried, trains)
-        for (name, microbatch), node in writer.values.items():
-            assert frozen is not None
-            node.meta["val"] = frozen.shape(name, layout.sizes[microbatch])
         programs.append(_Rank(writer, weights, tied, reductions, works, of_pieces).write(state, trains))
     less = None
     if optional and trains:
@@ -184,7 +181,7 @@ class _Rank:
 
     def write(self, state: Mapping[str, torch.Tensor], trains: bool) -> RankProgram:
         writer = self.writer
-        carried = tuple(f"{name}@{microbatch}" for name, microbatch in writer.values)
+        carried = tuple(carried_name(*key) for key in writer.carried)
         actions = self.layout.schedule.ranks[writer.rank] if trains else ()
         pieces = self.frozen.work.pieces[writer.rank] if self.frozen else ()
         for position, item in _items(actions, pieces):

@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.rank_program import Message
 from passes.lowering.messages import Layout
-from passes.lowering.rank_writer import BatchSlice, RankWriter, WholeBatch, shape_only
+from passes.lowering.rank_writer import BatchSlice, RankWriter, WholeBatch, carried_name, shape_only
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.units import Value
 
@@ -184,14 +184,17 @@ class FrozenWriter:
         found = {}
         for name, microbatch in self.work.kept[self.writer.rank]:
             samples = self.work.samples_of(microbatch)
-            found[f"{name}@{microbatch}"] = self._read(name, samples.start, samples.stop)
+            found[carried_name(name, microbatch)] = self._read(name, samples.start, samples.stop, apart=True)
         return found
 
     def _add(self, name: str, start: int, stop: int, source: fx.Node | Message) -> None:
         self._segments.setdefault(name, []).append(_Segment(start, stop, source))
 
-    def _read(self, name: str, start: int, stop: int, own: bool = False) -> fx.Node:
-        """Samples of a value: an input's or a draw's, or put together from segments (`own`: made here)."""
+    def _read(self, name: str, start: int, stop: int, own: bool = False, apart: bool = False) -> fx.Node:
+        """Samples of a value: an input's or a draw's, or put together from segments.
+
+        `own`: they were made here; `apart`: in memory of their own, so that it can be freed before other samples'.
+        """
         if name not in self.work.maker:
             return self.batch.samples(name, start, stop, _name(name, start, stop))
         segments = sorted(self._segments[name], key=lambda s: (isinstance(s.source, Message), s.start))
@@ -205,7 +208,8 @@ class FrozenWriter:
             end = min(stop, segment.stop)
             parts.append(self._part(segment, now, end, where, name))
             now = end
-        if len(parts) == 1:
+        view = parts[0].target is ops.slice_batch and where.dim == 0 and where.outer == 1
+        if len(parts) == 1 and not (apart and view):
             return parts[0]
         label = _name(name, start, stop)
         joined = self.writer.call(ops.cat_batch, (parts, where.dim, where.outer, where.inner), label)

@@ -57,7 +57,7 @@ class RankWriter:
 
     Args:
         inputs, next_inputs: whole-batch inputs of this batch and of the next one that the rank reads.
-        carried: values of micro-batches that frozen work of the step before has made.
+        carried: shape and type of the values of micro-batches that the step before has made.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RankWriter:
         messages: Sequence[Message],
         device: torch.device,
         next_inputs: Sequence[str] | None = None,
-        carried: Sequence[tuple[str, int]] = (),
+        carried: Mapping[tuple[str, int], torch.Tensor] | None = None,
         trains: bool = True,
     ) -> None:
         self.rank, self.layout, self.sources, self.messages, self.device = rank, layout, sources, messages, device
@@ -77,12 +77,11 @@ class RankWriter:
         self.transport = self.graph.placeholder("transport")
         self.batch = WholeBatch(self, self._inputs_needed() if trains else [], "")
         self.next_batch = None if next_inputs is None else WholeBatch(self, next_inputs, "next_")
-        self.values: dict[tuple[str, int], fx.Node] = {key: self._carried(*key) for key in carried}
+        self.carried = dict(carried or {})
+        self._store = self.graph.placeholder("carried") if carried else None
+        self.values: dict[tuple[str, int], fx.Node] = {}
         self._posted: dict[int, fx.Node] = {}
         self._arrived: dict[int, fx.Node] = {}
-
-    def _carried(self, name: str, microbatch: int) -> fx.Node:
-        return self.graph.placeholder(f"carried_{name_at(name, microbatch)}")
 
     # -- nodes
 
@@ -113,7 +112,7 @@ class RankWriter:
     # -- values
 
     def read(self, name: str, microbatch: int) -> fx.Node:
-        """A value of one micro-batch: made on this rank, received, or cut out of the whole batch."""
+        """A value of one micro-batch: made on this rank or in the step before, received, or cut from the whole batch."""
         if (name, microbatch) not in self.values:
             self.values[name, microbatch] = self._fetch(name, microbatch)
         return self.values[name, microbatch]
@@ -121,6 +120,10 @@ class RankWriter:
     def _fetch(self, name: str, microbatch: int) -> fx.Node:
         if name in self.layout.producer:
             return self.receive(self._incoming_by_use[name, microbatch, False][0])
+        if (name, microbatch) in self.carried:
+            taken = self.call(ops.take, (self._store, carried_name(name, microbatch)), name_at(name, microbatch))
+            taken.meta["val"] = self.carried[name, microbatch]
+            return taken
         sizes = self.layout.sizes
         if name in self.layout.zeros:
             return self.filled(self.layout.zeros[name][sizes[microbatch]], 0.0, name_at(name, microbatch))
@@ -210,6 +213,11 @@ def message_name(message: Message) -> str:
         return "loss"
     name = ("grad_" if message.kind == "gradient" else "") + message.value.replace(".", "_")
     return name_at(name, message.microbatch) if message.microbatch >= 0 else name
+
+
+def carried_name(name: str, microbatch: int) -> str:
+    """What a value of a micro-batch is called from one step to the next."""
+    return f"{name}@{microbatch}"
 
 
 def name_at(name: str, microbatch: int) -> str:
