@@ -1,4 +1,4 @@
-"""Replicated stages: exact for any numbers of replicas, in threads and over gloo; reductions that are wrong are told."""
+"""Replicated stages: exact for any numbers of replicas, in threads and over gloo; wrong reductions are told."""
 
 import os
 from dataclasses import replace

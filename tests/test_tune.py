@@ -1,4 +1,4 @@
-"""The tuner: bounds that hold, limits that are kept, reasons that are told; for odd numbers of ranks and tight memory."""
+"""The tuner: bounds that hold, limits that are kept, reasons that are told; odd numbers of ranks, tight memory."""
 
 from dataclasses import dataclass, replace
 from functools import cache

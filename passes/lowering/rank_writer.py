@@ -112,7 +112,7 @@ class RankWriter:
     # -- values
 
     def read(self, name: str, microbatch: int) -> fx.Node:
-        """A value of one micro-batch: made on this rank or in the step before, received, or cut from the whole batch."""
+        """A value of one micro-batch: made here or in the step before, received, or cut from the whole batch."""
         if (name, microbatch) not in self.values:
             self.values[name, microbatch] = self._fetch(name, microbatch)
         return self.values[name, microbatch]
