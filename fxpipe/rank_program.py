@@ -68,10 +68,10 @@ class RankProgram:
     `gradients`); `modules` are the graphs it calls, which read their state by its original name; `state` maps those
     names to shape and type.
 
-    Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), and returns
-    what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch before
-    (`carried`), it takes them as a last argument: a dict that it empties. A program without training (a *prologue*)
-    returns None as its loss.
+    Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), and
+    returns what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch
+    before (`carried`), it takes them as a last argument: a dict that it empties. A program without training (a
+    *prologue*) returns None as its loss.
     """
 
     rank: int

@@ -41,7 +41,7 @@ def run_rank(
     ahead: Ahead | None = None,
     carried: dict[str, torch.Tensor] | None = None,
 ) -> RankResult:
-    """One step of one rank. Values are taken out of `carried`, what this batch's frozen work has made, as it goes on."""
+    """One step of one rank; it empties `carried`, what this batch's frozen work has made."""
     if observe is not None:
         transport = Observed(transport, observe)
     arguments: list[Any] = [transport, random, *(tensors[name] for name in program.inputs)]
