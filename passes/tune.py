@@ -22,6 +22,7 @@ from fxpipe.tuning import Outcome
 from passes.candidates import Candidate, Wishes, candidates
 from passes.estimate import BlockTimes, first_estimate, simulated_step
 from passes.place import TWO_PER_RANK, place
+from passes.ports import busiest_port_seconds
 from passes.room import held_bytes, peak_bytes, saved_bytes, wire_bytes
 
 _MOST_SIMULATED = 40  # candidates that fit, in the order of their first estimates
@@ -96,6 +97,7 @@ class _Tuner:
     def __init__(self, graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> None:
         self._graph, self._costs, self._cluster, self._wishes = graph, costs, cluster, wishes
         self._placed: dict[tuple[object, ...], Staged] = {}
+        self._ports: dict[tuple[object, ...], float] = {}
 
     def estimated(self, waiting: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         """Those with a first estimate, the best first, and those that their bound rules out."""
@@ -147,6 +149,7 @@ class _Tuner:
         times = block_times(self._costs, self._num_samples(candidate))
         staged = self._place(candidate, times)
         seconds = first_estimate(self._graph, times, staged, candidate.microbatches, *self._setting)
+        seconds = max(seconds, self._port_seconds(staged))
         return replace(candidate, staged=staged, estimated_seconds=max(seconds, candidate.bound_seconds))
 
     def _simulated(self, candidate: Candidate) -> Candidate:
@@ -155,7 +158,7 @@ class _Tuner:
         seconds, schedule = simulated_step(self._graph, times, staged, candidate.microbatches, *self._setting)
         return replace(
             candidate,
-            seconds=seconds,
+            seconds=max(seconds, self._port_seconds(staged)),
             peak_bytes=max(peak_bytes(self._costs, staged, schedule, num_samples)),
             wire_bytes=wire_bytes(self._graph, self._costs, staged, self._wishes.batch_size),
         )
@@ -189,6 +192,13 @@ class _Tuner:
             held_bytes(self._costs, staged, stages, num_samples) + sum(saved[s] for s in stages) <= limit
             for stages in of_place
         )
+
+    def _port_seconds(self, staged: Staged) -> float:
+        batch_size, gradients = self._wishes.batch_size, self._costs.trained_bytes
+        key = staged.boundaries, staged.stage_ranks
+        if key not in self._ports:
+            self._ports[key] = busiest_port_seconds(self._graph, staged, batch_size, self._cluster, gradients)
+        return self._ports[key]
 
     @property
     def _setting(self) -> tuple[Cluster, tuple[int, ...], bool]:

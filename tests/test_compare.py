@@ -11,6 +11,7 @@ from passes.block_costs import block_costs
 from passes.comparison import Case, frozen_layers
 from passes.comparison.op_writer import OpWriter
 from passes.comparison.pipeline_ops import pipeline_ops
+from passes.ports import busiest_port_seconds
 from tests.test_block_costs import Tied
 from tests.unet import TinyUNet
 
@@ -57,3 +58,16 @@ def test_op_lists_take_what_rank_programs_take(name: str, world_size: int, optio
             sent[message.channel] = sent.get(message.channel, 0) + message.num_bytes
     assert found.channel_bytes == dict(sorted(sent.items()))
     assert found.reduced_bytes == pytest.approx(predicted.reduced_bytes) or tied
+
+
+SLOW = Cluster("A100-80GB", (Level(2, Link("inside", 1e7, 1e-6)), Level(2, Link("across", 1e6, 1e-6))))
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "1f1b"}, {"schedule": "wave"}, {"schedule": "gpipe", "data_parallel": 2}]
+)
+def test_no_step_is_shorter_than_its_busiest_port_needs(options: dict[str, object]) -> None:
+    program = fxpipe.compile(TinyUNet(), 4, batch_size=8, microbatches=4, cluster=SLOW, **options)  # type: ignore[arg-type]
+    gradients = case_of(program).costs.trained_bytes
+    bound = busiest_port_seconds(program.plan.blocks, program.plan.staged, 8, SLOW, gradients)
+    assert 0.3 * program.simulate().makespan_seconds < bound <= program.simulate().makespan_seconds
