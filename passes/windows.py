@@ -6,6 +6,7 @@
 An equally good order is taken, too, so that the search drifts on where no single window improves.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -15,6 +16,7 @@ from passes.job_shop import JobShop, Orders, Run, run
 
 _SMALLEST, _FIRST_SIZE = 16, 64.0  # operations of a window
 _GROWTH, _EASY = 1.1, 0.25  # a window that took less than this share of its limit may grow
+_IDLE = 0.5  # the share of windows around an idle moment
 _SUB_LIMIT = 0.05  # deterministic seconds for one window
 SECONDS_PER_SOLVER_SECOND = 4.0  # of OR-tools' deterministic seconds, measured
 _SECONDS_PER_OPERATION, _SECONDS_PER_WINDOW, _SECONDS_PER_FREE = 15e-6, 5e-3, 100e-6  # besides the solver, measured
@@ -41,7 +43,7 @@ def improve(
     size = _FIRST_SIZE
     while found.ticks > bound_ticks and found.spent < limit:
         region = random.choice(regions) if regions else None
-        window = _window(known, int(size * random.uniform(0.6, 1.4)), region, random)
+        window = _window(shop, found.orders, known, int(size * random.uniform(0.6, 1.4)), region, random)
         step = reorder(
             shop,
             found.orders,
@@ -63,11 +65,30 @@ def improve(
     return found
 
 
-def _window(known: Run, size: int, region: frozenset[int] | None, random: Random) -> frozenset[int]:
-    """The operations that start in a random interval; near the ends as often as elsewhere."""
+def _window(
+    shop: JobShop, orders: Orders, known: Run, size: int, region: frozenset[int] | None, random: Random
+) -> frozenset[int]:
+    """Operations that start one after the other: around a random idle moment, or anywhere, the ends included."""
     free = range(len(known.start)) if region is None else region
     times = sorted(known.start[i] for i in free)
     size = min(max(size, 1), len(times))
-    first = min(max(random.randrange(-size // 2, len(times) - size // 2), 0), len(times) - size)
+    if random.random() < _IDLE:
+        middle = bisect(times, _idle_moment(shop, orders, known, random))
+    else:
+        middle = random.randrange(len(times) + size) - size // 2
+    first = min(max(middle - size // 2, 0), len(times) - size)
     low, high = times[first], times[first + size] if first + size < len(times) else times[-1] + 1
     return frozenset(i for i in free if low <= known.start[i] < high)
+
+
+def _idle_moment(shop: JobShop, orders: Orders, known: Run, random: Random) -> int:
+    """A moment in which a rank is idle, each as likely as any other."""
+    gaps: list[tuple[int, int]] = []
+    for order in orders:
+        begins = [*(known.start[i] for i in order), known.ticks]
+        ends = [0, *(known.start[i] + shop.ticks[i] for i in order)]
+        gaps += [gap for gap in zip(ends, begins, strict=True) if gap[0] < gap[1]]
+    if not gaps:
+        return 0
+    begin, end = random.choices(gaps, [end - begin for begin, end in gaps])[0]
+    return random.randrange(begin, end)
