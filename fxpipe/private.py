@@ -188,13 +188,12 @@ def _module_path(node: fx.Node) -> str:
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
     """`torch.utils.checkpoint` runs its function once and keeps everything, with the same result and gradient."""
-    name = "_checkpoint_without_reentrant_generator"
-    original = getattr(checkpoint, name)
-    setattr(checkpoint, name, lambda *args, **kwargs: iter((None,)))
-    try:
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield  # here the function runs; an error of its own passes through
+
+    with replaced(checkpoint, "_checkpoint_without_reentrant_generator", around):
         yield
-    finally:
-        setattr(checkpoint, name, original)
 
 
 # Functions that run a transform, and those that return a function which runs it later.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.capture import Capture, capture
@@ -421,6 +422,7 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (penalty, "gradients computed inside forward"),
         (replaced_buffer, "forward replaces its buffer 'scale'"),
         (lambda s, h, y: s.a(h[:, :3]), r"module a: forward fails at .*linear.py:|module a: forward fails"),
+        (lambda s, h, y: checkpoint(s.a, h[:, :3], use_reentrant=False), r"module a: forward fails.*reduction dim"),
     ],
 )  # fmt: skip
 def test_refusals(middle: Middle, says: str) -> None:
