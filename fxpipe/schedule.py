@@ -11,8 +11,12 @@ import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 KINDS = {
     "F": "forward",
@@ -104,6 +108,12 @@ class Schedule:
         from fxpipe.schedule_grid import grid  # the drawing needs the simulator, which needs these types
 
         return grid(self)
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        """What `rich.print` shows: the drawing in colours, as wide as the terminal."""
+        from fxpipe.schedule_grid import rich_grid
+
+        yield rich_grid(self, width=options.max_width)
 
 
 def _count(number: int, noun: str, plural: str) -> str:

@@ -4,10 +4,13 @@
     rank 0  0F0 0F1   . 0B0 --- 0B1 ---
     rank 1    . 1F0 1B0 --- 1F1 1B1 ---
 
-A dot is idle time.
+A dot is idle time. A terminal shows one colour per kind of action, every second micro-batch in bold.
 """
 
+import re
 from itertools import pairwise
+
+from rich.text import Text
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Action, Schedule, Work
@@ -32,6 +35,43 @@ def grid(schedule: Schedule, work: Work | None = None, width: int = 120) -> str:
             body = "".join((row[time] if time < len(row) else ".").rjust(cell_width) for time in span)
             lines.append(f"rank {rank}".ljust(label_width) + body)
     return "\n".join(lines)
+
+
+STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "T": "magenta", "R": "red"}
+_LINE = re.compile(r"(rank \d+)(:?)(.*)", re.ASCII)
+_TOKEN = re.compile(r"\S+")
+_CELL = re.compile(r"\d+([A-Z])(\d+)", re.ASCII)
+
+
+def rich_grid(schedule: Schedule, work: Work | None = None, width: int = 120) -> Text:
+    """The grid with colours; where there is no terminal, rich prints the same text without them."""
+    return painted(grid(schedule, work, width))
+
+
+def painted(text: str) -> Text:
+    """The text of a grid, or of `Schedule.text()`, with colours."""
+    found = Text(no_wrap=True)
+    last: dict[str, str] = {}  # per rank, since an action goes on in the next band
+    for number, line in enumerate(text.split("\n")):
+        found.append("\n" * (number > 0))
+        match = _LINE.fullmatch(line)
+        if match is None:
+            found.append(line, "bold" if number == 0 else "dim")
+            continue
+        found.append(match[1] + match[2])
+        row = Text(match[3])
+        for token in _TOKEN.finditer(match[3]):
+            last[match[1]] = style = _style(token[0], last.get(match[1], ""))
+            row.stylize("dim" if token[0] == "." else style, *token.span())
+        found.append_text(row)
+    return found
+
+
+def _style(token: str, before: str) -> str:
+    cell = _CELL.fullmatch(token)
+    if cell is None:
+        return before
+    return STYLES.get(cell[1], "") + (" bold" if int(cell[2]) % 2 else "")
 
 
 def _tick(time: int, cell_width: int) -> str:

@@ -8,15 +8,18 @@
 Nothing depends on a clock: time is counted in steps, so that a seed and a budget give one result.
 """
 
+import os
 from dataclasses import dataclass
 
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require
+from passes import schedule_cache
 from passes.bounds import lower_bound_ticks
 from passes.job_shop import JobShop, job_shop, within_limits
 from passes.portfolio import Found, is_closed, listed, named, references, repeated
 from passes.problem import Problem, fits
+from passes.schedule_cache import Entry
 from passes.solver import require_solver
 
 __all__ = ["Synthesis", "references", "synthesise"]
@@ -45,8 +48,21 @@ class Synthesis:
         )
 
 
-def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> Synthesis:
+def synthesise(
+    problem: Problem,
+    budget_seconds: float = 2.0,
+    seed: int = 0,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+) -> Synthesis:
     """The best schedule found within about `budget_seconds`, never worse than a named one that fits into memory.
+
+    A problem that was solved before in this process, with the same budget and seed, is looked up; so is the same with
+    all times longer or shorter by one factor, or by less than a thousandth of the longest.
+
+    Args:
+        cache: a folder that keeps what is found for other processes; the environment's FXPIPE_CACHE where left out,
+            and none where that is not set.
 
     Raises:
         CompileError: the budget is negative, a rank cannot hold even one micro-batch, or OR-tools is missing where the
@@ -57,8 +73,30 @@ def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> 
     relaxed = job_shop(problem, problem.splittable, relaxed=True)
     _require_room(problem, relaxed)
     bound = lower_bound_ticks(relaxed) * relaxed.seconds_per_tick
+    folder = cache if cache is not None else os.environ.get(schedule_cache.ENVIRONMENT) or None
+    name = schedule_cache.key(problem, budget_seconds, seed)
+    entry = schedule_cache.find(name, problem, folder)
+    if entry is not None:
+        return _recalled(problem, entry, bound)
+    told = _told(problem, *_searched(problem, relaxed, bound, budget_seconds, seed))
+    times = schedule_cache.times_of(problem)
+    schedule_cache.keep(name, Entry(told.schedule, times, told.lower_bound_seconds, told.method), folder)
+    return told
 
-    # every name, every rule, every block
+
+def _recalled(problem: Problem, entry: Entry, bound: float) -> Synthesis:
+    """What was found for these times, or for times that are nearly these: then names may be better."""
+    best = Found(entry.schedule, problem.simulate(entry.schedule).makespan_seconds, entry.method)
+    rivals = () if schedule_cache.is_scaled(entry, problem) else named(problem)
+    best = min((best, *rivals), key=lambda found: found.seconds)
+    return _told(problem, best, max(bound, schedule_cache.bound_seconds(entry, problem)))
+
+
+def _searched(
+    problem: Problem, relaxed: JobShop, bound: float, budget_seconds: float, seed: int
+) -> tuple[Found, float]:
+    """(the best schedule found, a lower bound in seconds of at least `bound`)."""
+    # every name, every block, every rule
     best = min(named(problem), key=lambda found: found.seconds, default=None)
     shops = {split: job_shop(problem, split) for split in {problem.splittable, frozenset[int]()}}
     blocks: dict[frozenset[int], Found | None] = {}
@@ -69,20 +107,20 @@ def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> 
             lists = listed(problem, shops[split], bound, limit)
             best = min((f for f in (best, blocks[split], lists) if f is not None), key=lambda found: found.seconds)
     assert best is not None
+    if not budget_seconds or is_closed(best.seconds, bound):
+        return best, bound
 
     # the solver, on backwards as the best schedule has them
-    if budget_seconds and not is_closed(best.seconds, bound):
-        require_solver()
-        from passes.search import improved
+    require_solver()
+    from passes.search import improved
 
-        split = problem.splittable if best.schedule.is_split else frozenset[int]()
-        shop, block = shops[split], blocks.get(split)
-        pattern = None if block is None else block.pattern
-        found, proven = improved(problem, shop, split, best, pattern, budget_seconds, seed)
-        best = found if found.seconds < best.seconds else best
-        if shop == relaxed and shop.seconds_per_tick == relaxed.seconds_per_tick:
-            bound = max(bound, proven * shop.seconds_per_tick)
-    return _told(problem, best, bound)
+    split = problem.splittable if best.schedule.is_split else frozenset[int]()
+    shop, block = shops[split], blocks.get(split)
+    pattern = None if block is None else block.pattern
+    found, proven = improved(problem, shop, split, best, pattern, budget_seconds, seed)
+    if shop == relaxed and shop.seconds_per_tick == relaxed.seconds_per_tick:
+        bound = max(bound, proven * shop.seconds_per_tick)
+    return min(best, found, key=lambda found: found.seconds), bound
 
 
 def _told(problem: Problem, best: Found, bound: float) -> Synthesis:
