@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe import ops
 from fxpipe.errors import CompileError
 from tests.steps import exact
 
@@ -167,3 +168,32 @@ def test_operations_that_are_refused(name: str) -> None:
     body, make, says = REFUSED[name]
     with pytest.raises((CompileError, fxpipe.errors.CaptureError), match=says):
         fxpipe.compile(Operation(body, make), 2, example_inputs=batch(), microbatches=2)
+
+
+class ComplexChain(nn.Module):
+    """Complex values between all layers, conjugated without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(12, 12, dtype=torch.complex128)) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.complex(x, y)
+        for weight in self.weights:
+            z = (z @ weight).conj()
+        return F.mse_loss(z.real + z.conj().imag, y)
+
+
+def test_messages_hold_conjugates_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Tensor] = []
+    send = ops.send
+
+    def spy(transport: Any, value: Tensor, dst: int, edge: int) -> None:
+        sent.append(value)
+        send(transport, value, dst, edge)
+
+    monkeypatch.setattr(ops, "send", spy)
+    exact(ComplexChain(), batch(), microbatches=2, schedule="1f1b")
+    assert any(value.is_complex() for value in sent)
+    assert not any(value.is_conj() or value.is_neg() for value in sent)

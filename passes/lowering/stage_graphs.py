@@ -102,7 +102,7 @@ def _trace(capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value]
     names = [state_name(capture, name) for name in unit.state]
 
     def run(state: list[torch.Tensor], values: list[torch.Tensor]) -> tuple[Any, ...]:
-        outputs = [out.contiguous() for out in interpreter.run(*state, *values)]
+        outputs = [_in_memory(out) for out in interpreter.run(*state, *values)]
         returned.extend(outputs)
         tangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs if o.requires_grad]
         inputs = [v for v in values if v.requires_grad]
@@ -114,10 +114,10 @@ def _trace(capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value]
         grads = torch.autograd.grad(sources, targets, tangents, allow_unused=True)
         # A read without influence still owes its producer a gradient: zeros.
         pairs = zip(grads[: len(inputs)], inputs, strict=True)
-        of_inputs = [(torch.zeros_like(v) if g is None else g).contiguous() for g, v in pairs]
+        of_inputs = [_in_memory(torch.zeros_like(v) if g is None else g) for g, v in pairs]
         of_weights = [(n, g) for (n, _), g in zip(weights, grads[len(inputs) :], strict=True) if g is not None]
         weight_grads.extend(n for n, _ in of_weights)
-        return outputs, tangents, of_inputs, [g.contiguous() for _, g in of_weights]
+        return outputs, tangents, of_inputs, [_in_memory(g) for _, g in of_weights]
 
     parts: list[int] = []
 
@@ -135,6 +135,11 @@ def _trace(capture: Capture, unit: Unit, batch_size: int, reads: Sequence[Value]
         Value(n, tuple(o.shape), o.dtype, o.requires_grad) for n, o in zip(unit.returns, returned, strict=True)
     )
     return Joint(prepare(graph, names, reads, parts), borders, tuple(weight_grads))
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, conjugated and negated in fact: messages and sums take memory as it is."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _functional(module: fx.GraphModule, state: list[torch.Tensor], values: list[torch.Tensor]) -> fx.Graph:
