@@ -96,13 +96,16 @@ def train() -> list[float]:
     model = lsun().double()
     batch = model.example_inputs(4)
     program = fxpipe.compile(model, 2, example_inputs=batch, microbatches=2, schedule="bidirectional")
-    engine = program.engine(seed=1) if "WORLD_SIZE" in os.environ else program.local_engine(seed=1)
+    local = "WORLD_SIZE" not in os.environ
+    engine = program.local_engine(seed=1) if local else program.engine(seed=1)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     losses = []
     for _ in range(2):
         losses.append(float(engine.step(batch).detach()))
         optimizer.step()
         optimizer.zero_grad()
+    if not local:
+        engine.close()
     return losses
 
 
