@@ -85,6 +85,10 @@ class JobShop:
         ranks = tuple(tuple(self.actions[i] for i in order) for order in orders)
         return Schedule(name, num_stages, self.num_microbatches, ranks)
 
+    def orders(self, schedule: Schedule) -> Orders:
+        """The inverse of `schedule`."""
+        return tuple(tuple(self.index[action] for action in actions) for actions in schedule.ranks)
+
 
 def job_shop(problem: Problem, split: frozenset[int], relaxed: bool = False) -> JobShop:
     """The operations of `problem` with the backward of the stages `split` cut in two.

@@ -74,8 +74,8 @@ def listed(problem: Problem, shop: JobShop, bound: float, limit: float) -> Found
     return evaluated(problem, shop, found, method)
 
 
-def repeated(problem: Problem, shop: JobShop, split: frozenset[int], bound: float, limit: float) -> Found | None:
-    """The best block that repeats, of about `limit` seconds; None where none fits into memory."""
+def repeated(problem: Problem, shop: JobShop, split: frozenset[int], bound: float, limit: float) -> list[Found]:
+    """The best block that repeats, of about `limit` seconds; none where none fits into memory."""
     one, few = one_microbatch(problem, split), sample(problem, shop, split)
     best: tuple[float, Pattern] | None = None
     spent = 0.0
@@ -86,9 +86,9 @@ def repeated(problem: Problem, shop: JobShop, split: frozenset[int], bound: floa
         if spent > limit or is_closed(best[0] * shop.seconds_per_tick, bound):
             break
     if best is None:
-        return None
+        return []
     found = evaluated(problem, shop, unrolled_orders(shop, one, best[1]), "repeated blocks")
-    return replace(found, pattern=best[1])
+    return [replace(found, pattern=best[1])]
 
 
 def evaluated(problem: Problem, shop: JobShop, orders: Orders, method: str) -> Found:

@@ -97,30 +97,28 @@ def _searched(
 ) -> tuple[Found, float]:
     """(the best schedule found, a lower bound in seconds of at least `bound`)."""
     # every name, every block, every rule
-    best = min(named(problem), key=lambda found: found.seconds, default=None)
+    known = sorted(named(problem), key=lambda found: found.seconds)[:1]
     shops = {split: job_shop(problem, split) for split in {problem.splittable, frozenset[int]()}}
-    blocks: dict[frozenset[int], Found | None] = {}
     for split in sorted(shops, key=len, reverse=True):
         limit = budget_seconds / 8 / len(shops)
-        if best is None or not is_closed(best.seconds, bound):
-            blocks[split] = repeated(problem, shops[split], split, bound, limit)
-            lists = listed(problem, shops[split], bound, limit)
-            best = min((f for f in (best, blocks[split], lists) if f is not None), key=lambda found: found.seconds)
-    assert best is not None
-    if not budget_seconds or is_closed(best.seconds, bound):
-        return best, bound
+        if not known or not is_closed(known[0].seconds, bound):
+            known += repeated(problem, shops[split], split, bound, limit)
+            known.append(listed(problem, shops[split], bound, limit))
+            known.sort(key=lambda found: found.seconds)
+    if not budget_seconds or is_closed(known[0].seconds, bound):
+        return known[0], bound
 
     # the solver, on backwards as the best schedule has them
     require_solver()
     from passes.search import improved
 
-    split = problem.splittable if best.schedule.is_split else frozenset[int]()
-    shop, block = shops[split], blocks.get(split)
-    pattern = None if block is None else block.pattern
-    found, proven = improved(problem, shop, split, best, pattern, budget_seconds, seed)
+    split = problem.splittable if known[0].schedule.is_split else frozenset[int]()
+    shop = shops[split]
+    alike = [found for found in known if found.schedule.is_split == bool(split)]
+    found, proven = improved(problem, shop, split, alike, budget_seconds, seed)
     if shop == relaxed and shop.seconds_per_tick == relaxed.seconds_per_tick:
         bound = max(bound, proven * shop.seconds_per_tick)
-    return min(best, found, key=lambda found: found.seconds), bound
+    return min(known[0], found, key=lambda found: found.seconds), bound
 
 
 def _told(problem: Problem, best: Found, bound: float) -> Synthesis:
