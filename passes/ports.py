@@ -8,6 +8,7 @@ this bound is what a step takes.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
@@ -29,6 +30,24 @@ def busiest_port_seconds(
         size = sum(gradient_bytes[block] for block in staged.blocks(stage)) if len(ranks) > 1 else 0
         for port in ring_ports(cluster, tuple(sorted(ranks))) if size else ():
             busy[port] = busy.get(port, 0.0) + cluster.all_reduce_seconds(ranks, size)
+    return max(busy.values(), default=0.0)
+
+
+def relayed_port_seconds(
+    graph: BlockGraph, staged: Staged, batch_size: int, cluster: Cluster, gradient_bytes: Sequence[int]
+) -> float:
+    """The same where stages in a line, one rank each, hand on whatever a later stage reads."""
+    busy: dict[Port, float] = {}
+    for cut, (left, right) in zip(staged.boundaries[1:], pairwise(staged.stage_ranks), strict=False):
+        for edge in (edge for edge in graph.edges if isinstance(edge.producer, int)):
+            readers = [consumer for consumer in edge.consumers if isinstance(consumer, int)]
+            if int(edge.producer) < cut <= max(readers, default=-1):
+                back = [(right[0], left[0])] if edge.requires_grad else []
+                for pair in [(left[0], right[0]), *back]:
+                    link, ports = route(cluster, *pair)
+                    for port in ports:
+                        seconds = edge.num_bytes(batch_size) / link.bandwidth_bytes_per_second
+                        busy[port] = busy.get(port, 0.0) + seconds
     return max(busy.values(), default=0.0)
 
 

@@ -11,6 +11,7 @@ Stages are balanced exactly, by time.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fxpipe.comparison import Contestant
 from fxpipe.errors import CompileError
@@ -18,19 +19,21 @@ from fxpipe.options import microbatch_sizes
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from passes.comparison.case import Case
-from passes.comparison.contest import Attempt, best
-from passes.comparison.data_parallel import ddp, zero
-from passes.comparison.memory import ddp_peak_bytes, pipeline_peak_bytes, zero_peak_bytes
+from passes.comparison.contest import Attempt, Built, best
+from passes.comparison.data_parallel import ddp, zero, zero_seconds
+from passes.comparison.memory import ddp_peak_bytes, frozen_bytes, held_bytes, pipeline_peak_bytes, zero_peak_bytes
 from passes.comparison.op_writer import OpWriter
 from passes.comparison.pieces import Piece, shared_out
 from passes.comparison.pipeline_ops import pipeline_ops
-from passes.estimate import estimated_work, recomputed_seconds, stage_seconds
-from passes.filled import without_components
+from passes.estimate import estimated_work, recomputed_seconds, stage_seconds, without_components
 from passes.partition import linear
 from passes.place import cut_bytes, pipelines
+from passes.ports import busiest_port_seconds, relayed_port_seconds
 from passes.schedule import make_schedule
 from passes.tune import block_times
 
+Ops = Callable[[Case, int, bool], OpWriter]
+Peak = Callable[[Case, int, bool], int]
 _MOST_PER_STAGE = 16  # micro-batches per stage: what more would save is below a sixteenth
 
 
@@ -47,8 +50,8 @@ def baselines(case: Case) -> list[Contestant]:
         )
     ranks = case.world_size
     found = [
-        best(case, "DDP", _local(case, ddp, ddp_peak_bytes)),
-        best(case, "ZeRO-3", _local(case, zero, zero_peak_bytes)),
+        best(case, "DDP", _local(case, ddp, ddp_peak_bytes, 0.0)),
+        best(case, "ZeRO-3", _local(case, zero, zero_peak_bytes, zero_seconds(case))),
     ]
     if ranks > 1:
         if ranks % 2 == 0:
@@ -56,28 +59,24 @@ def baselines(case: Case) -> list[Contestant]:
         for name, relayed in (("gpipe", True), ("1f1b", True), ("1f1b", False)):
             title = f"{'GPipe' if name == 'gpipe' else '1F1B'}, {'relayed' if relayed else 'direct'}"
             lines = [_Line(case, name, ranks, 1, relayed, again) for again in (False, True)]
-            found.append(best(case, title, [line.attempts(_counts(case, ranks)) for line in lines]))
+            found.append(best(case, title, (line.attempts(_counts(case, ranks)) for line in lines)))
     return [contestant for contestant in found if contestant is not None]
 
 
-def _local(
-    case: Case, ops: Callable[[Case, int, bool], OpWriter], peak: Callable[[Case, int, bool], int]
-) -> list[list[Attempt]]:
-    """Without and with recomputation, with one micro-batch per rank, two, four ..."""
+def _local(case: Case, ops: Ops, peak: Peak, collective_seconds: float) -> list[list[Attempt]]:
+    """Without and with recomputation, with one micro-batch per rank, two, four ...
+
+    `collective_seconds` are of one micro-batch, none at the same time as another.
+    """
     most = min(stop - start for start, stop in case.shares)
     counts = [2**k for k in range(most.bit_length()) if 2**k <= most]
-    return [
-        [
-            Attempt(
-                _local_setting(case, count, again),
-                peak(case, count, again),
-                _local_bound(case, count, again),
-                lambda count=count, again=again: ops(case, count, again),  # type: ignore[misc]
-            )
-            for count in counts
-        ]
-        for again in (False, True)
-    ]
+
+    def attempt(count: int, again: bool) -> Attempt:
+        bound = max(_local_bound(case, count, again), count * collective_seconds)
+        build = partial(Built, peak(case, count, again), partial(ops, case, count, again))
+        return Attempt(_local_setting(case, count, again), bound, build)
+
+    return [[attempt(count, again) for count in counts] for again in (False, True)]
 
 
 def _local_setting(case: Case, count: int, recompute: bool) -> str:
@@ -105,9 +104,9 @@ def _gpipe(case: Case) -> Iterator[list[Attempt]]:
 
 
 def _counts(case: Case, stages: int) -> list[int]:
+    """Half as many micro-batches as stages, as many, twice as many ..."""
     most = min(case.batch_size, _MOST_PER_STAGE * stages)
-    found = {2**k for k in range(most.bit_length())} | {stages * k for k in (1, 2, 3, 4, 8)}
-    return sorted(count for count in found if count <= most)
+    return sorted({min(max(stages * 2**k // 2, 1), most) for k in range(_MOST_PER_STAGE.bit_length() + 1)})
 
 
 @dataclass(frozen=True)
@@ -127,17 +126,17 @@ class _Line:
         return [self._attempt(count) for count in counts if count * self.copies <= self.case.batch_size]
 
     def _attempt(self, count: int) -> Attempt:
-        case, total = self.case, count * self.copies
-        sizes = microbatch_sizes(case.batch_size, total)
+        sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
-        schedule = self._schedule(staged, total, sizes[0])
-        pieces = _fitting_shares(case, staged, schedule, sizes)
-        peak = pipeline_peak_bytes(case, staged, schedule, sizes, pieces)
+        return Attempt(
+            self._setting(count, sizes[0]), self._bound(staged, count, sizes[-1]), partial(self._build, staged, sizes)
+        )
 
-        def ops() -> OpWriter:
-            return pipeline_ops(case, staged, schedule, sizes, relayed=self.relayed, pieces=pieces)
-
-        return Attempt(self._setting(count, sizes[0]), peak, self._bound(staged, count, sizes[-1], pieces), ops)
+    def _build(self, staged: Staged, sizes: tuple[int, ...]) -> Built:
+        case = self.case
+        schedule = self._schedule(staged, len(sizes), sizes[0])
+        peak, pieces = _fitting_shares(case, staged, schedule, sizes)
+        return Built(peak, partial(pipeline_ops, case, staged, schedule, sizes, relayed=self.relayed, pieces=pieces))
 
     def _staged(self, size: int) -> Staged:
         times = block_times(self.case.costs, size)
@@ -153,12 +152,13 @@ class _Line:
         seconds = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
         return make_schedule(self.schedule, work, staged.stage_ranks, *seconds, world_size=self.case.world_size)
 
-    def _bound(self, staged: Staged, count: int, size: int, pieces: Sequence[Sequence[Piece]]) -> float:
-        """The least frozen share, then the busiest stage's compute."""
-        times = block_times(self.case.costs, size)
+    def _bound(self, staged: Staged, count: int, size: int) -> float:
+        """The busiest stage's compute, or the busiest port's bytes."""
+        case, times = self.case, block_times(self.case.costs, size)
         seconds = zip(stage_seconds(staged, times.forward), recomputed_seconds(staged, times), strict=True)
-        first = min(sum(piece.seconds(self.case) for piece in of_rank) for of_rank in pieces)
-        return first + count * max(f + b for f, b in seconds)
+        ports = relayed_port_seconds if self.relayed else busiest_port_seconds
+        sent = ports(case.graph, staged, case.batch_size, case.cluster, case.costs.trained_bytes)
+        return max(count * max(f + b for f, b in seconds), sent)
 
     def _setting(self, count: int, size: int) -> str:
         copies = f" x {self.copies} replicas" if self.copies > 1 else ""
@@ -166,12 +166,13 @@ class _Line:
         return text + ", recomputed" * self.recompute
 
 
-def _fitting_shares(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]) -> list[list[Piece]]:
-    """Every rank's share of the frozen work in one go, or in as few as its memory admits."""
+def _fitting_shares(
+    case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]
+) -> tuple[int, list[list[Piece]]]:
+    """The bytes a rank needs, and its share of the frozen work: in one go, or in as few as memory admits."""
     most = max(stop - start for start, stop in case.shares)
-    without = pipeline_peak_bytes(case, staged, schedule, sizes)
-    while True:
-        pieces = shared_out(case, most)
-        if most == 1 or case.fits(pipeline_peak_bytes(case, staged, schedule, sizes, pieces)) or not case.fits(without):
-            return pieces
+    held = max(held_bytes(case, staged, schedule, sizes))
+    training = pipeline_peak_bytes(case, staged, schedule, sizes)
+    while most > 1 and case.fits(training) and not case.fits(held + frozen_bytes(case, most)):
         most = -(-most // 2)
+    return max(training, held + frozen_bytes(case, most)), shared_out(case, most)

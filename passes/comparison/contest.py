@@ -16,22 +16,29 @@ from passes.comparison.op_writer import OpWriter
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One way to run the step, simulated only if it may be the best: `bound_seconds` is never more than it takes."""
+class Built:
+    """A way to run the step that is known in full: what it needs, and what it does."""
 
-    setting: str
     peak_bytes: int
-    bound_seconds: float
     ops: Callable[[], OpWriter]
 
 
-def simulated(case: Case, name: str, attempt: Attempt) -> Contestant:
-    """An attempt's row, with its timeline."""
-    writer = attempt.ops()
+@dataclass(frozen=True)
+class Attempt:
+    """One way to run the step, which takes `bound_seconds` or more; built and simulated only if it may be the best."""
+
+    setting: str
+    bound_seconds: float
+    build: Callable[[], Built]
+
+
+def simulated(case: Case, name: str, setting: str, built: Built) -> Contestant:
+    """A row, with its timeline."""
+    writer = built.ops()
     timeline: Timeline = walk(writer.ops, {}, case.cluster).timeline()
     return Contestant(
-        name, attempt.setting, timeline.makespan_seconds, case.batch_size, timeline.bubble_ratio,
-        writer.wire_bytes, attempt.peak_bytes, case.fits(attempt.peak_bytes), timeline,
+        name, setting, timeline.makespan_seconds, case.batch_size, timeline.bubble_ratio,
+        writer.wire_bytes, built.peak_bytes, case.fits(built.peak_bytes), timeline,
     )  # fmt: skip
 
 
@@ -41,14 +48,20 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
     Args:
         ladder: attempts by preference, such as those without recomputation, then those with.
     """
-    every: list[Attempt] = []
+    too_large: list[tuple[str, Built]] = []
     for rung in ladder:
-        every += rung
         found: Contestant | None = None
         for attempt in sorted(rung, key=lambda a: a.bound_seconds):
-            if case.fits(attempt.peak_bytes) and (found is None or attempt.bound_seconds < found.seconds):
-                tried = simulated(case, name, attempt)
-                found = tried if found is None or tried.seconds < found.seconds else found
+            if found is not None and attempt.bound_seconds >= found.seconds:
+                break
+            built = attempt.build()
+            if not case.fits(built.peak_bytes):
+                too_large.append((attempt.setting, built))
+                continue
+            tried = simulated(case, name, attempt.setting, built)
+            found = tried if found is None or tried.seconds < found.seconds else found
         if found is not None:
             return found
-    return simulated(case, name, min(every, key=lambda a: a.peak_bytes)) if every else None
+    if not too_large:
+        return None
+    return simulated(case, name, *min(too_large, key=lambda item: item[1].peak_bytes))

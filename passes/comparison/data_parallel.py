@@ -53,6 +53,13 @@ def zero(case: Case, num_microbatches: int, recompute: bool = False) -> OpWriter
     return writer
 
 
+def zero_seconds(case: Case) -> float:
+    """All collectives of one micro-batch of `zero`, which follow each other."""
+    ranks, costs = tuple(range(case.world_size)), case.costs
+    gathers = [costs.parameter_bytes[block] for block in (*case.blocks, *case.blocks[:-1])]
+    return sum(case.cluster.all_gather_seconds(ranks, size) for size in (*gathers, *costs.trained_bytes))
+
+
 class _Sharded:
     """One micro-batch of ZeRO-3: the collectives that its ranks share."""
 

@@ -50,7 +50,28 @@ def _local_step_bytes(case: Case, num_microbatches: int, recompute: bool) -> int
         saved = int(sum(value_bytes[value] for value in kept)) + max(costs.saved_bytes(size))
     training = saved + max(costs.temporary_bytes(size))
     inputs = costs.given_bytes(case.blocks, sum(sizes))
-    return sum(costs.component_bytes) + inputs + max(training, _largest_frozen(case, size))
+    return sum(costs.component_bytes) + inputs + max(training, frozen_bytes(case, size))
+
+
+def frozen_bytes(case: Case, size: int) -> int:
+    """The largest operation of frozen work on so many samples."""
+    return int(max((most for layers in case.frozen.largest_at(size) for most in layers), default=0.0))
+
+
+def held_bytes(
+    case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int], whole_batch: bool = False
+) -> list[int]:
+    """What every rank of a pipeline holds all step long, with what frozen work makes for its stages.
+
+    `whole_batch`: every rank has all samples' inputs, as fxpipe's do; else its share.
+    """
+    found = []
+    samples = case.batch_size if whole_batch else -(-case.batch_size // case.world_size)
+    for actions in schedule.ranks:
+        blocks = [block for stage in _stages(actions) for block in staged.blocks(stage)]
+        held = state_bytes(case, blocks) + sum(case.costs.component_bytes) + case.costs.given_bytes(blocks, samples)
+        found.append(held + _made_bytes(case, staged, actions, sizes))
+    return found
 
 
 def pipeline_peak_bytes(
@@ -61,60 +82,50 @@ def pipeline_peak_bytes(
     pieces: Sequence[Sequence[Piece]] = (),
     whole_batch: bool = False,
 ) -> int:
-    """Of the fullest rank of a pipeline.
-
-    Args:
-        pieces: frozen work beside the schedule's actions.
-        whole_batch: whether every rank holds all samples' inputs, as fxpipe's do; else its share.
-    """
-    by_size = {size: saved_bytes(case.costs, staged, size) for size in set(sizes)}
-    return max(
-        _rank_bytes(case, staged, schedule, rank, sizes, by_size, pieces[rank] if pieces else (), whole_batch)
-        for rank in range(case.world_size)
-    )
-
-
-def _rank_bytes(
-    case: Case,
-    staged: Staged,
-    schedule: Schedule,
-    rank: int,
-    sizes: Sequence[int],
-    saved: dict[int, tuple[int, ...]],
-    pieces: Sequence[Piece],
-    whole_batch: bool,
-) -> int:
-    costs, actions = case.costs, schedule.ranks[rank]
-    stages = sorted({action.stage for action in actions if action.kind == "F"})
-    blocks = [block for stage in stages for block in staged.blocks(stage)]
-    split = {action.stage for action in actions if action.kind == "W"}
-    inputs = costs.given_bytes(blocks, case.batch_size if whole_batch else -(-case.batch_size // case.world_size))
-    level = state_bytes(case, blocks) + sum(costs.component_bytes) + inputs
-    level += _made_bytes(case, staged, schedule, rank, sizes) * (2 if any(piece.ahead for piece in pieces) else 1)
-    most = level
-    for _, item in items(actions, pieces):
-        if isinstance(item, Piece):
-            most = max(most, level + _piece_bytes(case, item))
-            continue
-        if item.kind == "R":
-            continue
-        size = sizes[item.microbatch]
-        if item.kind == "T":
-            most = max(most, level + int(max(case.frozen.largest_at(size)[item.stage], default=0.0)))
-            continue
-        kept = saved[size][item.stage]
-        level += kept * (item.kind == "F")
-        most = max(most, level + _temporary_bytes(case, staged, item, size))
-        level -= kept * (item.kind == "W" or (item.kind in "BI" and item.stage not in split))
+    """Of the fullest rank; `pieces` are frozen work of the next batch, whose results are held beside this one's."""
+    held = held_bytes(case, staged, schedule, sizes, whole_batch)
+    walk = _Walk(case, staged, sizes)
+    most = 0
+    for rank, actions in enumerate(schedule.ranks):
+        ahead = _made_bytes(case, staged, actions, sizes) if pieces else 0
+        most = max(most, held[rank] + ahead + walk.most(actions, pieces[rank] if pieces else ()))
     return most
 
 
-def _temporary_bytes(case: Case, staged: Staged, action: Action, size: int) -> int:
-    """The largest operation of a stage, beside all that is computed again."""
-    blocks = staged.blocks(action.stage)
-    largest = case.costs.temporary_bytes(size)
-    again = action.kind in "BI" and action.stage in staged.recompute
-    return max((largest[b] for b in blocks), default=0) + again * case.costs.stage_saved_bytes(blocks, size)
+class _Walk:
+    """The most that activations and temporaries take on a rank beside what it holds."""
+
+    def __init__(self, case: Case, staged: Staged, sizes: Sequence[int]) -> None:
+        self._case, self._staged, self._sizes = case, staged, sizes
+        self._saved = {size: saved_bytes(case.costs, staged, size) for size in set(sizes)}
+        self._largest = {size: case.costs.temporary_bytes(size) for size in set(sizes)}
+        self._temporary: dict[tuple[int, int, bool], int] = {}
+
+    def most(self, actions: Sequence[Action], pieces: Sequence[Piece]) -> int:
+        split = {action.stage for action in actions if action.kind == "W"}
+        level = most = 0
+        for _, item in items(actions, pieces):
+            if isinstance(item, Piece):
+                most = max(most, level + _piece_bytes(self._case, item))
+            elif item.kind == "T":
+                layers = self._case.frozen.largest_at(self._sizes[item.microbatch])[item.stage]
+                most = max(most, level + int(max(layers, default=0.0)))
+            elif item.kind != "R":
+                kept = self._saved[self._sizes[item.microbatch]][item.stage]
+                level += kept * (item.kind == "F")
+                most = max(most, level + self._temporary_bytes(item))
+                level -= kept * (item.kind == "W" or (item.kind in "BI" and item.stage not in split))
+        return most
+
+    def _temporary_bytes(self, action: Action) -> int:
+        """The largest operation of a stage, beside all that is computed again."""
+        size, again = self._sizes[action.microbatch], action.kind in "BI" and action.stage in self._staged.recompute
+        key = action.stage, size, again
+        if key not in self._temporary:
+            blocks = self._staged.blocks(action.stage)
+            kept = self._case.costs.stage_saved_bytes(blocks, size) if again else 0
+            self._temporary[key] = kept + max((self._largest[size][b] for b in blocks), default=0)
+        return self._temporary[key]
 
 
 def _piece_bytes(case: Case, piece: Piece) -> int:
@@ -122,13 +133,13 @@ def _piece_bytes(case: Case, piece: Piece) -> int:
     return int(max(largest[piece.first_layer : piece.last_layer], default=0.0))
 
 
-def _largest_frozen(case: Case, size: int) -> int:
-    return int(max((most for layers in case.frozen.largest_at(size) for most in layers), default=0.0))
+def _stages(actions: Sequence[Action]) -> list[int]:
+    return sorted({action.stage for action in actions if action.kind == "F"})
 
 
-def _made_bytes(case: Case, staged: Staged, schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
+def _made_bytes(case: Case, staged: Staged, actions: Sequence[Action], sizes: Sequence[int]) -> int:
     """What frozen components have made for the micro-batches that a rank's stages read it for."""
-    seen = {(a.microbatch, a.stage) for a in schedule.ranks[rank] if a.kind == "F"}
+    seen = {(a.microbatch, a.stage) for a in actions if a.kind == "F"}
     total = 0
     for edge in (edge for edge in case.graph.edges if isinstance(edge.producer, str)):
         readers = {staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)}

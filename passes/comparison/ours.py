@@ -1,12 +1,12 @@
-"""fxpipe's plans as contestants: the tuner's, the same with idle time filled, and the one that is best when filled.
+"""fxpipe's plans as contestants.
 
-fxpipe               frozen work of a micro-batch before it        0T0 0F0 0F1 ...
-fxpipe, filled       frozen work of the next batch in idle time    0F0 0T[0:3]x0:9 0F1 ...
-... for filling      of all plans the tuner has simulated, the one whose filled step is shortest
+fxpipe            the tuner's plan, frozen work of a micro-batch before it            0T0 0F0 0F1 ...
+fxpipe, filled    the plan tuned for it, frozen work of the next batch in idle time   0F0 0T[0:3]x0:9 0F1 ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxpipe.comparison import OURS, Contestant
 from fxpipe.options import microbatch_sizes
@@ -15,61 +15,31 @@ from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from passes.candidates import Candidate, Wishes
 from passes.comparison.case import Case
-from passes.comparison.contest import Attempt, simulated
+from passes.comparison.contest import Built, simulated
 from passes.comparison.memory import pipeline_peak_bytes
 from passes.comparison.pieces import Piece, filled
 from passes.comparison.pipeline_ops import pipeline_ops
-from passes.estimate import estimated_work
+from passes.estimate import estimated_work, without_components
 from passes.fill import FillProblem, idle_of_timeline, per_device
-from passes.filled import without_components
 from passes.order import Resources, order
-from passes.tune import Tuned, block_times, tune
-
-_MOST_FILLED = 12  # plans that are filled to find the best
+from passes.tune import block_times, tune
 
 
 def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:
-    """The tuner's plan, and what filling makes of it.
+    """The plan without filling, and where something is frozen the plan with.
 
     Raises:
         CompileError: nothing fits.
     """
-    tuned = tune(case.graph, case.costs, case.cluster, replace(wishes, memory_limit_bytes=case.limit_bytes))
-    chosen = _Plan.of(case, tuned.chosen)
-    found = [chosen.plain(budget_seconds)]
-    if not case.frozen.names:
-        return found
-    found.append(chosen.filled(f"{OURS}, filled", budget_seconds))
-    other = _best_to_fill(case, tuned)
-    if other is not None:
-        found.append(other.filled(f"{OURS}, planned for filling", budget_seconds))
+    found = [_plan(case, wishes, False).plain(budget_seconds)]
+    if case.frozen.names:
+        found.append(_plan(case, wishes, True).filled(budget_seconds))
     return found
 
 
-def _best_to_fill(case: Case, tuned: Tuned) -> "_Plan | None":
-    """The plan whose filled step is shortest, orders by name alone; None where that is the tuner's own."""
-    best, best_seconds = None, float("inf")
-    for candidate in _worth_filling(case, tuned):
-        plan = _Plan.of(case, candidate)
-        tried = plan.filled("", 0.0)
-        if tried.fits and tried.seconds < best_seconds:
-            best, best_seconds = plan, tried.seconds
-    return best if best is not None and best.candidate is not tuned.chosen else None
-
-
-def _worth_filling(case: Case, tuned: Tuned) -> Iterator[Candidate]:
-    """Simulated plans that fit, by the least that a filled step can take: the pipeline, or everything shared evenly."""
-    found = [c for c in tuned.ranked if c.seconds is not None and c.peak_bytes is not None and case.fits(c.peak_bytes)]
-    yield from sorted(found, key=lambda c: _least_seconds(case, c))[:_MOST_FILLED]
-
-
-def _least_seconds(case: Case, candidate: Candidate) -> float:
-    assert candidate.seconds is not None
-    times = case.costs.at(-(-case.batch_size // candidate.microbatches))
-    frozen = candidate.microbatches * sum(times.component_seconds) / case.world_size
-    work = sum(times.forward_seconds) * (2 if candidate.shape.recompute else 1) + sum(times.backward_seconds)
-    evenly = candidate.microbatches * work / case.world_size + frozen
-    return max(candidate.seconds - frozen, evenly)
+def _plan(case: Case, wishes: Wishes, filled: bool) -> "_Plan":
+    wishes = replace(wishes, memory_limit_bytes=case.limit_bytes, filled=filled)
+    return _Plan.of(case, tune(case.graph, case.costs, case.cluster, wishes).chosen)
 
 
 @dataclass(frozen=True)
@@ -92,32 +62,27 @@ class _Plan:
         """With frozen work among the actions, as `fxpipe.compile` orders it."""
         return self._simulated(OURS, self._schedule(budget_seconds, frozen=True), ())
 
-    def filled(self, name: str, budget_seconds: float) -> Contestant:
+    def filled(self, budget_seconds: float) -> Contestant:
         """With the next batch's frozen work in the idle time of the training alone."""
         case, schedule = self.case, self._schedule(budget_seconds, frozen=False)
         alone = walk(pipeline_ops(case, self.staged, schedule, self.sizes).ops, {}, case.cluster).timeline()
-        idle = idle_of_timeline(alone)
-        found = per_device(
-            FillProblem(alone.makespan_seconds, idle, case.frozen.components(case.batch_size), case.batch_size)
-        )
-        starts = [
-            [e.start_seconds for e in alone.actions if e.rank == rank and e.kind != "end"]
-            for rank in range(case.world_size)
-        ]
-        return self._simulated(name, schedule, filled(found, starts))
+        layers, idle = case.frozen.components(case.batch_size), idle_of_timeline(alone)
+        found = per_device(FillProblem(alone.makespan_seconds, idle, layers, case.batch_size))
+        actions = [[e for e in alone.actions if e.rank == rank and e.kind != "end"] for rank in range(case.world_size)]
+        pieces = filled(found, [[event.start_seconds for event in of_rank] for of_rank in actions])
+        return self._simulated(f"{OURS}, filled", schedule, pieces)
 
     def _schedule(self, budget_seconds: float, frozen: bool) -> Schedule:
         case = self.case
         times = block_times(case.costs, self.sizes[0])
         work = estimated_work(case.graph, self.staged, len(self.sizes))
         resources = Resources.of(case.costs, self.staged, times, case.cluster, case.limit_bytes)
-        work = work if frozen else without_components(work)
-        return order(case.graph, self.staged, work, resources, budget_seconds).schedule
+        return order(
+            case.graph, self.staged, work if frozen else without_components(work), resources, budget_seconds
+        ).schedule
 
     def _simulated(self, name: str, schedule: Schedule, pieces: Sequence[Sequence[Piece]]) -> Contestant:
         case, staged, sizes = self.case, self.staged, self.sizes
         peak = pipeline_peak_bytes(case, staged, schedule, sizes, pieces, whole_batch=True)
-        attempt = Attempt(
-            str(self.candidate.outcome), peak, 0.0, lambda: pipeline_ops(case, staged, schedule, sizes, pieces=pieces)
-        )
-        return simulated(case, name, attempt)
+        built = Built(peak, partial(pipeline_ops, case, staged, schedule, sizes, pieces=pieces))
+        return simulated(case, name, str(self.candidate.outcome), built)
