@@ -52,7 +52,7 @@ def key(problem: Problem, budget_seconds: float, seed: int) -> str:
         "stage_rank": problem.stage_rank,
         "num_ranks": problem.num_ranks,
         "kinds": sorted(problem.seconds),
-        "times": [round(t / longest * _ROUNDING) for t in times],
+        "times": [_rounded(t / longest) for t in times],
         "sizes": [size // unit for size in sizes],
         "limits": None if limits is None else [limit // unit for limit in limits],
         "budget_seconds": budget_seconds,
@@ -67,6 +67,11 @@ def times_of(problem: Problem) -> tuple[float, ...]:
     kinds = (("F", work.edges), ("B", work.grad_edges), ("T", work.frozen_edges))
     lags = [problem.lag(*edge, kind) for kind, edges in kinds for edge in sorted(edges)]
     return (*(float(t) for kind in sorted(problem.seconds) for t in problem.seconds[kind]), *map(float, lags))
+
+
+def _rounded(share: float) -> int:
+    """In thousandths; half a thousandth always to the same side, whatever the last digits."""
+    return round(round(share * _ROUNDING, 6) + 1e-4)
 
 
 def _plain(value: Any) -> Any:

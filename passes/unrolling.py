@@ -45,11 +45,11 @@ def one_microbatch(problem: Problem, split: frozenset[int]) -> JobShop:
 
 
 def unrolled_starts(shop: JobShop, one: JobShop, pattern: Pattern) -> list[int]:
-    """When the pattern starts every operation of `shop`; frozen work comes before everything."""
-    before = min(map(min, pattern.starts)) - 1
+    """When the pattern starts every operation of `shop`; frozen work comes before everything, one after the other."""
+    before = min(map(min, pattern.starts), default=0) - len(shop)
     return [
-        before if a.kind == "T" else pattern.start(one.index[Action(a.stage, a.kind, 0)], a.microbatch)
-        for a in shop.actions
+        before + i if a.kind == "T" else pattern.start(one.index[Action(a.stage, a.kind, 0)], a.microbatch)
+        for i, a in enumerate(shop.actions)
     ]
 
 
