@@ -195,5 +195,7 @@ def _bound(costs: BlockCosts, wishes: Wishes, found: Shape, microbatches: int) -
         load = max(load, of_pipeline * (once + frozen) / found.places)
     else:
         load += of_pipeline * frozen / found.places
-    way = once - (sum(times.backward_seconds) / 2 if POLICIES[found.schedule].split else 0.0)  # W is on nobody's way
+    way = sum(times.forward_seconds) + sum(  # W is on nobody's way
+        times.input_gradient_seconds if POLICIES[found.schedule].split else times.backward_seconds
+    )
     return max(load, way)
