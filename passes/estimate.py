@@ -17,17 +17,22 @@ from fxpipe.staged import Staged
 from passes.schedule import make_schedule
 
 Pair = tuple[int, int]
+_LEFT_IDLE = 0.02
 _LONG = 4  # micro-batches per rank beyond which a step is periodic
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of every block, forward and backward, and of every component, for one micro-batch of `num_samples`."""
+    """Seconds of every block, forward and backward, and of every component, for one micro-batch of `num_samples`.
+
+    `input_gradient` is the part of each backward that others wait for where it is split; half where left out.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     components: tuple[float, ...]
     num_samples: int
+    input_gradient: tuple[float, ...] = ()
 
     @property
     def total(self) -> tuple[float, ...]:
@@ -57,7 +62,7 @@ def estimate(
     Args:
         num_microbatches: of all pipelines together.
         gradient_bytes: per block, to be reduced over replicas; nothing is reduced where left out.
-        filled: frozen work goes into idle time, of which it takes all it needs: fillers come within some 2 % of that.
+        filled: frozen work goes into idle time, of which fillers leave some 2 % of the pipeline's length.
     """
     forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
     ranks: list[int | tuple[int, ...]] = [*staged.stage_ranks]
@@ -74,14 +79,14 @@ def estimate(
         staged.schedule, work, ranks, forward, backward, frozen_seconds=frozen, world_size=num_ranks
     )
     lag = Lags(graph, staged, times.num_samples, cluster)
-    half = tuple(seconds / 2 for seconds in backward)
-    tables = {"F": forward, "B": backward, "T": times.components, "I": half, "W": half}
+    tables = action_seconds(staged, times) | {"T": times.components}
     timeline = simulate(schedule, work, lambda a: 0.0 if a.kind == "R" else tables[a.kind][a.stage], lag)
     ends = reduction_ends(staged, schedule, timeline, cluster, gradient_bytes)
     seconds = max([timeline.makespan_seconds, *ends])
     if filled:
         busy = sum(end - timeline.start_seconds[action] for action, end in timeline.end_seconds.items())
-        seconds = max(seconds, (busy + num_microbatches * sum(times.components)) / num_ranks)
+        evenly = (busy + num_microbatches * sum(times.components)) / num_ranks
+        seconds = max(seconds, evenly + _LEFT_IDLE * seconds)
     return Estimate(schedule, timeline, seconds)
 
 
@@ -204,6 +209,17 @@ def recomputed_seconds(staged: Staged, times: BlockTimes) -> tuple[float, ...]:
     return tuple(
         b + (f if s in staged.recompute else 0.0) for s, (f, b) in enumerate(zip(forward, backward, strict=True))
     )
+
+
+def action_seconds(staged: Staged, times: BlockTimes) -> dict[str, tuple[float, ...]]:
+    """Seconds of F, B, I and W of every stage; what is recomputed is part of B, and of I."""
+    forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
+    inputs = tuple(seconds / 2 for seconds in backward)
+    if times.input_gradient:
+        parts = zip(stage_seconds(staged, times.input_gradient), forward, strict=True)
+        inputs = tuple(i + (f if s in staged.recompute else 0.0) for s, (i, f) in enumerate(parts))
+    weights = tuple(max(0.0, b - i) for b, i in zip(backward, inputs, strict=True))
+    return {"F": forward, "B": backward, "I": inputs, "W": weights}
 
 
 def estimated_work(graph: BlockGraph, staged: Staged, num_microbatches: int) -> Work:

@@ -23,7 +23,7 @@ from fxpipe.simulator import Timeline, simulate
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
 from passes.blocks import layers as cut_layers
-from passes.estimate import Lags, recomputed_seconds, reduction_ends, stage_seconds, without_components
+from passes.estimate import Lags, action_seconds, reduction_ends, without_components
 from passes.fill import Fill, FillProblem, FrozenComponent, Layer, fill, idle_of_schedule
 from passes.fill import Piece as FillPiece
 from passes.lowering import Form, Lowered, lower, require_lowered
@@ -156,9 +156,7 @@ def fill_step(
 
 def _timeline(graph: BlockGraph, staged: Staged, schedule: Schedule, work: Work, resources: Resources) -> Timeline:
     times = resources.times
-    backward = recomputed_seconds(staged, times)
-    half = tuple(seconds / 2 for seconds in backward)
-    tables = {"F": stage_seconds(staged, times.forward), "B": backward, "I": half, "W": half}
+    tables = action_seconds(staged, times)
     lag = Lags(graph, staged, times.num_samples, resources.cluster)
     return simulate(schedule, work, lambda a: 0.0 if a.kind == "R" else tables[a.kind][a.stage], lag)
 

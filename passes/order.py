@@ -12,7 +12,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.schedule import Schedule, Work
 from fxpipe.staged import Staged
 from passes.bounds import lower_bound_ticks
-from passes.estimate import BlockTimes, Lags, recomputed_seconds, stage_seconds
+from passes.estimate import BlockTimes, Lags, action_seconds, recomputed_seconds, stage_seconds
 from passes.job_shop import job_shop
 from passes.problem import Problem
 from passes.replicas import tile
@@ -96,9 +96,7 @@ def _places(staged: Staged) -> tuple[int, ...]:
 def _problem(graph: BlockGraph, staged: Staged, work: Work, resources: Resources) -> Problem:
     times = resources.times
     places = _places(staged)
-    backward = recomputed_seconds(staged, times)
-    half = tuple(seconds / 2 for seconds in backward)
-    seconds = {"F": stage_seconds(staged, times.forward), "B": backward, "I": half, "W": half}
+    seconds = action_seconds(staged, times)
     return Problem(
         work,
         places,

@@ -88,7 +88,8 @@ def _nothing_fits(simulated: list[Candidate], wishes: Wishes) -> CompileError:
 def block_times(costs: BlockCosts, num_samples: int) -> BlockTimes:
     """Times of every block for a micro-batch of so many samples."""
     times = costs.at(num_samples)
-    return BlockTimes(times.forward_seconds, times.backward_seconds, times.component_seconds, num_samples)
+    whole = times.forward_seconds, times.backward_seconds, times.component_seconds
+    return BlockTimes(*whole, num_samples, times.input_gradient_seconds)
 
 
 class _Tuner:
