@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Action, Schedule, Work
 from fxpipe.schedule_check import check
+from passes import schedule_cache
 from passes.bounds import jackson, lower_bound_ticks
 from passes.job_shop import job_shop
 from passes.problem import Problem
@@ -215,9 +216,14 @@ def test_without_memory_limits_a_list_schedule_is_proven_shortest() -> None:
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:
-    problem = uniform(wave_ranks(3), 6, 7, split=True, limit=6)
-    results: list[Synthesis] = [synthesise(problem, 0.3, seed=5) for _ in range(2)]
-    assert results[0] == results[1]
+    """Two searches, not one and the memory of it; small, and of a size in which patterns are sought."""
+    for num_microbatches in (6, 12):
+        problem = uniform(wave_ranks(4), num_microbatches, 7, split=True, limit=7)
+        results: list[Synthesis] = []
+        for _ in range(2):
+            schedule_cache.clear()
+            results.append(synthesise(problem, 0.4, seed=5))
+        assert results[0] == results[1]
 
 
 def test_jacksons_bound_is_the_preemptive_optimum() -> None:
