@@ -132,6 +132,14 @@ def take_rows(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
     return m.linear(x)[torch.arange(x.shape[0]), ids.argmax(-1)]
 
 
+def put_entries(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
+    h, rows = m.linear(x), torch.arange(x.shape[0])
+    h[rows, ids[:, 0]] = x[:, 0]
+    h = h.index_put((rows[:, None], ids[:, 1:3]), x[:, 2:] * 2, accumulate=True)
+    h[rows, ids[:, 3], ids[:, 3]] = 0.5
+    return h + h[rows[:, None], ids]
+
+
 def doubled(m: "Step", x: Tensor) -> Tensor:
     first, second = m.linear(torch.cat([x, x + 1])).chunk(2)
     return first + 3 * (second - first)
@@ -145,7 +153,15 @@ def in_place(x: Tensor) -> Tensor:
 
 
 # What a loss may be written with.
-WORDS = {"F": F, "torch": torch, "scaled": scaled, "take_rows": take_rows, "doubled": doubled, "in_place": in_place}
+WORDS = {
+    "F": F,
+    "torch": torch,
+    "scaled": scaled,
+    "take_rows": take_rows,
+    "doubled": doubled,
+    "put_entries": put_entries,
+    "in_place": in_place,
+}
 
 # name: (loss, scale, number of values from the whole batch)
 STEPS: dict[str, tuple[str, str, int]] = {
@@ -223,6 +239,7 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "schedule_gathered": ("(m.alphas.gather(0, ids[:, 0])[:, None] * scaled(m, x)[:, 0]).mean()", "mean", 0),
     "embedding": ("F.mse_loss(m.linear(m.table(ids)), y)", "mean", 0),
     "pooled_rows": ("take_rows(m, x, ids % 4).square().mean()", "mean", 0),
+    "own_entries": ("put_entries(m, x, ids % 4).square().mean()", "mean", 0),
     "gathered": ("m.linear(x).gather(2, ids[..., None] % 6).square().mean()", "mean", 0),
     "in_place": ("F.mse_loss(in_place(m.linear(x)), y)", "mean", 0),
     "squeezed": ("m.linear(x).mean(1, keepdim=True).squeeze().square().mean()", "mean", 0),
@@ -249,7 +266,7 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "noise_statistics": ("((n := torch.randn_like(x)) - n.mean(0) - m.linear(x)).square().mean()", "mean", 1),
 }
 # Values that stand for the whole batch's up to a factor, or up to an offset, until they are used.
-_NOT_SLICES = {"divided_before_sum", "pooled_rows", "batch_as_value"}
+_NOT_SLICES = {"divided_before_sum", "pooled_rows", "own_entries", "batch_as_value"}
 
 MIXES = "micro-batches would give another result than the whole batch"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -292,6 +309,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "counted_gradient": ("F.embedding(ids, m.table.weight, scale_grad_by_freq=True).mean()", r"scale_grad_by_freq"),
     "mask": ('F.mse_loss(m.linear(x), y, reduction="none").mean((1, 2)).median()', r"median.*the batch"),
     "per_sample_weights": ("F.linear(m.linear(x), y[:, 0]).mean()", r"linear.*write it as a batched"),
+    "crossed_entries": (
+        "m.linear(x).index_put((ids[:, 0] % 2, torch.arange(x.shape[0]) % 4), x[:, 0]).square().mean()",
+        r"index_put.*it writes samples by number",
+    ),
     "no_rule": ("torch.histc(m.linear(x)).mean()", r"histc.*no rule"),
     "part": ("torch.renorm(m.linear(x), 2, 1, 1.0).mean()", r"renorm.*its part aten.linalg_vector_norm.*the batch"),
 }

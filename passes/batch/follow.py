@@ -104,7 +104,7 @@ def _results(call: Call) -> list[Result]:
         return [tuple(State() for _ in value) if isinstance(value, list | tuple) else State()]
     if not all(s.plain or s.form == "position" for s in states) or (numbers and call.name in sums.PRODUCTS):
         return sums.linear(call, _rule)
-    if any(s.form == "position" for s in states) and call.name != "index":
+    if any(s.form == "position" for s in states) and call.name not in ("index", "index_put"):
         return _position(call)
     return _rule(call)
 
@@ -116,7 +116,7 @@ def _rule(call: Call) -> list[Result]:
 
 
 def _position(call: Call) -> list[Result]:
-    if call.name not in ("to", "_to_copy", "unsqueeze", "view", "reshape", "clone", "detach", "alias"):
+    if call.name not in ("to", "_to_copy", "unsqueeze", "slice", "view", "reshape", "clone", "detach", "alias"):
         raise Mixed("it computes with the numbers of samples")
     return [State(r.layout, "position") for r in _rule(call) if isinstance(r, State)]
 

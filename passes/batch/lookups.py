@@ -1,6 +1,7 @@
 """Lookups by number: tables indexed by each sample's numbers, samples indexed by fixed ones."""
 
 import torch
+from torch import fx
 
 from passes.batch.layout import Call, Layout, Mixed, Result, State, batch_dims, dimension
 from passes.batch.rules import acted_dims, aligned, along, broadcast, moved, no_batch_numbers, shapes_of
@@ -58,6 +59,8 @@ def index_put(call: Call) -> list[Result]:
     table, indices = next(call.tensors("self")), call.arguments["indices"]
     (values,) = call.tensors("values")
     layout, used = call.layout(table), [n for n in indices if n is not None]
+    if any(call.states[n].form == "position" for n in used):  # type: ignore[union-attr]
+        return _put_by_sample(call, table, values)
     if layout is None or (layout.dim < len(indices) and indices[layout.dim] is not None) or call.batched(used):
         raise Mixed("it writes samples by number")
     first = next(i for i, n in enumerate(indices) if n is not None)
@@ -67,6 +70,20 @@ def index_put(call: Call) -> list[Result]:
         if call.layout(values) != layout.at(place + values.meta["val"].ndim - written):
             raise Mixed("it writes one sample's values into another's")
     elif values.meta["val"].ndim and any(s != 1 for s in values.meta["val"].shape[: layout.dim + 1]):
+        raise Mixed("it writes one sample's values into another's")
+    return moved(call, layout)
+
+
+def _put_by_sample(call: Call, table: fx.Node, values: fx.Node) -> list[Result]:
+    """`x[arange(B), i] = y`: every sample's own entries."""
+    indices, layout = call.arguments["indices"], call.layout(table)
+    positions = [n for n in call.operands if call.states[n].form == "position"]  # type: ignore[union-attr]
+    if layout != Layout(0) or positions != [indices[0]] or None in indices:
+        raise Mixed("it writes samples by number")
+    place = broadcast(shapes_of(call, indices))
+    written = [0] * (max(n.meta["val"].ndim for n in indices) + table.meta["val"].ndim - len(indices))
+    at = place.at(place.dim - (table.meta["val"].ndim - len(indices)))  # among the written entries, from the end
+    if broadcast([([2] * len(written), at.at(at.dim + len(written))), *shapes_of(call, [values])]) != at:
         raise Mixed("it writes one sample's values into another's")
     return moved(call, layout)
 
