@@ -59,8 +59,8 @@ def trains(model: RandomStep, batch: Mapping[str, Any]) -> bool:
     return loss_of(model(**batch)).requires_grad
 
 
-def compiled(model: RandomStep, batch: dict[str, Any], split: Split) -> Program:
-    options: dict[str, Any] = {"example_inputs": batch, "batch_size": split.batch_size}
+def compiled(model: RandomStep, batch: dict[str, Any], split: Split, **more: Any) -> Program:
+    options: dict[str, Any] = {"example_inputs": batch, "batch_size": split.batch_size, **more}
     if split.schedule != "custom":
         named = {"schedule": split.schedule, "stages": split.stages, "microbatches": split.microbatches}
         named |= {"data_parallel": split.data_parallel, "recompute": split.recompute, "budget": 0.0}

@@ -102,6 +102,12 @@ def loss_of(output: Any) -> torch.Tensor:
     return value.reshape(())
 
 
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node counts though nobody reads it. Attention does not: what it might have drawn is an input by now."""
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not drawn and node.is_impure()
+
+
 def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor]) -> Capture:
     """Trace `model`, with any batch size where it allows that.
 
@@ -128,7 +134,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     functionalise.refuse_hidden_writes(overwritten)
     expand_attention_dropout(graph)
     draws = hoist_draws(graph, constants)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=_has_effect)
     _refuse_values(graph)
     _drop_unused_placeholders(graph)
     _mark_requires_grad(graph, wanted, tensors)
