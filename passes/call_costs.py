@@ -20,7 +20,9 @@ def call_costs(layout: Layout, sources: Sources, graph: BlockGraph) -> dict[str,
             blocks = _by_block(graphs.unit, graph)
             for part in PARTS:
                 if getattr(graphs, part) is not None:
-                    found[graph_name(layout, graphs, part)] = CallCost(part, graphs.batch_size, blocks, graphs.recompute)
+                    found[graph_name(layout, graphs, part)] = CallCost(
+                        part, graphs.batch_size, blocks, graphs.recompute
+                    )
     if (prologue := sources.prologue) is not None:
         found[prologue.unit.name] = CallCost("forward", prologue.batch_size, _by_block(prologue.unit, graph))
     return found
