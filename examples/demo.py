@@ -81,10 +81,11 @@ def compile_aloud(console: Console, model: StableDiffusionStep, batch: Any, opti
         "capture": lambda a: f"{sum(n.op == 'call_function' for n in a.graph.nodes):,} operations, one graph",
         "batch": lambda a: f"the loss is a {a.loss_scale} over samples: the batch may be cut",
         "blocks": lambda a: f"{len(a.blocks)} blocks, {len(a.components)} frozen components, {num_skips(a)} skips",
-        "stages": lambda a: f"{a.num_stages}, in a wave: down the ranks and up again",
+        "plan": lambda a: f"{a.staged.num_stages} stages, in a wave: down the ranks and up again",
         "stage graphs": lambda a: "forward and backward of every stage, as graphs",
         "schedule": lambda a: f"{sum(map(len, a.ranks))} actions, in order on every rank",
         "programs": lambda a: f"{len(a)}, one graph per rank; no timing can deadlock them",
+        "filled": lambda a: "the next batch's frozen work in idle time",
     }
     started = last = time.perf_counter()
     with console.status("compiling"):
