@@ -197,3 +197,24 @@ def test_messages_hold_conjugates_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
     exact(ComplexChain(), batch(), microbatches=2, schedule="1f1b")
     assert any(value.is_complex() for value in sent)
     assert not any(value.is_conj() or value.is_neg() for value in sent)
+
+
+@torch.library.custom_op("fxpipe_tests::doubled_tanh", mutates_args=())
+def doubled_tanh(x: Tensor) -> Tensor:
+    return 2 * x.tanh()
+
+
+doubled_tanh.register_fake(torch.empty_like)
+doubled_tanh.register_autograd(
+    lambda ctx, gradient: gradient * (2 - ctx.saved_tensors[0] ** 2 / 2),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def test_operations_of_the_user_run_in_one_microbatch() -> None:
+    step = Operation(lambda m, h, y: doubled_tanh(h))
+    with pytest.raises(
+        CompileError, match=r"fxpipe_tests.doubled_tanh.*no rule says whether it keeps the samples apart"
+    ):
+        fxpipe.compile(step, 2, example_inputs=batch(), microbatches=2)
+    exact(step, batch(), microbatches=1)

@@ -60,6 +60,8 @@ def _refuse_gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
+    if name.startswith("GeneratedBackwardFor_"):  # of an operation of torch.library, which the graph keeps
+        return
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         remedy = "operations of torch, such as y + (x - y).detach()"
         remedy = "use_reentrant=False" if name == "CheckpointFunction" else remedy
