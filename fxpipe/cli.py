@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from fxpipe.cli_costing import cost, profile
 from fxpipe.cli_options import Planning, planned, read
-from fxpipe.cli_planning import report, simulate, trace, tune
+from fxpipe.cli_planning import compare, report, simulate, trace, tune
 from fxpipe.errors import CompileError, FxpipeError
 
 
@@ -43,7 +43,7 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
-for command in (cost, profile, tune, simulate, trace, report):
+for command in (cost, profile, tune, compare, simulate, trace, report):
     app.command()(command)
 
 
@@ -56,7 +56,7 @@ def main() -> None:
 def _root(context: typer.Context) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
     if context.invoked_subcommand is None:
-        known = "compile, show, run, cost, profile, tune, simulate, trace, report"
+        known = "compile, show, run, cost, profile, tune, compare, simulate, trace, report"
         raise CompileError(f"no command given; one of {known} (fxpipe --help tells more)")
 
 

@@ -1,4 +1,4 @@
-"""`fxpipe tune`, `simulate`, `trace` and `report`: plans, and what they will cost."""
+"""`fxpipe tune`, `compare`, `simulate`, `trace` and `report`: plans, and what they will cost."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,13 +46,14 @@ class _Question:
 def _question(planning: Planning) -> _Question:
     """Capture the model and cost its blocks, cut as `fxpipe.compile` cuts them."""
     from fxpipe.costing import costed, given_cost_model, num_blocks
-    from fxpipe.options import asked_microbatches, check_collocation, given_bytes, given_cluster
+    from fxpipe.options import asked_microbatches, check_collocation, check_fill, given_bytes, given_cluster
     from fxpipe.self_conditioning import SelfConditioning
     from passes.candidates import Wishes
 
     if planning.schedule.endswith(".txt"):
         raise CompileError(f"--schedule {planning.schedule} is an order already; fxpipe simulate tells what it takes")
     check_collocation(planning.collocation)
+    check_fill(planning.fill)
     num_ranks, batch_size, name = planning.num_ranks, planning.batch_size, planning.schedule
     cluster = given_cluster(planning.cluster, num_ranks)
     model = given_cost_model(planning.device_model or cluster.device)
@@ -67,8 +68,14 @@ def _question(planning: Planning) -> _Question:
     wishes = Wishes(
         name, num_ranks, batch_size, copies, planning.stages, count if step.captured.batch else 1,
         planning.collocation, planning.recompute, limit, conditioning,
+        filled=planning.fill != "none" and bool(step.graph.components),
     )  # fmt: skip
     return _Question(step, model, cluster, wishes)
+
+
+def _head(planning: Planning, asked: _Question, limit_bytes: int | None) -> str:
+    within = f", {human_bytes(limit_bytes)} a rank" if limit_bytes else ""
+    return f"{planning.batch_size} samples on {asked.wishes.world_size} ranks of {asked.cluster}{within}"
 
 
 @planned
@@ -81,9 +88,29 @@ def tune(planning: Planning, top: Annotated[int, typer.Option(min=1, help="rows 
 
     asked = _question(planning)
     plan = asked.plan
-    within = f", {human_bytes(plan.limit_bytes)} a rank" if plan.limit_bytes else ""
-    print(f"{planning.batch_size} samples on {asked.wishes.world_size} ranks of {asked.cluster}{within}")
+    print(_head(planning, asked, plan.limit_bytes))
     print_wide(outcome_table(plan.outcomes, top))
+
+
+@planned
+def compare(planning: Planning) -> None:
+    """Print what a step of MODEL takes by DDP, ZeRO-3, GPipe, 1F1B and fxpipe, all on one simulator.
+
+    Every contestant by its best number of micro-batches that fits into memory. No stage is traced, no program made.
+    """
+    from fxpipe.comparison import comparison_table
+    from passes.comparison import Case, frozen_layers
+    from passes.comparison import compare as contest
+    from passes.plan import usable_bytes
+
+    asked = _question(planning)
+    step, wishes, memory = asked.step, asked.wishes, getattr(asked.model, "memory_bytes", None)
+    limit = wishes.memory_limit_bytes or (usable_bytes(memory) if memory else None)
+    layers = frozen_layers(step.captured, step.graph, step.costs, asked.model)
+    machines = asked.cluster, wishes.world_size, wishes.batch_size, limit
+    case = Case(step.graph, step.blocks, layers, asked.model, *machines)
+    print(_head(planning, asked, limit))
+    print_wide(comparison_table(contest(case, wishes, planning.budget), limit))
 
 
 @planned

@@ -34,7 +34,7 @@ class Outcome:
         words = [f"{self.pipelines} x {self.ranks} ranks" if self.pipelines > 1 else f"{self.ranks} ranks"]
         words.append(f"{self.schedule} over {self.stages} stages" if self.ranks > 1 else "one stage")
         words += ["skips collocated"] * self.collocated
-        words.append(f"{self.microbatches} micro-batches")
+        words.append(f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}")
         return ", ".join([*words, *["recomputed"] * self.recompute])
 
 

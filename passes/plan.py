@@ -63,7 +63,7 @@ def _tuned(
 ) -> tuple[Wishes, Tuned, tuple[str, ...]]:
     if wishes.memory_limit_bytes is not None or device_bytes is None:
         return wishes, tune(graph, costs, cluster, wishes), ()
-    within = replace(wishes, memory_limit_bytes=int(_USABLE * device_bytes))
+    within = replace(wishes, memory_limit_bytes=usable_bytes(device_bytes))
     try:
         return within, tune(graph, costs, cluster, within), ()
     except NothingFits:
@@ -71,6 +71,11 @@ def _tuned(
         needed = human_bytes(tuned.chosen.peak_bytes or 0)
         note = f"a rank needs {needed}, more than the {human_bytes(device_bytes)} of a {cluster.device}"
         return wishes, tuned, (note,)
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """What a plan may take of a device's memory."""
+    return int(_USABLE * device_bytes)
 
 
 def _empty(graph: BlockGraph, staged: Staged) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ class _Line:
 
     def _setting(self, count: int, size: int) -> str:
         copies = f" x {self.copies} replicas" if self.copies > 1 else ""
-        text = f"{self.stages} stages{copies}, {count} micro-batches of {size}"
+        text = f"{self.stages} stages{copies}, {count} micro-batch{'es' if count > 1 else ''} of {size}"
         return text + ", recomputed" * self.recompute
 
 

@@ -13,6 +13,7 @@ from fxpipe.options import microbatch_sizes
 from fxpipe.schedule import Schedule
 from fxpipe.simulation import walk
 from fxpipe.staged import Staged
+from fxpipe.timeline import Timeline
 from passes.candidates import Candidate, Wishes
 from passes.comparison.case import Case
 from passes.comparison.contest import Built, simulated
@@ -24,6 +25,8 @@ from passes.fill import FillProblem, idle_of_timeline, per_device
 from passes.order import Resources, order
 from passes.tune import block_times, tune
 
+_MOST_TRIED = 6  # plans, the best first
+
 
 def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:
     """The plan without filling, and where something is frozen the plan with.
@@ -31,15 +34,27 @@ def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:
     Raises:
         CompileError: nothing fits.
     """
-    found = [_plan(case, wishes, False).plain(budget_seconds)]
-    if case.frozen.names:
-        found.append(_plan(case, wishes, True).filled(budget_seconds))
-    return found
+    search = budget_seconds if wishes.schedule == "auto" else None  # an order asked for by name stays as it is
+    found = [_first_that_fits(case, wishes, search, False)]
+    return [*found, _first_that_fits(case, wishes, search, True)] if case.frozen.names else found
 
 
-def _plan(case: Case, wishes: Wishes, filled: bool) -> "_Plan":
-    wishes = replace(wishes, memory_limit_bytes=case.limit_bytes, filled=filled)
-    return _Plan.of(case, tune(case.graph, case.costs, case.cluster, wishes).chosen)
+def _first_that_fits(case: Case, wishes: Wishes, budget_seconds: float | None, filled: bool) -> Contestant:
+    """The tuner's best plan; a later one if it needs more memory than the tuner counts, as frozen work in idle time
+    does on top of activations."""
+    limit = (
+        None if case.limit_bytes is None else case.limit_bytes - case.costs.given_bytes(case.blocks, case.batch_size)
+    )
+    wishes = replace(wishes, memory_limit_bytes=limit, filled=filled)
+    tuned = tune(case.graph, case.costs, case.cluster, wishes)
+    ranked = [c for c in tuned.ranked if c.peak_bytes is not None and case.fits(c.peak_bytes)]
+    for candidate in ranked[:_MOST_TRIED]:
+        plan = _Plan.of(case, candidate)
+        quick = plan.filled(None) if filled else plan.plain(None)
+        if quick.fits:
+            break
+    found = plan.filled(budget_seconds) if filled else plan.plain(budget_seconds)
+    return found if found.fits or not quick.fits else quick
 
 
 @dataclass(frozen=True)
@@ -58,21 +73,20 @@ class _Plan:
     def staged(self) -> Staged:
         return self.candidate.placed
 
-    def plain(self, budget_seconds: float) -> Contestant:
+    def plain(self, budget_seconds: float | None) -> Contestant:
         """With frozen work among the actions, as `fxpipe.compile` orders it."""
         return self._simulated(OURS, self._schedule(budget_seconds, frozen=True), ())
 
-    def filled(self, budget_seconds: float) -> Contestant:
+    def filled(self, budget_seconds: float | None) -> Contestant:
         """With the next batch's frozen work in the idle time of the training alone."""
         case, schedule = self.case, self._schedule(budget_seconds, frozen=False)
         alone = walk(pipeline_ops(case, self.staged, schedule, self.sizes).ops, {}, case.cluster).timeline()
         layers, idle = case.frozen.components(case.batch_size), idle_of_timeline(alone)
         found = per_device(FillProblem(alone.makespan_seconds, idle, layers, case.batch_size))
-        actions = [[e for e in alone.actions if e.rank == rank and e.kind != "end"] for rank in range(case.world_size)]
-        pieces = filled(found, [[event.start_seconds for event in of_rank] for of_rank in actions])
+        pieces = filled(found, _starts(alone))
         return self._simulated(f"{OURS}, filled", schedule, pieces)
 
-    def _schedule(self, budget_seconds: float, frozen: bool) -> Schedule:
+    def _schedule(self, budget_seconds: float | None, frozen: bool) -> Schedule:
         case = self.case
         times = block_times(case.costs, self.sizes[0])
         work = estimated_work(case.graph, self.staged, len(self.sizes))
@@ -86,3 +100,12 @@ class _Plan:
         peak = pipeline_peak_bytes(case, staged, schedule, sizes, pieces, whole_batch=True)
         built = Built(peak, partial(pipeline_ops, case, staged, schedule, sizes, pieces=pieces))
         return simulated(case, name, str(self.candidate.outcome), built)
+
+
+def _starts(timeline: Timeline) -> list[list[float]]:
+    """When every rank's actions begin to compute, their waits behind them."""
+    starts = {(event.rank, event.action): event.start_seconds for event in timeline.actions if event.kind != "end"}
+    for wait in timeline.waits:
+        if (key := (wait.rank, wait.action)) in starts:
+            starts[key] = max(starts[key], wait.end_seconds)
+    return [[seconds for (on, _), seconds in starts.items() if on == rank] for rank in range(timeline.num_ranks)]
