@@ -13,6 +13,7 @@ from tests.toy_model import ToyStep
 from tests.unet import TinyUNet
 
 UNET = f"{Path(__file__).parent / 'unet.py'}:TinyUNet"
+FROZEN_UNET = f"{Path(__file__).parent / 'unet.py'}:frozen"
 FROZEN = f"{Path(__file__).parent / 'toy_model.py'}:frozen"
 
 
@@ -42,6 +43,28 @@ def test_tune_ranks_as_compile_does_and_traces_nothing(monkeypatch: pytest.Monke
     assert f"8 samples on 4 ranks of {Cluster.parse('4xV100')}, 95.4 MiB a rank" in stdout
 
 
+def test_tune_plans_for_frozen_work_as_compile_does() -> None:
+    for fill in ("per-device", "none"):
+        planned = fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=8, fill=fill).plan.outcomes
+        code, stdout, _ = invoke("tune", FROZEN_UNET, "--world-size", "2", "--fill", fill, "--top", "3")
+        assert code == 0
+        assert [row[3:6] for row in rows(stdout)] == [
+            [o.schedule, str(o.stages), str(o.microbatches)] for o in planned[:3]
+        ]
+
+
+def test_compare_prints_a_row_per_contestant_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fxpipe.costing.trace", "fxpipe.compiler.trace", "fxpipe.compiler.lower"):
+        monkeypatch.setattr(name, lambda *args: pytest.fail("compare traces or lowers"))
+    code, stdout, _ = invoke("compare", FROZEN, "--world-size", "4", "--budget", "0", "--cluster", "2x2xV100")
+    assert code == 0
+    found = rows(stdout)
+    names = ["DDP", "ZeRO-3", "GPipe, 2 stages", "GPipe, relayed", "1F1B, relayed", "1F1B, direct"]
+    assert [row[0] for row in found] == [*names, "fxpipe", "fxpipe, filled"]
+    assert max(row[-1] for row in found[:6]) == "1.00x"
+    assert "8 samples on 4 ranks of 2x2xV100-32GB+Ethernet-10, 28.3 GiB a rank" in stdout
+
+
 def test_tune_shows_the_top_only() -> None:
     code, stdout, _ = invoke("tune", f"{TOY}:toy", "--world-size", "2", "--top", "2")
     assert code == 0
@@ -55,6 +78,8 @@ WRONG = [
     (["tune", f"{TOY}:toy", "--world-size", "2", "--memory-limit", "much"], "'40GiB'"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--collocation", "firm"], "'hard' or 'soft'"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--top", "0"], "--top"),
+    (["tune", f"{TOY}:toy", "--world-size", "2", "--fill", "sand"], "'sand'"),
+    (["compare", f"{TOY}:toy", "--world-size", "4", "--batch-size", "2"], "a batch of 2 samples does not give"),
     (["tune", f"{TOY}:toy", "--world-size", "8", "--cluster", "2xV100"], "has 2 devices"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--schedule", "sideways"], "sideways"),
     (["report", f"{TOY}:toy", "--world-size", "2", "--budget", "-1"], "--budget"),

@@ -8,7 +8,8 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.links import Link
 from fxpipe.simulation import walk
 from passes.block_costs import block_costs
-from passes.comparison import Case, frozen_layers
+from passes.candidates import Wishes
+from passes.comparison import Case, frozen_layers, ours
 from passes.comparison.op_writer import OpWriter
 from passes.comparison.pipeline_ops import pipeline_ops
 from passes.ports import busiest_port_seconds
@@ -71,3 +72,12 @@ def test_no_step_is_shorter_than_its_busiest_port_needs(options: dict[str, objec
     gradients = case_of(program).costs.trained_bytes
     bound = busiest_port_seconds(program.plan.blocks, program.plan.staged, 8, SLOW, gradients)
     assert 0.3 * program.simulate().makespan_seconds < bound <= program.simulate().makespan_seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_filled_plans_are_those_of_compiled_programs(world_size: int) -> None:
+    program = fxpipe.compile(TinyUNet("no_grad"), world_size, batch_size=16, budget=0.0, cluster=PROMPT)
+    plain, filled = ours(case_of(program), Wishes("auto", world_size, 16), 0.0)
+    assert filled.setting == str(program.plan.outcomes[0])
+    assert filled.seconds == pytest.approx(program.simulate(filled=True).makespan_seconds, rel=0.03)
+    assert plain.seconds >= filled.seconds

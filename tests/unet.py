@@ -41,3 +41,8 @@ class TinyUNet(nn.Module):
         generator = torch.Generator().manual_seed(1)
         x, noise = (torch.randn(batch_size, 2, 8, generator=generator, dtype=torch.float64) for _ in range(2))
         return {"x": x, "time": torch.rand(batch_size, 1, generator=generator, dtype=torch.float64), "noise": noise}
+
+
+def frozen() -> TinyUNet:
+    """With a frozen encoder, for the command line."""
+    return TinyUNet("no_grad")
