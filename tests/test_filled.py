@@ -192,7 +192,9 @@ def frozen_specs(draw: st.DrawFn) -> StepSpec:
     how = draw(st.sampled_from(("frozen", "no_grad")))
     first = replace(spec.layers[0], kind="linear", args=spec.layers[0].args[:1])
     frozen = [replace(layer, **{how: True}) for layer in (first, *spec.layers[1:count])]
-    return replace(spec, layers=(*frozen, *spec.layers[count:]))
+    layers = [*frozen, *spec.layers[count:]]
+    fits = [layer if layer.tied != 0 or layer.kind == "linear" else replace(layer, tied=None) for layer in layers]
+    return replace(spec, layers=tuple(fits))
 
 
 @given(frozen_specs(), splits(), st.sampled_from(("per-device", "greedy", "none")))

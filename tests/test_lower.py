@@ -168,7 +168,7 @@ def test_split_backward_equals_whole_backward_bit_for_bit(compiled: Compiled) ->
         for ours, theirs in zip([*inputs, *weights], [*whole[0], *whole[1]], strict=True):
             assert torch.equal(ours, theirs)
         assert kept == []
-    assert split >= 2
+    assert split >= 1
 
 
 def test_backward_frees_what_it_was_given(compiled: Compiled) -> None:

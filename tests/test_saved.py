@@ -103,8 +103,8 @@ class Mixed(nn.Module):
     def forward(self, target: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.layers[0](target).sin()
-        query = self.layers[1](x).unflatten(-1, (2, 8)).transpose(1, 2)
         key = self.key.expand(x.shape[0], -1, -1, -1)
+        query = self.layers[1](x).unflatten(-1, (2, 8)).transpose(1, 2)
         x = x + F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2)
         x = F.dropout(F.gelu(self.layers[2](x)), 0.3, training=True)
         with torch.autocast("cpu", torch.bfloat16):
