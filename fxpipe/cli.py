@@ -67,6 +67,7 @@ def compile_command(
     dump: Annotated[
         Path | None, typer.Option(file_okay=False, help="folder for plan, schedule and rank graphs")
     ] = None,
+    filled: Annotated[bool, typer.Option(help="dump the steps that do frozen work ahead, too")] = False,
 ) -> None:
     """Compile MODEL; print its plan and schedule, and leave every rank's graph in the dump folder."""
     program, _ = planning.compiled()
@@ -74,7 +75,7 @@ def compile_command(
         _print_text("plan", str(program.plan))
         _print_text("schedule", str(program.schedule))
         return
-    program.dump(dump)
+    program.dump(dump, filled)
     show(dump)
 
 

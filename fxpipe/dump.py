@@ -2,11 +2,13 @@
 
 import json
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.rank_program import RankProgram
+from fxpipe.rank_program import RankProgram, Traffic
 from fxpipe.source import method, own_name
+from fxpipe.step import StepPlan
 
 if TYPE_CHECKING:
     from fxpipe.program import Program
@@ -28,9 +30,11 @@ class Rank{rank}(torch.nn.Module):
 '''
 
 
-def dump(program: "Program", directory: Path) -> Path:
-    """plan.txt, plan.json, blocks.txt, schedule.txt, schedule.json, traffic.txt, traffic.json and rank_<r>.py."""
-    directory.mkdir(parents=True, exist_ok=True)
+def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
+    """plan.txt, plan.json, blocks.txt, schedule.txt, schedule.json, traffic.txt, traffic.json and rank_<r>.py.
+
+    With `filled` also fill.txt, and folders prologue, steady and epilogue with their traffic.txt and rank_<r>.py.
+    """
     texts = {
         "plan.txt": str(program.plan),
         "blocks.txt": str(program.plan.blocks),
@@ -41,10 +45,23 @@ def dump(program: "Program", directory: Path) -> Path:
         "schedule.json": json.dumps(_schedule(program), indent=1),
         "traffic.json": json.dumps(_traffic(program), indent=1),
     }
-    texts |= {f"rank_{p.rank}.py": rank_text(p) for p in program.step.programs}
+    _write(directory, texts | _ranks(program.step))
+    if filled and program.filled is not None:
+        _write(directory, {"fill.txt": program.filled.text})
+        for name in ("prologue", "steady", "epilogue"):
+            form: StepPlan = getattr(program.filled, name)
+            _write(directory / name, {"traffic.txt": str(Traffic(form.messages)), **_ranks(form)})
+    return directory
+
+
+def _ranks(step: StepPlan) -> dict[str, str]:
+    return {f"rank_{program.rank}.py": rank_text(program) for program in step.programs}
+
+
+def _write(directory: Path, texts: Mapping[str, str]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (directory / name).write_text(text.rstrip() + "\n")
-    return directory
 
 
 def _schedule(program: "Program") -> dict[str, Any]:

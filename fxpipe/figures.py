@@ -3,6 +3,7 @@
 Colours are names of the page's palette ("forward", "rank 3", ...): the page turns them into light or dark ones.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,20 +13,26 @@ from fxpipe.rank_program import KINDS as MESSAGE_KINDS
 from fxpipe.rank_program import Traffic
 from fxpipe.timeline import Event, Timeline, human_seconds
 from fxpipe.trace_format import NAMES
+from fxpipe.tuning import Outcome, frontier
 
 Figure = dict[str, Any]
 Span = tuple[float, float]
 ROW, CHANNEL_ROW = 26, 18  # pixels
 
 
-def timeline_figure(timeline: Timeline) -> Figure:
-    """All ranks against time, compute above channels and collectives; bubbles are drawn too."""
+def timeline_figure(timeline: Timeline, components: Sequence[str] = ()) -> Figure:
+    """All ranks against time, compute above channels and collectives; bubbles are drawn too.
+
+    Frozen work is told apart by component: an action `2T5` or `2.0:3T4:8` is of `components[2]`.
+    """
+    names = _names(components)
     spans: dict[str, list[tuple[str, Span, str, str]]] = {}
     for rank in range(timeline.num_ranks):
         row, pieces = f"rank {rank}", busy_spans(timeline, rank)
         for event, piece in pieces:
-            text = f"{event.action} on rank {rank}: {NAMES[event.kind]}"
-            spans.setdefault(event.kind, []).append((row, piece, event.action, text))
+            kind = _kind(event, names)
+            text = f"{event.action} on rank {rank}: {names[kind]}"
+            spans.setdefault(kind, []).append((row, piece, event.action, text))
         for gap in gaps([piece for _, piece in pieces], timeline.makespan_seconds):
             spans.setdefault("bubble", []).append((row, gap, "", f"rank {rank} waits"))
     for event in timeline.transfers:
@@ -38,7 +45,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
     rows = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     channels = [_channel(channel) for channel in timeline.channel_bytes]
     channels += [_collectives(rank) for rank, num_bytes in enumerate(timeline.reduced_bytes) if num_bytes]
-    order = [kind for kind in (*NAMES, "bubble") if kind in spans]
+    order = [kind for kind in (*names, "bubble") if kind in spans]
     layout = {
         "barmode": "overlay",
         "bargap": 0.12,
@@ -47,14 +54,25 @@ def timeline_figure(timeline: Timeline) -> Figure:
         "yaxis": {"categoryorder": "array", "categoryarray": [*rows, *channels][::-1], "fixedrange": True},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     }
-    return {"data": [_bars(kind, spans[kind]) for kind in order], "layout": layout}
+    return {"data": [_bars(kind, names.get(kind, kind), spans[kind]) for kind in order], "layout": layout}
 
 
-def _bars(kind: str, spans: Sequence[tuple[str, Span, str, str]]) -> Figure:
+def _names(components: Sequence[str]) -> dict[str, str]:
+    """What colours stand for: kinds of events, and frozen components by number."""
+    return {**NAMES, **{f"frozen {i}": f"frozen {name}" for i, name in enumerate(components)}}
+
+
+def _kind(event: Event, names: Mapping[str, str]) -> str:
+    """The colour of an action: its letter, or the frozen component it is of."""
+    frozen = f"frozen {re.split('[T.]', event.action)[0]}"
+    return frozen if event.kind == "T" and frozen in names else event.kind
+
+
+def _bars(kind: str, name: str, spans: Sequence[tuple[str, Span, str, str]]) -> Figure:
     return {
         "type": "bar",
         "orientation": "h",
-        "name": NAMES.get(kind, kind),
+        "name": name,
         "color": kind,
         "y": [row for row, _, _, _ in spans],
         "base": [start * 1e3 for _, (start, _), _, _ in spans],
@@ -91,18 +109,19 @@ def gaps(spans: Iterable[Span], end: float, start: float = 0.0) -> list[Span]:
     return [*found, (free, end)] if end > free else found
 
 
-def load_figure(timeline: Timeline) -> Figure:
-    """Seconds per rank by kind of action; what is missing to the whole step is idle."""
+def load_figure(timeline: Timeline, components: Sequence[str] = ()) -> Figure:
+    """Seconds per rank by kind of action; what is missing to the whole step is idle. `components` as above."""
+    names = _names(components)
     sums: dict[str, list[float]] = {}
     for rank in range(timeline.num_ranks):
         for event, (start, end) in busy_spans(timeline, rank):
-            sums.setdefault(event.kind, [0.0] * timeline.num_ranks)[rank] += (end - start) * 1e3
+            sums.setdefault(_kind(event, names), [0.0] * timeline.num_ranks)[rank] += (end - start) * 1e3
     sums["bubble"] = [(timeline.makespan_seconds - busy) * 1e3 for busy in timeline.busy_seconds]
     ranks = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     data = [
-        {"type": "bar", "name": NAMES.get(kind, kind), "color": kind, "x": ranks, "y": sums[kind],
+        {"type": "bar", "name": names.get(kind, kind), "color": kind, "x": ranks, "y": sums[kind],
          "hovertemplate": "%{x}: %{y:.4g} ms"}
-        for kind in (*NAMES, "bubble") if kind in sums
+        for kind in (*names, "bubble") if kind in sums
     ]  # fmt: skip
     return {"data": data, "layout": {"barmode": "stack", "yaxis": {"title": {"text": "milliseconds"}}, "height": 320}}
 
@@ -250,6 +269,41 @@ def _line_ranks(seconds: Sequence[float], world_size: int) -> list[int]:
         found.append(min(world_size - 1, int((before + second / 2) / total * world_size)))
         before += second
     return found
+
+
+def frontier_figure(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Figure:
+    """What the tuner predicted: a step's time against its bytes on wires; a point's size is the fullest rank's memory.
+
+    Nothing is better than a way of the frontier in all three. The first outcome is the chosen one.
+    """
+    known = [o for o in outcomes if o.seconds is not None and o.peak_bytes is not None]
+    chosen, best = outcomes[0], set(map(id, frontier(known)))
+    most = max([limit_bytes or 0, *(o.peak_bytes or 0 for o in known)])
+    groups = {
+        "relayed": ("another way is better in all", [o for o in known if id(o) not in best]),
+        "F": ("frontier", [o for o in known if id(o) in best and o is not chosen]),
+        "crossing": ("chosen", [o for o in known if o is chosen]),
+    }
+    scale, unit = _unit(max([0, *(o.wire_bytes or 0 for o in known)]))
+    data: list[Figure] = [
+        {
+            "type": "scatter", "mode": "markers", "name": name, "color": color,
+            "x": [(o.wire_bytes or 0) / scale for o in group], "y": [(o.seconds or 0.0) * 1e3 for o in group],
+            "marker": {
+                "size": [6 + 22 * ((o.peak_bytes or 0) / most) ** 0.5 for o in group],
+                "opacity": 0.45 if color == "relayed" else 0.9,
+            },
+            "hovertext": [
+                f"{o}<br>{human_seconds(o.seconds or 0.0)}, {human_bytes(o.wire_bytes or 0)} on wires, "
+                f"peak {human_bytes(o.peak_bytes or 0)}<br>{o.why or 'chosen'}" for o in group
+            ],
+            "hoverinfo": "text",
+        }
+        for color, (name, group) in groups.items() if group
+    ]  # fmt: skip
+    axes = {"xaxis": {"title": {"text": f"{unit} on wires"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "milliseconds"}, "type": "log"}}  # fmt: skip
+    return {"data": data, "layout": {**axes, "height": 360}}
 
 
 def _channel(channel: tuple[int, int]) -> str:

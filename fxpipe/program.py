@@ -226,11 +226,14 @@ class Program:
         }
         return max(tolerance for dtype, tolerance in TOLERANCES.items() if dtype in types)
 
-    def dump(self, directory: str | Path) -> Path:
-        """Write plan, schedule, traffic, and per rank the program and its stage graphs as readable Python."""
+    def dump(self, directory: str | Path, filled: bool = False) -> Path:
+        """Write plan, schedule, traffic, and per rank the program and its stage graphs as readable Python.
+
+        With `filled` also the three forms of the step that does the next batch's frozen work in its idle time.
+        """
         from fxpipe.dump import dump
 
-        return dump(self, Path(directory))
+        return dump(self, Path(directory), filled)
 
     def trace(self, path: str | Path, filled: bool = False) -> Path:
         """Write the predicted step as a Chrome trace, for Perfetto; `write_trace` does it for a recorded one.

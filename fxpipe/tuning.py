@@ -38,6 +38,23 @@ class Outcome:
         return ", ".join([*words, *["recomputed"] * self.recompute])
 
 
+def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those with all three predictions than which no other is as good in time, wires and memory, and better in one."""
+    prices = {
+        id(o): (o.seconds, o.wire_bytes, o.peak_bytes)
+        for o in outcomes
+        if o.seconds is not None and o.wire_bytes is not None and o.peak_bytes is not None
+    }
+    found: list[Outcome] = []
+    kept: set[tuple[float, int, int]] = set()
+    for outcome in sorted((o for o in outcomes if id(o) in prices), key=lambda o: prices[id(o)]):
+        mine = prices[id(outcome)]
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in kept - {mine}):
+            found.append(outcome)
+            kept.add(mine)
+    return found
+
+
 def outcome_table(outcomes: Sequence[Outcome], rows: int | None = None) -> Table:
     """The ranked table, the chosen one first."""
     table = Table(title=f"{len(outcomes)} ways to use the ranks", title_justify="left")

@@ -35,3 +35,24 @@ def test_dumped_text_computes_what_the_programs_compute(schedule: str) -> None:
     program = compiled(schedule=schedule)
     batch = program.model.example_inputs(4)  # type: ignore[operator]
     assert_text_runs(program, batch)
+
+
+def test_a_dump_shows_every_form_of_a_filled_step(tmp_path: Path) -> None:
+    program = compiled(schedule="wave")
+    program.dump(tmp_path, filled=True)
+    assert program.filled is not None
+    assert (tmp_path / "fill.txt").read_text().rstrip() == program.filled.text.rstrip()
+    for name, form in zip(("prologue", "steady", "epilogue"), program.filled.forms, strict=True):
+        for rank, of_rank in enumerate(form.programs):
+            text = (tmp_path / name / f"rank_{rank}.py").read_text()
+            compile(text, f"{name}/rank_{rank}.py", "exec")
+            assert all(f"def {module}(" in text for module in of_rank.modules)
+        assert (tmp_path / name / "traffic.txt").exists()
+    frozen = [
+        name for p in program.filled.steady.programs for name in p.modules if name not in program_modules(program)
+    ]
+    assert frozen, "the steady step does frozen work"
+
+
+def program_modules(program: Program) -> set[str]:
+    return {name for p in program.step.programs for name in p.modules}

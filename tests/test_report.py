@@ -13,6 +13,7 @@ import fxpipe
 from fxpipe.figures import (
     blocks_figure,
     busy_spans,
+    frontier_figure,
     gaps,
     load_figure,
     memory_figure,
@@ -21,6 +22,8 @@ from fxpipe.figures import (
     traffic_figure,
 )
 from fxpipe.timeline import Event, Timeline
+from fxpipe.tuning import Outcome, frontier
+from tests.frozen_steps import SLOW, FrozenStep
 from tests.unet import TinyUNet
 
 pytest.importorskip("plotly", reason="reports are an extra")
@@ -97,6 +100,35 @@ def test_memory_with_and_without_a_limit(program: fxpipe.Program) -> None:
     assert (limit["name"], limit["y"]) == ("limit", [1.0, 1.0])
 
 
+@pytest.fixture(scope="module")
+def frozen() -> fxpipe.Program:
+    return fxpipe.compile(FrozenStep(), 2, batch_size=4, microbatches=2, data_parallel=1, cost_model=SLOW)
+
+
+def test_frozen_work_is_coloured_by_component(frozen: fxpipe.Program, tmp_path: Path) -> None:
+    names = [component.name for component in frozen.plan.blocks.components]
+    assert len(names) >= 2
+    figures = Parts(frozen.report(tmp_path / "frozen.html"))
+    for figure in ("timeline", "filled", "load"):
+        drawn = {trace["name"]: trace["color"] for trace in figures[figure]["data"]}
+        assert {name: drawn.get(f"frozen {name}") for name in names} == {n: f"frozen {i}" for i, n in enumerate(names)}
+    seconds = frozen.simulate(filled=True).makespan_seconds
+    assert figures["filled"]["layout"]["xaxis"]["range"][1] == pytest.approx(seconds * 1e3)
+
+
+def outcome(seconds: float | None, wires: int | None, peak: int | None) -> Outcome:
+    return Outcome(1, 2, "wave", 4, 4, True, False, 1e-3, seconds, peak, wires, "")
+
+
+def test_the_frontier_is_what_no_other_way_beats_in_all() -> None:
+    fast, lean, small = outcome(0.01, 90, 90), outcome(0.02, 10, 90), outcome(0.03, 90, 10)
+    beaten, unknown = outcome(0.02, 20, 90), outcome(None, None, None)
+    ways = [fast, beaten, small, unknown, lean]
+    assert frontier(ways) == [fast, lean, small]
+    drawn = {trace["name"]: trace["y"] for trace in frontier_figure(ways, None)["data"]}
+    assert drawn == {"chosen": [10.0], "frontier": [30.0, 20.0], "another way is better in all": [20.0]}
+
+
 class Parts(dict[str, Any]):
     """The figures a page holds, read back from it."""
 
@@ -107,7 +139,7 @@ class Parts(dict[str, Any]):
 
 def test_a_page_is_complete_and_needs_no_network(page: Path, program: fxpipe.Program) -> None:
     text = page.read_text(encoding="utf-8")
-    assert set(Parts(page)) == {"timeline", "load", "memory", "blocks", "traffic"}
+    assert set(Parts(page)) == {"timeline", "filled", "load", "memory", "blocks", "traffic", "frontier"}
     assert all(f'<div id="{name}"' in text for name in Parts(page))
     markup = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", markup)
