@@ -35,8 +35,8 @@ class BlockSeconds:
 class BlockCosts:
     """Costs by block and by component, in the order of the block graph. Made by `passes.block_costs`.
 
-    `seconds_at` and `largest_at` compute, at a number of samples, all seconds and the bytes of every block's largest
-    operation.
+    `seconds_at` and `largest_at` compute, at a number of samples, all seconds, and the bytes of every block's and every
+    component's largest operation.
     """
 
     weights: tuple[Weight, ...]
@@ -44,7 +44,7 @@ class BlockCosts:
     values: Values
     num_components: int
     seconds_at: Callable[[int], BlockSeconds]
-    largest_at: Callable[[int], tuple[int, ...]]
+    largest_at: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]
     _seconds: dict[int, BlockSeconds] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -135,7 +135,17 @@ class BlockCosts:
 
     def temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
         """What each block needs for a moment: operands and results of its largest operation."""
-        return self.largest_at(num_samples)
+        return self.largest_at(num_samples)[0]
+
+    def component_temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
+        """The same of each frozen component."""
+        return self.largest_at(num_samples)[1]
+
+    def made_bytes(self, blocks: Collection[int], num_samples: int) -> int:
+        """What frozen components make for a stage of these blocks."""
+        values = frozenset[int]().union(*(self.values.read[block] for block in blocks))
+        sizes = self.values.sizes.at(num_samples)
+        return sum(int(sizes[value]) for value in values if self.values.maker[value] is None)
 
     def stage_saved_bytes(self, blocks: Collection[int], num_samples: int, recomputed: bool = False) -> int:
         """What a micro-batch leaves in a stage of these blocks for its backward, each value once.

@@ -99,8 +99,9 @@ def compare(planning: Planning) -> None:
     Every contestant by its best number of micro-batches that fits into memory. No stage is traced, no program made.
     """
     from fxpipe.comparison import comparison_table
-    from passes.comparison import Case, frozen_layers
+    from passes.comparison import Case
     from passes.comparison import compare as contest
+    from passes.frozen_layers import frozen_layers
     from passes.plan import usable_bytes
 
     asked = _question(planning)

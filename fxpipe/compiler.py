@@ -42,11 +42,13 @@ from passes.call_costs import call_costs
 from passes.candidates import Wishes
 from passes.cascade import first_stages
 from passes.estimate import without_components
-from passes.filled import FORMS, Filled, fill_step, frozen_part
+from passes.filled import FORMS, Filled, Frozen, fill_step
+from passes.frozen_layers import frozen_layers
 from passes.lowering import Lowered, lower, require_lowered
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
 from passes.plan import make_plan
+from passes.room import Room
 
 Observe = Callable[[str, Any], None]
 _MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128
@@ -152,7 +154,8 @@ def compile(
 
     # schedule: the order of every rank's actions
     search = budget if asked == "auto" else None
-    resources = Resources.of(table, staged, plan.times, network, plan.limit_bytes)
+    room = Room(table, size, filled)
+    resources = Resources.of(room, staged, plan.times, network, plan.limit_bytes)
     ordered = Ordered(asked) if isinstance(asked, Schedule) else order(graph, staged, traced.work, resources, search)
     require_schedule(ordered.schedule, traced.work, world_size)
     see("schedule", ordered.schedule)
@@ -169,9 +172,10 @@ def compile(
 
     # fill: where something is frozen, a step with the next batch's frozen work in its idle time; made when asked for
     def make_filled() -> FilledPlan:
-        frozen = frozen_part(captured, batch, graph, costs, seconds_of)
         alone = without_components(traced.work)
         plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
+        left = plan.limit_bytes and room.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
+        frozen = Frozen(captured, batch, graph, frozen_layers(captured, graph, costs, seconds_of), left)
         reduced = table.trained_bytes
         found = fill_step(frozen, staged, traced, plain.schedule, resources, reduced, weights, where, fill, optional)
         see("filled", found)

@@ -45,7 +45,7 @@ def block_costs(
     owners = _Owners(graph, table)
     seconds = seconds_of_table(model, captured.graph, table)
 
-    def largest_at(num_samples: int) -> tuple[int, ...]:
+    def largest_at(num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         counts = table.counts(num_samples)
         return owners.most(counts["bytes_read"] + counts["bytes_written"])
 
@@ -76,11 +76,12 @@ class _Owners:
         sums = np.bincount(self._of_node, values, self.num_blocks + self.num_components + 1).tolist()
         return tuple(sums[: self.num_blocks]), tuple(sums[self.num_blocks : -1])
 
-    def most(self, values: Floats) -> tuple[int, ...]:
-        """The largest value of each block."""
+    def most(self, values: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The largest value of each block and of each component."""
         found = np.zeros(self.num_blocks + self.num_components + 1)
         np.maximum.at(found, self._of_node, values)
-        return tuple(int(value) for value in found[: self.num_blocks])
+        whole = tuple(map(int, found))
+        return whole[: self.num_blocks], whole[self.num_blocks : -1]
 
 
 def _weights(captured: Capture, graph: BlockGraph) -> tuple[Weight, ...]:

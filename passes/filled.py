@@ -17,43 +17,40 @@ import torch
 from fxpipe.block_graph import BlockGraph
 from fxpipe.call_costs import CallCost
 from fxpipe.capture import Capture
-from fxpipe.costs import CostModel, NodeCost, node_seconds
 from fxpipe.schedule import Schedule, Work
 from fxpipe.simulator import Timeline, simulate
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
-from passes.blocks import layers as cut_layers
 from passes.estimate import Lags, action_seconds, reduction_ends, without_components
-from passes.fill import Fill, FillProblem, FrozenComponent, Layer, fill, idle_of_schedule
+from passes.fill import Fill, FillProblem, fill, idle_of_schedule, parts
 from passes.fill import Piece as FillPiece
+from passes.frozen_layers import FrozenLayers
 from passes.lowering import Form, Lowered, lower, require_lowered
 from passes.lowering.frozen import FrozenWork, Piece, one_sample
 from passes.lowering.trace import Traced, trace_layers
 from passes.order import Resources
 
 FORMS: tuple[Form, ...] = ("prologue", "steady", "epilogue")
-_LAYERS = 16  # per component: bubbles are filled by whole layers
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """The frozen part of a step: layers of every component, by node names, and the costs to time them with."""
+    """The frozen part of a step: layers of every component, and what a rank has for the operands of one of them."""
 
     capture: Capture
     batch: BatchPlan
     graph: BlockGraph
-    layers: tuple[tuple[tuple[str, ...], ...], ...]
-    costs: Mapping[str, NodeCost]
-    model: CostModel
+    layers: FrozenLayers
+    room_bytes: float | None = None
 
     @property
     def flat(self) -> list[tuple[str, ...]]:
-        return [nodes for layers in self.layers for nodes in layers]
+        return [nodes for layers in self.layers.nodes for nodes in layers]
 
     @property
     def first(self) -> list[int]:
         """The number of every component's first layer."""
-        return [0, *accumulate(map(len, self.layers))][: len(self.layers)]
+        return [0, *accumulate(self.layers.num_layers)][: len(self.layers.names)]
 
 
 @dataclass(frozen=True)
@@ -66,34 +63,6 @@ class Filled:
     schedule: Schedule
     fill: Fill
     calls: Mapping[str, CallCost]
-
-
-def frozen_part(
-    capture: Capture, batch: BatchPlan, graph: BlockGraph, costs: Mapping[str, NodeCost], model: CostModel
-) -> Frozen:
-    """The components cut into layers of about equal time."""
-    seconds = node_seconds(model, capture.graph, costs, 1).forward
-    layers = tuple(cut_layers(capture, component, seconds, _LAYERS) for component in graph.components)
-    return Frozen(capture, batch, graph, layers, costs, model)
-
-
-def components(frozen: Frozen, batch_size: int) -> tuple[FrozenComponent, ...]:
-    """The frozen work for fillers: seconds of every layer at one sample, two, four, ... the whole batch."""
-    sizes = sorted({min(2**k, batch_size) for k in range(batch_size.bit_length() + 1)})
-    seconds = {n: node_seconds(frozen.model, frozen.capture.graph, frozen.costs, n).forward for n in sizes}
-    numbers = {component.name: i for i, component in enumerate(frozen.graph.components)}
-    return tuple(
-        FrozenComponent(
-            component.name,
-            tuple(
-                Layer.measured(f"{component.name}.{i}", {n: sum(seconds[n][name] for name in nodes) for n in sizes})
-                for i, nodes in enumerate(layers)
-            ),
-            tuple(sorted(numbers[name] for name in component.depends)),
-            whole=not frozen.batch.divisible,
-        )
-        for component, layers in zip(frozen.graph.components, frozen.layers, strict=True)
-    )
 
 
 def fill_step(
@@ -124,10 +93,15 @@ def fill_step(
     length = max([timeline.makespan_seconds, *ends])
     batch_size = sum(traced.sizes)
     idle = idle_of_schedule(schedule, timeline, length)
-    problem = FillProblem(length, idle, components(frozen, batch_size), batch_size)
+    components = frozen.layers.components(batch_size, frozen.room_bytes, whole=not frozen.batch.divisible)
+    problem = FillProblem(length, idle, components, batch_size)
     found = fill(problem, how)
     pieces = tuple(
-        tuple(_piece(frozen, piece, [timeline.start_seconds[a] for a in actions]) for piece in of_rank)
+        tuple(
+            _piece(frozen, piece, samples, [timeline.start_seconds[a] for a in actions])
+            for piece in of_rank
+            for samples in parts(problem, piece)
+        )
         for actions, of_rank in zip(schedule.ranks, found.ranks, strict=True)
     )
     layout = traced.layout(schedule, graph, staged)
@@ -161,11 +135,9 @@ def _timeline(graph: BlockGraph, staged: Staged, schedule: Schedule, work: Work,
     return simulate(schedule, work, lambda a: 0.0 if a.kind == "R" else tables[a.kind][a.stage], lag)
 
 
-def _piece(frozen: Frozen, piece: FillPiece, starts: Sequence[float]) -> Piece:
+def _piece(frozen: Frozen, piece: FillPiece, samples: range, starts: Sequence[float]) -> Piece:
     component, first, last = piece.component, piece.first_layer, piece.last_layer
-    start, stop = piece.first_sample, piece.last_sample
     offset = frozen.first[component]
     position = sum(s < piece.start_seconds for s in starts)
-    return Piece(
-        range(offset + first, offset + last), start, stop, position, f"{component}.{first}:{last}T{start}:{stop}"
-    )
+    label = f"{component}.{first}:{last}T{samples.start}:{samples.stop}"
+    return Piece(range(offset + first, offset + last), samples.start, samples.stop, position, label)

@@ -6,7 +6,6 @@ stages, times, transfers, memory    ->    one pipeline's schedule, and a bound o
 
 from dataclasses import dataclass, replace
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.schedule import Schedule, Work
@@ -16,7 +15,7 @@ from passes.estimate import BlockTimes, Lags, action_seconds, recomputed_seconds
 from passes.job_shop import job_shop
 from passes.problem import Problem
 from passes.replicas import tile
-from passes.room import room_bytes, saved_bytes
+from passes.room import Room, saved_bytes
 from passes.schedule import make_schedule
 from passes.synthesis import Synthesis, synthesise
 
@@ -34,12 +33,13 @@ class Resources:
     room_bytes: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(costs: BlockCosts, staged: Staged, times: BlockTimes, cluster: Cluster, limit: int | None) -> "Resources":
+    def of(room: Room, staged: Staged, times: BlockTimes, cluster: Cluster, limit: int | None) -> "Resources":
         """With what a memory limit leaves; unlimited where stages differ in their replicas."""
-        saved = saved_bytes(costs, staged, times.num_samples)
+        saved = saved_bytes(room.costs, staged, times.num_samples)
         if limit is None or not _pipelines(staged):
             return Resources(times, cluster, saved)
-        return Resources(times, cluster, saved, room_bytes(costs, staged, _places(staged), times.num_samples, limit))
+        left = room.for_activations(staged, _places(staged), times.num_samples, limit)
+        return Resources(times, cluster, saved, left)
 
 
 @dataclass(frozen=True)

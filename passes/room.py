@@ -1,20 +1,20 @@
 """Memory of a placement before its stages are traced: what a rank holds all step long, and what micro-batches add.
 
-rank 0 of a 1F1B line    weights, gradients, optimizer state, frozen weights     held
-                         saved activations of 4 micro-batches in flight          by the order of actions
-                         the largest temporary of a block                        once
+rank 0 of a 1F1B line    weights, gradients, optimizer state, frozen weights, inputs      held
+                         what frozen work made for this batch, and for the next           held, where that is done ahead
+                         saved activations of 4 micro-batches in flight                   by the order of actions
+                         the largest temporary of a block, or of frozen work              once
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
+from fxpipe.memory import ADAMW_BYTES
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
 from passes.estimate import stage_bytes
-
-ADAMW_BYTES = 8
-"""Optimizer state per trained element: two float32 averages."""
 
 
 def saved_bytes(costs: BlockCosts, staged: Staged, num_samples: int) -> tuple[int, ...]:
@@ -23,18 +23,6 @@ def saved_bytes(costs: BlockCosts, staged: Staged, num_samples: int) -> tuple[in
         costs.stage_saved_bytes(staged.blocks(stage), num_samples, stage in staged.recompute)
         for stage in range(staged.num_stages)
     )
-
-
-def held_bytes(costs: BlockCosts, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
-    """What a rank with these stages holds, whatever the order: state, gradients, AdamW's averages, frozen weights, and
-    room for the largest temporary, with what is recomputed for one backward."""
-    blocks = [b for stage in stages for b in staged.blocks(stage)]
-    state = sum(costs.parameter_bytes[b] + costs.trained_bytes[b] for b in blocks)
-    state += ADAMW_BYTES * sum(costs.trained_elements[b] for b in blocks)
-    largest = costs.temporary_bytes(num_samples)
-    again = [costs.stage_saved_bytes(staged.blocks(s), num_samples) for s in stages if s in staged.recompute]
-    temporary = max((largest[b] for b in blocks), default=0) + max(again, default=0)
-    return state + sum(costs.component_bytes) + temporary
 
 
 def most_saved(actions: Sequence[Action], saved: Sequence[int]) -> int:
@@ -50,24 +38,61 @@ def most_saved(actions: Sequence[Action], saved: Sequence[int]) -> int:
     return most
 
 
-def peak_bytes(costs: BlockCosts, staged: Staged, schedule: Schedule, num_samples: int) -> list[int]:
-    """The most bytes on every rank of `schedule`."""
-    saved = saved_bytes(costs, staged, num_samples)
-    return [
-        held_bytes(costs, staged, sorted({a.stage for a in actions if a.kind == "F"}), num_samples)
-        + most_saved(actions, saved)
-        for actions in schedule.ranks
-    ]
+def state_bytes(costs: BlockCosts, blocks: Collection[int]) -> int:
+    """Weights that these blocks read, gradients and AdamW's averages of those that train; each weight once."""
+    return sum(w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights_of(blocks))
 
 
-def room_bytes(
-    costs: BlockCosts, staged: Staged, places: Sequence[int], num_samples: int, limit: int
-) -> tuple[int, ...]:
-    """What `limit` leaves for saved activations on every place of a pipeline; `places` are those of the stages."""
-    return tuple(
-        limit - held_bytes(costs, staged, [s for s, p in enumerate(places) if p == place], num_samples)
-        for place in range(max(places) + 1)
-    )
+@dataclass(frozen=True, eq=False)
+class Room:
+    """What ranks need for a step of `batch_size` samples; `filled`: frozen work of the next batch is done in it."""
+
+    costs: BlockCosts
+    batch_size: int
+    filled: bool = False
+
+    def held_bytes(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
+        """What a rank with these stages holds, whatever the order, for micro-batches of `num_samples`."""
+        costs, blocks = self.costs, [b for stage in stages for b in staged.blocks(stage)]
+        held = state_bytes(costs, blocks) + sum(costs.component_bytes) + costs.given_bytes(blocks, self.batch_size)
+        if self.filled and blocks:
+            replicas = min(len(staged.stage_ranks[stage]) for stage in stages)
+            held += 2 * costs.made_bytes(blocks, -(-self.batch_size // replicas))
+        return held + self._temporary_bytes(staged, stages, num_samples)
+
+    def peak_bytes(self, staged: Staged, schedule: Schedule, num_samples: int) -> list[int]:
+        """The most bytes on every rank of `schedule`."""
+        saved = saved_bytes(self.costs, staged, num_samples)
+        return [
+            self.held_bytes(staged, _stages(actions), num_samples) + most_saved(actions, saved)
+            for actions in schedule.ranks
+        ]
+
+    def for_activations(self, staged: Staged, places: Sequence[int], num_samples: int, limit: int) -> tuple[int, ...]:
+        """What `limit` leaves for saved activations on every place of a pipeline; `places` are those of the stages."""
+        return tuple(
+            limit - self.held_bytes(staged, [s for s, p in enumerate(places) if p == place], num_samples)
+            for place in range(max(places) + 1)
+        )
+
+    def for_frozen_work(self, staged: Staged, schedule: Schedule, num_samples: int, limit: int) -> int:
+        """What `limit` leaves on the fullest rank for an operation of frozen work, at any moment."""
+        peaks = self.peak_bytes(staged, schedule, num_samples)
+        return min(
+            limit - peak + self._temporary_bytes(staged, _stages(actions), num_samples)
+            for peak, actions in zip(peaks, schedule.ranks, strict=True)
+        )
+
+    def _temporary_bytes(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
+        """The largest operation, with what is recomputed for one backward."""
+        costs, largest = self.costs, self.costs.temporary_bytes(num_samples)
+        again = [costs.stage_saved_bytes(staged.blocks(s), num_samples) for s in stages if s in staged.recompute]
+        training = max((largest[b] for s in stages for b in staged.blocks(s)), default=0) + max(again, default=0)
+        return max(training, *costs.component_temporary_bytes(num_samples), 0)
+
+
+def _stages(actions: Sequence[Action]) -> list[int]:
+    return sorted({action.stage for action in actions if action.kind == "F"})
 
 
 def wire_bytes(graph: BlockGraph, costs: BlockCosts, staged: Staged, batch_size: int) -> int:

@@ -23,7 +23,7 @@ from passes.candidates import Candidate, Wishes, candidates
 from passes.estimate import BlockTimes, first_estimate, simulated_step
 from passes.place import TWO_PER_RANK, place
 from passes.ports import busiest_port_seconds
-from passes.room import held_bytes, peak_bytes, saved_bytes, wire_bytes
+from passes.room import Room, saved_bytes, wire_bytes
 
 _MOST_SIMULATED = 40  # candidates that fit, in the order of their first estimates
 _TRUSTED = 1.25  # a bound this much above the best first estimate rules a candidate out
@@ -97,6 +97,7 @@ class _Tuner:
 
     def __init__(self, graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> None:
         self._graph, self._costs, self._cluster, self._wishes = graph, costs, cluster, wishes
+        self._room = Room(costs, wishes.batch_size, wishes.filled)
         self._placed: dict[tuple[object, ...], Staged] = {}
         self._ports: dict[tuple[object, ...], float] = {}
 
@@ -160,7 +161,7 @@ class _Tuner:
         return replace(
             candidate,
             seconds=max(seconds, self._port_seconds(staged)),
-            peak_bytes=max(peak_bytes(self._costs, staged, schedule, num_samples)),
+            peak_bytes=max(self._room.peak_bytes(staged, schedule, num_samples)),
             wire_bytes=wire_bytes(self._graph, self._costs, staged, self._wishes.batch_size),
         )
 
@@ -190,7 +191,7 @@ class _Tuner:
         places = candidate.shape.place_of_stage
         of_place = [[s for s, p in enumerate(places) if p == place] for place in range(candidate.shape.places)]
         return all(
-            held_bytes(self._costs, staged, stages, num_samples) + sum(saved[s] for s in stages) <= limit
+            self._room.held_bytes(staged, stages, num_samples) + sum(saved[s] for s in stages) <= limit
             for stages in of_place
         )
 

@@ -57,7 +57,7 @@ def costs() -> BlockCosts:
         values,
         1,
         lambda n: BlockSeconds(n, (1.0 * n,) * 4, (2.0 * n,) * 4, (1.0 * n,) * 4, (1.0 * n,) * 4, (5.0,)),
-        lambda n: (0,) * 4,
+        lambda n: ((0,) * 4, (0,)),
     )
 
 

@@ -20,7 +20,7 @@ from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
 from passes.candidates import Wishes
-from passes.comparison import Case, FrozenLayers, baselines, compare
+from passes.comparison import Case, baselines, compare
 from passes.comparison.contest import Attempt, Built, best
 from passes.comparison.data_parallel import BUCKET_BYTES, ddp, zero, zero_seconds
 from passes.comparison.memory import ddp_peak_bytes, zero_peak_bytes
@@ -28,6 +28,7 @@ from passes.comparison.op_writer import OpWriter
 from passes.comparison.pieces import shared_out
 from passes.comparison.pipeline_ops import pipeline_ops
 from passes.estimate import estimated_work
+from passes.frozen_layers import FrozenLayers
 from passes.schedule import make_schedule
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
@@ -73,7 +74,7 @@ def case(
     components = tuple(Component(name, (), ()) for name in names)
     blocks = tuple(Block(i, f"block {i}", (f"n{i}",)) for i in range(num_blocks))
     graph = BlockGraph(blocks, components, frozenset(), tuple(edges), (1.0,) * num_blocks, (), ())
-    costs = BlockCosts(weights, given, values, len(names), seconds, lambda n: (0,) * num_blocks)
+    costs = BlockCosts(weights, given, values, len(names), seconds, lambda n: ((0,) * num_blocks, (0,) * len(names)))
     halves = FrozenLayers(
         names,
         ((),) * len(names),

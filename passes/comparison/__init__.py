@@ -10,10 +10,10 @@ pipeline_ops  a schedule as op lists
 from fxpipe.comparison import Contestant
 from passes.candidates import Wishes
 from passes.comparison.baselines import baselines
-from passes.comparison.case import Case, FrozenLayers, frozen_layers
+from passes.comparison.case import Case
 from passes.comparison.ours import ours
 
-__all__ = ["Case", "FrozenLayers", "baselines", "compare", "frozen_layers", "ours"]
+__all__ = ["Case", "baselines", "compare", "ours"]
 
 
 def compare(case: Case, wishes: Wishes, budget_seconds: float = 2.0) -> list[Contestant]:

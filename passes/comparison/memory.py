@@ -6,33 +6,25 @@
 As the tuner counts (`passes.room`), with inputs, frozen work and what it makes besides.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from fxpipe.memory import ADAMW_BYTES
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
 from passes.comparison.case import Case
 from passes.comparison.data_parallel import local_sizes
 from passes.comparison.pieces import Piece, items
-from passes.room import saved_bytes
-
-
-def state_bytes(case: Case, blocks: Collection[int]) -> int:
-    """Weights that these blocks read, gradients and AdamW's averages of those that train; each weight once."""
-    return sum(
-        w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in case.costs.weights_of(blocks)
-    )
+from passes.room import saved_bytes, state_bytes
 
 
 def ddp_peak_bytes(case: Case, num_microbatches: int, recompute: bool = False) -> int:
     """The whole state, and the fullest moment of a micro-batch."""
-    return state_bytes(case, case.blocks) + _local_step_bytes(case, num_microbatches, recompute)
+    return state_bytes(case.costs, case.blocks) + _local_step_bytes(case, num_microbatches, recompute)
 
 
 def zero_peak_bytes(case: Case, num_microbatches: int, recompute: bool = False) -> int:
     """A share of the state, the weights of two gathered blocks, and one's gradients before they are scattered."""
     gathered = sum(sorted(case.costs.parameter_bytes)[-2:]) + max(case.costs.trained_bytes)
-    share = -(-state_bytes(case, case.blocks) // case.world_size)
+    share = -(-state_bytes(case.costs, case.blocks) // case.world_size)
     return share + gathered + _local_step_bytes(case, num_microbatches, recompute)
 
 
@@ -69,7 +61,9 @@ def held_bytes(
     samples = case.batch_size if whole_batch else -(-case.batch_size // case.world_size)
     for actions in schedule.ranks:
         blocks = [block for stage in _stages(actions) for block in staged.blocks(stage)]
-        held = state_bytes(case, blocks) + sum(case.costs.component_bytes) + case.costs.given_bytes(blocks, samples)
+        held = (
+            state_bytes(case.costs, blocks) + sum(case.costs.component_bytes) + case.costs.given_bytes(blocks, samples)
+        )
         found.append(held + _made_bytes(case, staged, actions, sizes))
     return found
 

@@ -23,6 +23,7 @@ from passes.comparison.pipeline_ops import pipeline_ops
 from passes.estimate import estimated_work, without_components
 from passes.fill import FillProblem, idle_of_timeline, per_device
 from passes.order import Resources, order
+from passes.room import Room
 from passes.tune import block_times, tune
 
 _MOST_TRIED = 6  # plans, the best first
@@ -42,10 +43,7 @@ def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:
 def _first_that_fits(case: Case, wishes: Wishes, budget_seconds: float | None, filled: bool) -> Contestant:
     """The tuner's best plan; a later one if it needs more memory than the tuner counts, as frozen work in idle time
     does on top of activations."""
-    limit = (
-        None if case.limit_bytes is None else case.limit_bytes - case.costs.given_bytes(case.blocks, case.batch_size)
-    )
-    wishes = replace(wishes, memory_limit_bytes=limit, filled=filled)
+    wishes = replace(wishes, memory_limit_bytes=case.limit_bytes, filled=filled)
     tuned = tune(case.graph, case.costs, case.cluster, wishes)
     ranked = [c for c in tuned.ranked if c.peak_bytes is not None and case.fits(c.peak_bytes)]
     for candidate in ranked[:_MOST_TRIED]:
@@ -81,16 +79,20 @@ class _Plan:
         """With the next batch's frozen work in the idle time of the training alone."""
         case, schedule = self.case, self._schedule(budget_seconds, frozen=False)
         alone = walk(pipeline_ops(case, self.staged, schedule, self.sizes).ops, {}, case.cluster).timeline()
-        layers, idle = case.frozen.components(case.batch_size), idle_of_timeline(alone)
-        found = per_device(FillProblem(alone.makespan_seconds, idle, layers, case.batch_size))
-        pieces = filled(found, _starts(alone))
+        limit, size, left = case.limit_bytes, self.sizes[0], None
+        if limit is not None:
+            left = Room(case.costs, case.batch_size, True).for_frozen_work(self.staged, schedule, size, limit)
+        layers, idle = case.frozen.components(case.batch_size, left), idle_of_timeline(alone)
+        problem = FillProblem(alone.makespan_seconds, idle, layers, case.batch_size)
+        pieces = filled(problem, per_device(problem), _starts(alone))
         return self._simulated(f"{OURS}, filled", schedule, pieces)
 
     def _schedule(self, budget_seconds: float | None, frozen: bool) -> Schedule:
         case = self.case
         times = block_times(case.costs, self.sizes[0])
         work = estimated_work(case.graph, self.staged, len(self.sizes))
-        resources = Resources.of(case.costs, self.staged, times, case.cluster, case.limit_bytes)
+        room = Room(case.costs, case.batch_size, filled=not frozen)
+        resources = Resources.of(room, self.staged, times, case.cluster, case.limit_bytes)
         return order(
             case.graph, self.staged, work if frozen else without_components(work), resources, budget_seconds
         ).schedule

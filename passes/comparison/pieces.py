@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fxpipe.schedule import Action
 from passes.comparison.case import Case
-from passes.fill import Fill
+from passes.fill import Fill, FillProblem, parts
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ def shared_out(case: Case, most_samples: int | None = None) -> list[list[Piece]]
     return pieces
 
 
-def filled(found: Fill, starts: Sequence[Sequence[float]]) -> list[list[Piece]]:
+def filled(problem: FillProblem, found: Fill, starts: Sequence[Sequence[float]]) -> list[list[Piece]]:
     """A fill's pieces among the actions of every rank, which start at these seconds."""
     return [
         [
             Piece(
-                p.component, p.first_layer, p.last_layer, p.first_sample, p.last_sample,
+                p.component, p.first_layer, p.last_layer, samples.start, samples.stop,
                 sum(start < p.start_seconds for start in of_actions), True,
             )
-            for p in of_rank
+            for p in of_rank for samples in parts(problem, p)
         ]
         for of_rank, of_actions in zip(found.ranks, starts, strict=True)
     ]  # fmt: skip

@@ -25,7 +25,7 @@ from passes.fill.greedy import greedy
 from passes.fill.layer import Layer
 from passes.fill.per_device import no_fill, per_device
 from passes.fill.problem import FillProblem, FrozenComponent, published
-from passes.fill.result import Fill, Piece, holders
+from passes.fill.result import Fill, Piece, holders, parts
 
 __all__ = [
     "FILLERS",
@@ -41,6 +41,7 @@ __all__ = [
     "idle_of_schedule",
     "idle_of_timeline",
     "lower_bound_seconds",
+    "parts",
     "per_device",
     "published",
     "require",

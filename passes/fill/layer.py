@@ -21,16 +21,20 @@ class Layer:
     """Seconds of a frozen layer, known at `points` of (samples, seconds).
 
     In between they are joined by straight lines. Fewer samples than the first point take as long as it; beyond the
-    last, the last line goes on (a single point: in proportion). More samples never take less time.
+    last, the last line goes on (a single point: in proportion). More samples never take less time. More than `most`
+    samples, as memory may demand, run one part after the other.
     """
 
     name: str
     points: tuple[tuple[int, float], ...]
+    most: int | None = None
 
     def __post_init__(self) -> None:
         sizes, times = [n for n, _ in self.points], [t for _, t in self.points]
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise CompileError(f"layer {self.name}: sample counts {sizes} must be positive and rising")
+        if self.most is not None and self.most < 1:
+            raise CompileError(f"layer {self.name}: most={self.most} samples at once; give at least one")
         if not all(0 <= t < inf for t in times) or any(a > b for a, b in pairwise(times)):
             raise CompileError(
                 f"layer {self.name}: seconds {times} must be finite, and not fall as samples are added; "
@@ -43,15 +47,18 @@ class Layer:
         return Layer(name, ((1, launch_seconds + sample_seconds), (2, launch_seconds + 2 * sample_seconds)))
 
     @staticmethod
-    def measured(name: str, seconds: Mapping[int, float]) -> "Layer":
+    def measured(name: str, seconds: Mapping[int, float], most: int | None = None) -> "Layer":
         """A layer from seconds by sample count; where more samples took less time, the longer time holds."""
         sizes = sorted(seconds)
-        return Layer(name, tuple(zip(sizes, accumulate((seconds[n] for n in sizes), max), strict=True)))
+        return Layer(name, tuple(zip(sizes, accumulate((seconds[n] for n in sizes), max), strict=True)), most)
 
     def seconds(self, num_samples: int) -> float:
         """Seconds of one run on `num_samples` samples; zero on none."""
         if num_samples == 0:
             return 0.0
+        if self.most is not None and num_samples > self.most:
+            times, rest = divmod(num_samples, self.most)
+            return times * self.seconds(self.most) + self.seconds(rest)
         if len(self.points) == 1:
             size, time = self.points[0]
             return time * max(1.0, num_samples / size)
@@ -61,6 +68,8 @@ class Layer:
 
     def table(self, batch_size: int) -> list[float]:
         """`seconds` of 0 to `batch_size` samples."""
+        if self.most is not None and batch_size > self.most:
+            return [*self.table(self.most), *map(self.seconds, range(self.most + 1, batch_size + 1))]
         last = self.points[-1][0]
         sizes, times = zip(*self.points, strict=True)
         found: list[float] = np.interp(np.arange(min(batch_size, last) + 1), sizes, times).tolist()

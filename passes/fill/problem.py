@@ -87,11 +87,11 @@ class FillProblem:
     @cached_property
     def seconds(self) -> list[list[list[float]]]:
         """By component, layer and number of samples, 0 to the batch."""
-        known: dict[tuple[tuple[int, float], ...], list[float]] = {}
+        known: dict[tuple[object, ...], list[float]] = {}
         for layer in (layer for component in self.components for layer in component.layers):
-            if layer.points not in known:
-                known[layer.points] = layer.table(self.batch_size)
-        return [[known[layer.points] for layer in component.layers] for component in self.components]
+            if (layer.points, layer.most) not in known:
+                known[layer.points, layer.most] = layer.table(self.batch_size)
+        return [[known[layer.points, layer.most] for layer in component.layers] for component in self.components]
 
     @cached_property
     def prefix(self) -> list[list[list[float]]]:

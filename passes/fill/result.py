@@ -102,6 +102,14 @@ def make_fill(problem: FillProblem, method: str, stays: bool, ranks: Sequence[It
     return Fill(method, stays, names, ordered, problem.pipeline_seconds, tail, ratio)
 
 
+def parts(problem: FillProblem, piece: Piece) -> Iterator[range]:
+    """The samples of a piece as they run: as many at once as every one of its layers may take."""
+    layers = problem.components[piece.component].layers[piece.first_layer : piece.last_layer]
+    step = min((layer.most for layer in layers if layer.most is not None), default=piece.num_samples)
+    for start in range(piece.first_sample, piece.last_sample, step):
+        yield range(start, min(start + step, piece.last_sample))
+
+
 def placed(fill: Fill) -> Iterator[tuple[int, int, Piece]]:
     """Every piece, with its rank and its place among the rank's pieces."""
     for rank, pieces in enumerate(fill.ranks):

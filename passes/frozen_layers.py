@@ -1,0 +1,108 @@
+"""The frozen components of a step in layers, as bubbles are filled by: whole layers, on any number of samples.
+
+    vae            encoder.conv_in .. down.0    encoder.down.1    ...          16 layers of about equal time
+    text_encoder   embeddings .. layers.0       layers.1          ...
+
+Between two layers of a component few bytes are alive, wherever that can be had.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.block_graph import BlockGraph
+from fxpipe.capture import Capture
+from fxpipe.cost_table import CostTable, seconds_of_table
+from fxpipe.costs import CostModel, NodeCost, node_seconds
+from passes.blocks import layers as cut_layers
+from passes.fill import FrozenComponent, Layer
+
+NUM_LAYERS = 16  # per component
+
+Table = tuple[tuple[float, ...], ...]
+"""A number per component and layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenLayers:
+    """The layers of every component; at a number of samples, seconds and bytes of the largest operation of each.
+
+    `nodes` are their operations by name, `depends` the positions of the components that each reads.
+    """
+
+    names: tuple[str, ...]
+    depends: tuple[tuple[int, ...], ...]
+    seconds_at: Callable[[int], Table]
+    largest_at: Callable[[int], Table]
+    nodes: tuple[tuple[tuple[str, ...], ...], ...] = ()
+
+    def components(
+        self, batch_size: int, room_bytes: float | None = None, whole: bool = False
+    ) -> tuple[FrozenComponent, ...]:
+        """For fillers: times at one sample, two, four, ... the whole batch.
+
+        Args:
+            room_bytes: what a rank has for an operation; as many samples run at once as that permits, at least one.
+            whole: samples can't be taken apart.
+        """
+        sizes = sorted({min(2**k, batch_size) for k in range(batch_size.bit_length() + 1)})
+        tables = {n: self.seconds_at(n) for n in sizes}
+        most = None if room_bytes is None or whole else self._most_samples(batch_size, room_bytes)
+        return tuple(
+            FrozenComponent(
+                name,
+                tuple(
+                    Layer.measured(
+                        f"{name}.{i}", {n: tables[n][index][i] for n in sizes}, most[index] if most else None
+                    )
+                    for i in range(self.num_layers[index])
+                ),
+                self.depends[index],
+                whole=whole,
+            )
+            for index, name in enumerate(self.names)
+        )
+
+    @cached_property
+    def num_layers(self) -> tuple[int, ...]:
+        """Layers of every component."""
+        return tuple(map(len, self.seconds_at(1)))
+
+    def _most_samples(self, batch_size: int, room_bytes: float) -> Sequence[int | None]:
+        """By component: the batch, its half, ... down to what fits; None where nothing is to be cut."""
+        found: list[int | None] = []
+        for component in range(len(self.names)):
+            size = batch_size
+            while size > 1 and max(self.largest_at(size)[component], default=0.0) > room_bytes:
+                size = -(-size // 2)
+            found.append(None if size == batch_size else size)
+        return found
+
+
+def frozen_layers(
+    captured: Capture, graph: BlockGraph, costs: Mapping[str, NodeCost], model: CostModel
+) -> FrozenLayers:
+    """Every component cut into layers of about equal time."""
+    one = node_seconds(model, captured.graph, costs, 1).forward
+    layers = tuple(cut_layers(captured, component, one, NUM_LAYERS) for component in graph.components)
+    table = CostTable(costs)
+    seconds = seconds_of_table(model, captured.graph, table)
+    places = [[[table.position[name] for name in nodes] for nodes in of_component] for of_component in layers]
+    numbers = {component.name: i for i, component in enumerate(graph.components)}
+
+    def seconds_at(num_samples: int) -> Table:
+        forward = seconds(num_samples).forward
+        return tuple(tuple(float(forward[nodes].sum()) for nodes in component) for component in places)
+
+    def largest_at(num_samples: int) -> Table:
+        counts = table.counts(num_samples)
+        moved = counts["bytes_read"] + counts["bytes_written"]
+        return tuple(tuple(float(moved[nodes].max(initial=0.0)) for nodes in component) for component in places)
+
+    return FrozenLayers(
+        tuple(component.name for component in graph.components),
+        tuple(tuple(sorted(numbers[name] for name in component.depends)) for component in graph.components),
+        seconds_at,
+        largest_at,
+        layers,
+    )
