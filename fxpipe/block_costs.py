@@ -86,7 +86,12 @@ class BlockCosts:
     @cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:
         """The weights that several blocks read, by name: two stages that have one each hold it and sum its gradient."""
-        return {weight.name: weight.blocks for weight in self.weights if len(weight.blocks) > 1}
+        return {weight.name: weight.blocks for weight in self.shared_weights}
+
+    @cached_property
+    def shared_weights(self) -> tuple[Weight, ...]:
+        """The weights that several blocks read."""
+        return tuple(weight for weight in self.weights if len(weight.blocks) > 1)
 
     def weights_of(self, blocks: Collection[int]) -> tuple[Weight, ...]:
         """The weights of a stage of these blocks, each once."""

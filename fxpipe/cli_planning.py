@@ -1,6 +1,6 @@
 """`fxpipe tune`, `compare`, `simulate`, `trace` and `report`: plans, and what they will cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fxpipe.costs import CostModel
     from passes.candidates import Wishes
     from passes.plan import Planned
+    from passes.rehearsal.case import Case
 
 Out = Annotated[Path, typer.Option(dir_okay=False, help="file to write")]
 Filled = Annotated[bool, typer.Option(help="the step that does the next batch's frozen work in its idle time")]
@@ -39,8 +40,22 @@ class _Question:
         """As `fxpipe.compile` chooses it."""
         from passes.plan import make_plan
 
-        memory = getattr(self.model, "memory_bytes", None)  # devices by name know theirs
-        return make_plan(self.step.graph, self.step.blocks, self.cluster, self.wishes, memory)
+        return make_plan(self.case, self.wishes, self.device_bytes)
+
+    @cached_property
+    def case(self) -> "Case":
+        """The step and the machines, without a memory limit."""
+        from passes.frozen_layers import frozen_layers
+        from passes.rehearsal.case import Case
+
+        step, wishes = self.step, self.wishes
+        layers = frozen_layers(step.captured, step.graph, step.costs, self.model)
+        return Case(step.graph, step.blocks, layers, self.model, self.cluster, wishes.world_size, wishes.batch_size)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Devices by name know their memory."""
+        return getattr(self.model, "memory_bytes", None)
 
 
 def _question(planning: Planning) -> _Question:
@@ -99,19 +114,16 @@ def compare(planning: Planning) -> None:
     Every contestant by its best number of micro-batches that fits into memory. No stage is traced, no program made.
     """
     from fxpipe.comparison import comparison_table
-    from passes.comparison import Case
     from passes.comparison import compare as contest
-    from passes.frozen_layers import frozen_layers
     from passes.plan import usable_bytes
 
     asked = _question(planning)
-    step, wishes, memory = asked.step, asked.wishes, getattr(asked.model, "memory_bytes", None)
-    limit = wishes.memory_limit_bytes or (usable_bytes(memory) if memory else None)
-    layers = frozen_layers(step.captured, step.graph, step.costs, asked.model)
-    machines = asked.cluster, wishes.world_size, wishes.batch_size, limit
-    case = Case(step.graph, step.blocks, layers, asked.model, *machines)
+    limit = asked.wishes.memory_limit_bytes
+    if limit is None and asked.device_bytes:
+        limit = usable_bytes(asked.device_bytes)
+    case = replace(asked.case, limit_bytes=limit)
     print(_head(planning, asked, limit))
-    print_wide(comparison_table(contest(case, wishes, planning.budget), limit))
+    print_wide(comparison_table(contest(case, asked.wishes, planning.budget), limit))
 
 
 @planned

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,14 @@ class Cluster:
             pass  # links of its own: only TOML can say that
         return _toml(self)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return prod(level.size for level in self.levels)
+
+    @cached_property
+    def routes(self) -> dict[tuple[int, int], tuple[Link, tuple[network.Port, ...]]]:
+        """The routes that were asked for, by source and target: `fxpipe.network` keeps them here."""
+        return {}
 
     def require(self, world_size: int) -> "Cluster":
         """This cluster, if it has `world_size` devices or more; the first ones are used.

@@ -48,6 +48,7 @@ from passes.lowering import Lowered, lower, require_lowered
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
 from passes.plan import make_plan
+from passes.rehearsal.case import Case
 from passes.room import Room
 
 Observe = Callable[[str, Any], None]
@@ -144,7 +145,9 @@ def compile(
     filled = fill != "none" and bool(graph.components)
     copies = data_parallel if asked == "auto" else data_parallel or 1
     open_ends = (copies, stages, count, collocation, recompute, given_bytes(memory_limit), conditioning, filled)
-    plan = make_plan(graph, table, network, Wishes(asked, world_size, size, *open_ends), _device_bytes(seconds_of))
+    layers = frozen_layers(captured, graph, costs, seconds_of)
+    case = Case(graph, table, layers, seconds_of, network, world_size, size)
+    plan = make_plan(case, Wishes(asked, world_size, size, *open_ends), _device_bytes(seconds_of))
     sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
     see("plan", plan)
 
@@ -175,7 +178,7 @@ def compile(
         alone = without_components(traced.work)
         plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
         left = plan.limit_bytes and room.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
-        frozen = Frozen(captured, batch, graph, frozen_layers(captured, graph, costs, seconds_of), left)
+        frozen = Frozen(captured, batch, graph, layers, left)
         reduced = table.trained_bytes
         found = fill_step(frozen, staged, traced, plain.schedule, resources, reduced, weights, where, fill, optional)
         see("filled", found)

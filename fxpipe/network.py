@@ -28,6 +28,12 @@ Port = tuple[int, str, int]
 
 def route(cluster: Cluster, source: int, target: int) -> tuple[Link, tuple[Port, ...]]:
     """The link that joins two ranks, and the ports of it that a message between them uses."""
+    if (source, target) not in cluster.routes:
+        cluster.routes[source, target] = _route(cluster, source, target)
+    return cluster.routes[source, target]
+
+
+def _route(cluster: Cluster, source: int, target: int) -> tuple[Link, tuple[Port, ...]]:
     for rank in (source, target):
         if not 0 <= rank < cluster.num_ranks:
             raise CompileError(f"rank {rank} is not in the cluster of {cluster.num_ranks} devices")

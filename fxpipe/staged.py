@@ -10,7 +10,7 @@ class Staged:
 
     Micro-batch m runs on stage_ranks[s][m % their number]. `schedule` names the order the placement was made for;
     `collocated` says that no skip crosses ranks by design; stages in `recompute` keep only their inputs for the
-    backward; `notes` tell what was chosen and what it costs.
+    backward.
     """
 
     boundaries: tuple[int, ...]
@@ -18,7 +18,6 @@ class Staged:
     schedule: str
     collocated: bool
     world_size: int
-    notes: tuple[str, ...] = ()
     recompute: frozenset[int] = frozenset()
 
     @property

@@ -6,11 +6,12 @@ reductions over replicas   ->    start with the last gradient of a stage, overla
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.collectives import ring_ports
-from fxpipe.network import Port
+from fxpipe.network import Port, route
 from fxpipe.schedule import Schedule, Work
 from fxpipe.simulator import Timeline, simulate
 from fxpipe.staged import Staged
@@ -194,8 +195,17 @@ class Lags:
     def _seconds(self, source: int, target: int, kind: str) -> float:
         pair = (source, target) if kind == "F" else (target, source)
         size = self._bytes.get(pair, 0) * self._num_samples
-        pairs = zip(self._ranks[source], self._ranks[target], strict=False)
-        return max(self._cluster.concurrent_seconds([(a, b, float(size)) for a, b in pairs if a != b]), default=0.0)
+        paces = _paces(self._cluster, self._ranks[source], self._ranks[target]) if size else ()
+        return max((latency + size * per_byte for latency, per_byte in paces), default=0.0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _paces(cluster: Cluster, sources: tuple[int, ...], targets: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+    """(seconds, seconds per byte) of messages of one size, all started together."""
+    pairs = [(a, b) for a, b in zip(sources, targets, strict=False) if a != b]
+    latencies = [route(cluster, a, b)[0].latency_seconds for a, b in pairs]
+    ends = cluster.concurrent_seconds([(a, b, 1.0) for a, b in pairs])
+    return tuple((latency, end - latency) for latency, end in zip(latencies, ends, strict=True))
 
 
 def stage_seconds(staged: Staged, block_seconds: Sequence[float]) -> tuple[float, ...]:

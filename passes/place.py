@@ -155,7 +155,7 @@ def place(
         boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
     else:
         boundaries = linear(times.total, wanted.stages, cut_bytes(graph), slack=_SLACK)
-    return Staged(boundaries, ranks, wanted.schedule, False, world_size, (), recompute)
+    return Staged(boundaries, ranks, wanted.schedule, False, world_size, recompute)
 
 
 def _uneven(
@@ -169,7 +169,7 @@ def _uneven(
     starts = [0, *accumulate(plan.replicas)]
     ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
     recompute = frozenset(range(stages)) if wanted.recompute else frozenset[int]()
-    return Staged(plan.boundaries, ranks, wanted.schedule, False, places, (), recompute)
+    return Staged(plan.boundaries, ranks, wanted.schedule, False, places, recompute)
 
 
 def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:
@@ -196,19 +196,37 @@ def _folded(
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
     num_waves = wanted.stages // (2 * wanted.places)
     found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph), costs)
-    notes = []
-    if pairs and wanted.hard:
-        free = _waves(times.total, [], replace(wanted, hard=False), num_waves, cut_bytes(graph), [])
-        notes.append(
-            f"{len(pairs)} skips collocated: busiest rank {found.max_over_mean:.3f} x mean, "
-            f"{free.max_over_mean:.3f} if skips could cross ranks"
-        )
-    elif pairs:
-        notes.append(
-            f"{len(found.crossing)} of {len(pairs)} skips cross ranks, for balance ({found.max_over_mean:.3f} x mean)"
-        )
     world_size = wanted.places * len(wanted.pipelines)
-    return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size, tuple(notes))
+    return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size)
+
+
+def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[str, ...]:
+    """What the skips of a fold cost its balance, or how many cross ranks for it."""
+    pairs, owners = skip_pairs(graph), [ranks[:1] for ranks in staged.stage_ranks]
+    places = len(set(owners))
+    folded = owners == owners[::-1] and staged.num_stages % (2 * places) == 0 and staged.schedule != "bidirectional"
+    if not pairs or places < 2 or not folded:
+        return ()
+    busiest = _max_over_mean(times, staged)
+    stage_of = staged.stage_of_block
+    crossing = sum(owners[stage_of[a]] != owners[stage_of[b]] for a, b in pairs)
+    if crossing:
+        return (f"{crossing} of {len(pairs)} skips cross ranks, for balance ({busiest:.3f} x mean)",)
+    shape = Shape("wave", staged.num_stages, pipelines(places, 1), hard=False)
+    free = _waves(times.total, [], shape, staged.num_stages // (2 * places), cut_bytes(graph), [])
+    return (
+        f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if skips could "
+        "cross ranks",
+    )
+
+
+def _max_over_mean(times: BlockTimes, staged: Staged) -> float:
+    """The busiest place's seconds over their mean, within one pipeline."""
+    total, loads = times.total, dict.fromkeys((ranks[0] for ranks in staged.stage_ranks), 0.0)
+    for stage, ranks in enumerate(staged.stage_ranks):
+        loads[ranks[0]] += sum(total[block] for block in staged.blocks(stage))
+    mean = sum(loads.values()) / len(loads)
+    return max(loads.values()) / mean if mean else 1.0
 
 
 def _waves(

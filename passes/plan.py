@@ -6,16 +6,16 @@ a name, "auto"          the tuner's choice among what is left open, within memor
 
 from dataclasses import dataclass, replace
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph, human_bytes
-from fxpipe.cluster import Cluster
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
 from passes.candidates import Wishes
 from passes.estimate import BlockTimes
-from passes.place import place_schedule
-from passes.tune import NothingFits, Tuned, block_times, tune
+from passes.finals import finals
+from passes.place import fold_notes, place_schedule
+from passes.rehearsal.case import Case
+from passes.tune import NothingFits, Tuned, block_times
 
 _USABLE = 0.95  # of a device's memory: kernels and the allocator need some more than is counted
 
@@ -35,10 +35,8 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
-def make_plan(
-    graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes, device_bytes: int | None
-) -> Planned:
-    """The plan that serves the wishes.
+def make_plan(case: Case, wishes: Wishes, device_bytes: int | None) -> Planned:
+    """The plan for a step that serves the wishes.
 
     Args:
         device_bytes: memory of the device planned for; a limit where the user gave none, unless nothing fits.
@@ -48,28 +46,28 @@ def make_plan(
     """
     if isinstance(wishes.schedule, Schedule):
         assert wishes.microbatches is not None
-        times = block_times(costs, -(-wishes.batch_size // wishes.microbatches))
-        staged = place_schedule(graph, times, wishes.schedule, cluster)
-        return Planned(staged, wishes.microbatches, times, notes=(*staged.notes, *_empty(graph, staged)))
-    wishes, tuned, notes = _tuned(graph, costs, cluster, wishes, device_bytes)
+        times = block_times(case.costs, -(-wishes.batch_size // wishes.microbatches))
+        staged = place_schedule(case.graph, times, wishes.schedule, case.cluster)
+        notes = (*fold_notes(case.graph, times, staged), *_empty(case.graph, staged))
+        return Planned(staged, wishes.microbatches, times, notes=notes)
+    wishes, tuned, notes = _tuned(case, wishes, device_bytes)
     staged, count = tuned.chosen.placed, tuned.chosen.microbatches
-    times = block_times(costs, -(-wishes.batch_size // count))
-    notes = (*notes, *staged.notes, *_empty(graph, staged), *_runner_up(tuned))
+    times = block_times(case.costs, -(-wishes.batch_size // count))
+    notes = (*notes, *fold_notes(case.graph, times, staged), *_empty(case.graph, staged), *_runner_up(tuned))
     return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes)
 
 
-def _tuned(
-    graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes, device_bytes: int | None
-) -> tuple[Wishes, Tuned, tuple[str, ...]]:
+def _tuned(case: Case, wishes: Wishes, device_bytes: int | None) -> tuple[Wishes, Tuned, tuple[str, ...]]:
     if wishes.memory_limit_bytes is not None or device_bytes is None:
-        return wishes, tune(graph, costs, cluster, wishes), ()
-    within = replace(wishes, memory_limit_bytes=usable_bytes(device_bytes))
+        return wishes, finals(replace(case, limit_bytes=wishes.memory_limit_bytes), wishes), ()
+    limit = usable_bytes(device_bytes)
+    within = replace(wishes, memory_limit_bytes=limit)
     try:
-        return within, tune(graph, costs, cluster, within), ()
+        return within, finals(replace(case, limit_bytes=limit), within), ()
     except NothingFits:
-        tuned = tune(graph, costs, cluster, wishes)
+        tuned = finals(replace(case, limit_bytes=None), wishes)
         needed = human_bytes(tuned.chosen.peak_bytes or 0)
-        note = f"a rank needs {needed}, more than the {human_bytes(device_bytes)} of a {cluster.device}"
+        note = f"a rank needs {needed}, more than the {human_bytes(device_bytes)} of a {case.cluster.device}"
         return wishes, tuned, (note,)
 
 

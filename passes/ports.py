@@ -28,8 +28,9 @@ def busiest_port_seconds(
             busy[port] = busy.get(port, 0.0) + num_bytes / link.bandwidth_bytes_per_second
     for stage, ranks in enumerate(staged.stage_ranks):
         size = sum(gradient_bytes[block] for block in staged.blocks(stage)) if len(ranks) > 1 else 0
+        seconds = cluster.all_reduce_seconds(ranks, size)
         for port in ring_ports(cluster, tuple(sorted(ranks))) if size else ():
-            busy[port] = busy.get(port, 0.0) + cluster.all_reduce_seconds(ranks, size)
+            busy[port] = busy.get(port, 0.0) + seconds
     return max(busy.values(), default=0.0)
 
 

@@ -40,7 +40,12 @@ def most_saved(actions: Sequence[Action], saved: Sequence[int]) -> int:
 
 def state_bytes(costs: BlockCosts, blocks: Collection[int]) -> int:
     """Weights that these blocks read, gradients and AdamW's averages of those that train; each weight once."""
-    return sum(w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights_of(blocks))
+    held = sum(costs.parameter_bytes[b] + costs.trained_bytes[b] for b in blocks)
+    held += ADAMW_BYTES * sum(costs.trained_elements[b] for b in blocks)
+    for weight in costs.shared_weights:
+        again = max(0, sum(block in blocks for block in weight.blocks) - 1)
+        held -= again * (weight.num_bytes + weight.trained * (weight.num_bytes + ADAMW_BYTES * weight.num_elements))
+    return held
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,10 @@ Every candidate has a lower bound on its time. Those whose bound could win get s
 that are simulated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 
 from fxpipe.block_costs import BlockCosts
@@ -25,9 +27,10 @@ from passes.place import TWO_PER_RANK, place
 from passes.ports import busiest_port_seconds
 from passes.room import Room, saved_bytes, wire_bytes
 
-_MOST_SIMULATED = 40  # candidates that fit, in the order of their first estimates
+_MOST_SIMULATED = 40  # candidates that fit
 _TRUSTED = 1.25  # a bound this much above the best first estimate rules a candidate out
-_CLOSE = 1.05  # a first estimate this much above the best time does
+_ESTIMATED, _SIMULATED, _KNOWN = range(3)
+_MARGIN = 1.05, 1.02, 1.0  # by how much less of each kind of estimate a candidate may take
 
 
 class NothingFits(CompileError):
@@ -50,29 +53,106 @@ class Tuned:
         return tuple(candidate.outcome for candidate in self.ranked)
 
 
-def tune(graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> Tuned:
+def tune(
+    graph: BlockGraph,
+    costs: BlockCosts,
+    cluster: Cluster,
+    wishes: Wishes,
+    rehearse: Callable[[Candidate], Candidate | None] | None = None,
+) -> Tuned:
     """The candidate predicted fastest of those that fit into the memory limit.
+
+    Args:
+        rehearse: predicts one that could be the best more closely; None ends the search.
 
     Raises:
         CompileError: none fits; says which would need least.
     """
     tuner = _Tuner(graph, costs, cluster, wishes)
     estimated, ruled_out = tuner.estimated(sorted(candidates(graph, costs, wishes), key=lambda c: c.bound_seconds))
-    best: Candidate | None = None
-    simulated: list[Candidate] = []
-    while estimated and not (best and tuner.is_settled(simulated, estimated[0], best)):
-        for tried in tuner.simulated(estimated.pop(0)):
-            simulated.append(tried)
-            if tuner.fits(tried) and (best is None or (tried.seconds or inf) < (best.seconds or inf)):
-                best = tried
+    search = _Search(tuner, estimated, rehearse)
+    best = search.best()
     if best is None:
-        raise _nothing_fits(simulated, wishes)
-    others = [c for c in (*simulated, *estimated, *ruled_out) if c is not best]
-    told = sorted((tuner.told(c, best) for c in others), key=lambda c: c.likely_seconds)
-    return Tuned((best, *told), len(simulated))
+        raise _nothing_fits(search.lost, wishes)
+    others = [told(c, best, wishes.memory_limit_bytes) for c in (*search.lost, *search.waiting, *ruled_out)]
+    return Tuned((best, *sorted(others, key=lambda c: c.likely_seconds)), search.num_simulated)
 
 
-def _nothing_fits(simulated: list[Candidate], wishes: Wishes) -> CompileError:
+class _Search:
+    """Best first: what promises most is looked at more closely, until the one in front is known in full.
+
+    `lost` are those that cannot win any more.
+    """
+
+    def __init__(
+        self, tuner: "_Tuner", estimated: Sequence[Candidate], rehearse: Callable[[Candidate], Candidate | None] | None
+    ) -> None:
+        self._tuner, self._rehearse, self._count = tuner, rehearse, count()
+        self._queue: list[tuple[float, int, int, Candidate]] = []
+        self._num_fitting = self.num_simulated = 0
+        self.lost: list[Candidate] = []
+        for candidate in estimated:
+            self._push(_ESTIMATED, candidate)
+
+    @property
+    def waiting(self) -> list[Candidate]:
+        return [candidate for *_, candidate in self._queue]
+
+    def best(self) -> Candidate | None:
+        """The fastest that fits; None where none does."""
+        while self._queue and self._queue[0][2] != _KNOWN:
+            _, _, level, candidate = heappop(self._queue)
+            if level == _SIMULATED:
+                full = self._rehearse(candidate) if self._rehearse else candidate
+                if full is None:
+                    if self._known:
+                        self.lost.append(candidate)
+                    else:
+                        self._push(_KNOWN, candidate)
+                    break
+                self._push(_KNOWN, full)
+            elif self._num_fitting < _MOST_SIMULATED:
+                for tried in self._tuner.simulated(candidate):
+                    self.num_simulated += 1
+                    self._num_fitting += self._push(_SIMULATED if self._rehearse else _KNOWN, tried)
+            else:
+                self.lost.append(candidate)
+        if not self._known:
+            return None
+        first = min(self._known)
+        self._queue.remove(first)
+        return first[-1]
+
+    @property
+    def _known(self) -> list[tuple[float, int, int, Candidate]]:
+        return [entry for entry in self._queue if entry[2] == _KNOWN]
+
+    def _push(self, level: int, candidate: Candidate) -> bool:
+        """Whether it may still win: what needs too much memory does not."""
+        fits = level == _ESTIMATED or self._tuner.fits(candidate)
+        if fits:
+            key = candidate.likely_seconds / _MARGIN[level]
+            heappush(self._queue, (key, next(self._count), level, candidate))
+        else:
+            self.lost.append(candidate)
+        return fits
+
+
+def told(candidate: Candidate, best: Candidate, limit_bytes: int | None) -> Candidate:
+    """The candidate with the reason it lost to the best."""
+    assert best.seconds is not None
+    more = f"{candidate.likely_seconds / best.seconds - 1:.1%} longer" if best.seconds else "longer"
+    if candidate.peak_bytes is not None and limit_bytes is not None and candidate.peak_bytes > limit_bytes:
+        return replace(candidate, why=f"needs {human_bytes(candidate.peak_bytes)} on a rank")
+    if candidate.likely_seconds < best.seconds:
+        return replace(candidate, why="not simulated: others promised more")
+    if candidate.seconds is not None:
+        return replace(candidate, why=more)
+    return replace(candidate, why=f"about {more}" if candidate.estimated_seconds else f"at least {more}")
+
+
+def _nothing_fits(lost: list[Candidate], wishes: Wishes) -> CompileError:
+    simulated = [candidate for candidate in lost if candidate.peak_bytes is not None]
     if not simulated:
         return CompileError(
             f"no way to use world_size={wishes.world_size} with data_parallel={wishes.data_parallel}, "
@@ -116,11 +196,6 @@ class _Tuner:
                 best = min(best, found[-1].likely_seconds)
         return sorted(found, key=lambda c: c.likely_seconds), []
 
-    def is_settled(self, simulated: list[Candidate], following: Candidate, best: Candidate) -> bool:
-        """Whether nothing that follows is likely to beat the best."""
-        assert best.seconds is not None
-        return following.likely_seconds > _CLOSE * best.seconds or sum(map(self.fits, simulated)) >= _MOST_SIMULATED
-
     def simulated(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate, and where it does not fit, or the user wants it, recomputed."""
         plain = None
@@ -135,17 +210,6 @@ class _Tuner:
         assert candidate.peak_bytes is not None
         limit = self._wishes.memory_limit_bytes
         return limit is None or candidate.peak_bytes <= limit
-
-    def told(self, candidate: Candidate, best: Candidate) -> Candidate:
-        """The candidate with the reason it lost."""
-        assert best.seconds is not None
-        more = f"{candidate.likely_seconds / best.seconds - 1:.1%} longer" if best.seconds else "longer"
-        if candidate.seconds is not None:
-            needs = f"needs {human_bytes(candidate.peak_bytes or 0)} on a rank"
-            return replace(candidate, why=more if self.fits(candidate) else needs)
-        if candidate.estimated_seconds and candidate.estimated_seconds < best.seconds:
-            return replace(candidate, why="not simulated: others promised more")
-        return replace(candidate, why=f"about {more}" if candidate.estimated_seconds else f"at least {more}")
 
     def _first_estimate(self, candidate: Candidate) -> Candidate:
         times = block_times(self._costs, self._num_samples(candidate))

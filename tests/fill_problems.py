@@ -1,5 +1,6 @@
 """Random frozen work and idle time, for hypothesis."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -13,11 +14,12 @@ PAPER = (4, 8, 12, 16, 24, 32, 48, 64, 96)
 
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
-    """Launch and time per sample, or measured at a few sizes, with steps and plateaus."""
+    """Launch and time per sample, or measured at a few sizes, with steps and plateaus; some in parts."""
+    most = draw(st.sampled_from((None, None, 1, 3, 16)))
     if draw(st.booleans()):
-        return Layer.affine("layer", draw(LAUNCH), draw(SAMPLE))
+        return replace(Layer.affine("layer", draw(LAUNCH), draw(SAMPLE)), most=most)
     sizes = draw(st.sets(st.integers(1, 48), min_size=1, max_size=4))
-    return Layer.measured("layer", {n: draw(LAUNCH) + n * draw(SAMPLE) for n in sizes})
+    return Layer.measured("layer", {n: draw(LAUNCH) + n * draw(SAMPLE) for n in sizes}, most)
 
 
 @st.composite

@@ -20,15 +20,16 @@ from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
 from passes.candidates import Wishes
-from passes.comparison import Case, baselines, compare
+from passes.comparison import baselines, compare
 from passes.comparison.contest import Attempt, Built, best
 from passes.comparison.data_parallel import BUCKET_BYTES, ddp, zero, zero_seconds
 from passes.comparison.memory import ddp_peak_bytes, zero_peak_bytes
-from passes.comparison.op_writer import OpWriter
-from passes.comparison.pieces import shared_out
-from passes.comparison.pipeline_ops import pipeline_ops
 from passes.estimate import estimated_work
 from passes.frozen_layers import FrozenLayers
+from passes.rehearsal.case import Case
+from passes.rehearsal.op_writer import OpWriter
+from passes.rehearsal.pieces import shared_out
+from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.schedule import make_schedule
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
@@ -172,7 +173,8 @@ def test_gpipe_of_two_stages_runs_frozen_work_first() -> None:
 def test_baselines_by_name_and_order() -> None:
     edges = [edge(i, i + 1, num_bytes=1) for i in range(3)]
     names = [c.name for c in baselines(case(4, ranks=4, batch_size=16, edges=edges))]
-    assert names == ["DDP", "ZeRO-3", "GPipe, 2 stages", "GPipe, relayed", "1F1B, relayed", "1F1B, direct"]
+    two_stages = ["GPipe, 2 stages", "GPipe, recomputed"]
+    assert names == ["DDP", "ZeRO-3", *two_stages, "GPipe, relayed", "1F1B, relayed", "1F1B, direct"]
     assert [c.name for c in baselines(case(ranks=1))] == ["DDP", "ZeRO-3"]
     assert "GPipe, 2 stages" not in [c.name for c in baselines(case(ranks=3, batch_size=3))]
     with pytest.raises(CompileError, match="a batch of 2 samples does not give each of 4 ranks one"):

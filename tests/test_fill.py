@@ -16,6 +16,7 @@ from passes.fill import (
     fill,
     holders,
     lower_bound_seconds,
+    parts,
     per_device,
     published,
     require,
@@ -208,6 +209,22 @@ def test_layer_times() -> None:
     assert Layer.affine("conv", 0.001, 0.002).seconds(10) == pytest.approx(0.021)
     assert [Layer("conv", ((8, 0.1),)).seconds(n) for n in (1, 8, 16)] == pytest.approx([0.1, 0.1, 0.2])
     assert found.table(24) == pytest.approx([found.seconds(n) for n in range(25)])
+    in_parts = replace(found, most=8)
+    assert [in_parts.seconds(n) for n in (8, 9, 16, 20)] == pytest.approx([0.004, 0.008, 0.008, 0.012])
+    assert in_parts.table(24) == pytest.approx([in_parts.seconds(n) for n in range(25)])
+    with pytest.raises(CompileError, match="most=0 samples at once"):
+        replace(found, most=0)
+
+
+@MANY
+@given(problems())
+def test_pieces_run_in_parts_that_their_layers_take(problem: FillProblem) -> None:
+    found = fill(problem)
+    for piece in (piece for of_rank in found.ranks for piece in of_rank):
+        layers = problem.components[piece.component].layers[piece.first_layer : piece.last_layer]
+        samples = list(parts(problem, piece))
+        assert [n for part in samples for n in part] == list(range(piece.first_sample, piece.last_sample))
+        assert all(layer.most is None or len(part) <= layer.most for layer in layers for part in samples)
 
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 2.0)), ((1, 2.0), (2, 1.0)), ((1, float("inf")),)])

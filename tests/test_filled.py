@@ -225,6 +225,16 @@ def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def test_frozen_work_runs_in_parts_where_memory_is_short() -> None:
+    case = Case(2, {"schedule": "1f1b", "microbatches": 8}, "", 16)
+    free = case.program(FrozenStep())
+    limit = free.plan.outcomes[0].peak_bytes
+    tight = replace(case, options={**case.options, "memory_limit": limit}).program(FrozenStep())
+    assert max(tight.simulate(filled=True).peak_bytes) < max(free.simulate(filled=True).peak_bytes)
+    batches = batches_of(FrozenStep(), case.batch_size)
+    assert_same(ahead(tight, batches), one_device(FrozenStep(), batches))
+
+
 class Mixing(FrozenStep):
     """A frozen part that looks at the whole batch: it can't run on some samples."""
 

@@ -16,6 +16,9 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.errors import CompileError
 from fxpipe.links import Link
 from passes.candidates import Wishes, candidates
+from passes.finals import finals
+from passes.rehearsal.case import Case
+from passes.rehearsal.rehearse import Rehearsal
 from passes.tune import NothingFits, Tuned, tune
 from tests.unet import TinyUNet
 
@@ -38,23 +41,27 @@ class Slow:
 
 
 @cache
-def planned() -> tuple[BlockGraph, BlockCosts]:
-    """The block graph and costs of a tiny U-Net."""
+def case() -> Case:
+    """A tiny U-Net's step with a frozen encoder."""
     from passes import plan
 
-    found: list[Any] = []
-    original = plan.tune
+    found: list[Case] = []
+    original = plan.finals
 
-    def spy(graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> Tuned:
-        found[:] = [graph, costs]
-        return original(graph, costs, cluster, wishes)
+    def spy(of: Case, wishes: Wishes) -> Tuned:
+        found.append(of)
+        return original(of, wishes)
 
-    plan.tune = spy
+    plan.finals = spy
     try:
         fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=8, cost_model=Slow(), schedule="1f1b")
     finally:
-        plan.tune = original
-    return found[0], found[1]
+        plan.finals = original
+    return found[0]
+
+
+def planned() -> tuple[BlockGraph, BlockCosts]:
+    return case().graph, case().costs
 
 
 def tuned(world_size: int, batch_size: int, cluster: str = "", **wishes: Any) -> Tuned:
@@ -125,6 +132,32 @@ def test_slow_links_prefer_less_traffic() -> None:
     assert on_thread.chosen.wire_bytes is not None
     assert on_thread.chosen.wire_bytes <= (on_nvlink.chosen.wire_bytes or 0)
     assert on_thread.chosen.shape != on_nvlink.chosen.shape
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("cluster", ["2x2xV100", "4xA100-PCIe"])
+def test_the_plan_is_the_fastest_of_all_that_were_rehearsed(cluster: str, filled: bool) -> None:
+    of = replace(case(), cluster=Cluster.parse(cluster), world_size=4, batch_size=16)
+    wishes = Wishes("auto", 4, 16, filled=filled)
+    chosen = finals(of, wishes).chosen
+    first = tune(of.graph, of.costs, of.cluster, wishes).chosen
+    seconds = [Rehearsal(of, candidate).run(filled).timeline.makespan_seconds for candidate in (chosen, first)]
+    assert chosen.seconds == pytest.approx(seconds[0], rel=1e-9)
+    assert seconds[0] <= seconds[1] * (1 + 1e-9)
+
+
+def test_rehearsals_end_the_search_or_are_left_out() -> None:
+    graph, costs = planned()
+    wishes, where = Wishes("auto", 4, 8), Cluster.parse("4xA100-80GB")
+    plain = tune(graph, costs, where, wishes)
+    shape = plain.chosen.shape
+    slower = tune(graph, costs, where, wishes, lambda c: replace(c, seconds=2 * (c.seconds or 0.0)))
+    assert slower.chosen.seconds == 2 * (plain.chosen.seconds or 0.0)
+    assert tune(graph, costs, where, wishes, lambda c: None).chosen.shape == plain.chosen.shape
+    limited = replace(wishes, memory_limit_bytes=10**9)
+    large = tune(graph, costs, where, limited, lambda c: replace(c, peak_bytes=1 + 10**9 * (c.shape == shape)))
+    assert large.chosen.shape != shape
+    assert any(c.shape == shape and "on a rank" in c.why for c in large.ranked)
 
 
 def test_everything_left_open_compiles_and_is_exact() -> None:

@@ -10,8 +10,8 @@ pipeline_ops  a schedule as op lists
 from fxpipe.comparison import Contestant
 from passes.candidates import Wishes
 from passes.comparison.baselines import baselines
-from passes.comparison.case import Case
 from passes.comparison.ours import ours
+from passes.rehearsal.case import Case
 
 __all__ = ["Case", "baselines", "compare", "ours"]
 

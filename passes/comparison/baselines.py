@@ -3,6 +3,7 @@
 DDP, ZeRO-3                    every rank the whole step on its samples
 GPipe, 2 stages                two ranks a pipeline, four micro-batches, frozen part first on all ranks' own samples:
                                DiffusionPipe's baseline (Tian et al., MLSys 2024)
+GPipe, recomputed              the same as published: every stage keeps its inputs alone (Huang et al., NeurIPS 2019)
 GPipe, 1F1B, relayed           a stage per rank, all that is sent goes from stage to stage
 1F1B, direct                   the same, skips sent to where they are read
 
@@ -18,17 +19,18 @@ from fxpipe.errors import CompileError
 from fxpipe.options import microbatch_sizes
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
-from passes.comparison.case import Case
 from passes.comparison.contest import Attempt, Built, best
 from passes.comparison.data_parallel import ddp, zero, zero_seconds
-from passes.comparison.memory import ddp_peak_bytes, frozen_bytes, held_bytes, pipeline_peak_bytes, zero_peak_bytes
-from passes.comparison.op_writer import OpWriter
-from passes.comparison.pieces import Piece, shared_out
-from passes.comparison.pipeline_ops import pipeline_ops
+from passes.comparison.memory import ddp_peak_bytes, zero_peak_bytes
 from passes.estimate import estimated_work, recomputed_seconds, stage_seconds, without_components
 from passes.partition import linear
 from passes.place import cut_bytes, pipelines
 from passes.ports import busiest_port_seconds, relayed_port_seconds
+from passes.rehearsal.case import Case
+from passes.rehearsal.memory import frozen_bytes, held_bytes, pipeline_peak_bytes
+from passes.rehearsal.op_writer import OpWriter
+from passes.rehearsal.pieces import Piece, shared_out
+from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.schedule import make_schedule
 from passes.tune import block_times
 
@@ -55,7 +57,8 @@ def baselines(case: Case) -> list[Contestant]:
     ]
     if ranks > 1:
         if ranks % 2 == 0:
-            found.append(best(case, "GPipe, 2 stages", _gpipe(case)))
+            found.append(best(case, "GPipe, 2 stages", _gpipe(case, (False, True))))
+            found.append(best(case, "GPipe, recomputed", _gpipe(case, (True,))))
         for name, relayed in (("gpipe", True), ("1f1b", True), ("1f1b", False)):
             title = f"{'GPipe' if name == 'gpipe' else '1F1B'}, {'relayed' if relayed else 'direct'}"
             lines = [_Line(case, name, ranks, 1, relayed, again) for again in (False, True)]
@@ -94,11 +97,11 @@ def _local_bound(case: Case, count: int, recompute: bool) -> float:
     return (2 if recompute else 1) * forward + rest
 
 
-def _gpipe(case: Case) -> Iterator[list[Attempt]]:
+def _gpipe(case: Case, recompute: Sequence[bool]) -> Iterator[list[Attempt]]:
     """Two stages and four micro-batches per pipeline, replicas in a node or across; more micro-batches if need be."""
     copies = case.world_size // 2
     for count in (4, 8, 16, 32):
-        for again in (False, True):
+        for again in recompute:
             ways = (_Line(case, "gpipe", 2, copies, False, again, strided) for strided in {False, 2 < case.world_size})
             yield [attempt for way in ways for attempt in way.attempts([count])]
 
@@ -144,7 +147,7 @@ class _Line:
         ways = pipelines(self.stages, self.copies, self.strided)
         ranks = tuple(tuple(way[stage] for way in ways) for stage in range(self.stages))
         again = frozenset(range(self.stages)) if self.recompute else frozenset[int]()
-        return Staged(boundaries, ranks, self.schedule, False, self.case.world_size, (), again)
+        return Staged(boundaries, ranks, self.schedule, False, self.case.world_size, again)
 
     def _schedule(self, staged: Staged, num_microbatches: int, size: int) -> Schedule:
         times = block_times(self.case.costs, size)

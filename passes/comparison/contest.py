@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fxpipe.comparison import Contestant
 from fxpipe.simulation import walk
 from fxpipe.timeline import Timeline
-from passes.comparison.case import Case
-from passes.comparison.op_writer import OpWriter
+from passes.rehearsal.case import Case
+from passes.rehearsal.op_writer import OpWriter
 
 
 @dataclass(frozen=True)

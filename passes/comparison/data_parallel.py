@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from fxpipe.collectives import Collective
 from fxpipe.options import microbatch_sizes
-from passes.comparison.case import Case
-from passes.comparison.op_writer import OpWriter
+from passes.rehearsal.case import Case
+from passes.rehearsal.op_writer import OpWriter
 
 BUCKET_BYTES = 25 * 2**20
 

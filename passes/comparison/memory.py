@@ -1,19 +1,9 @@
-"""The most bytes a rank needs, from block costs and the order of its work.
+"""The most bytes a rank of data parallel training needs, from block costs: state, inputs, and a micro-batch."""
 
-    0T0:32  0F0  0F1  0F2  0B0 ...      held: weights, gradients, optimizer state, frozen weights, inputs
-    temp.   +s   +s   +s   -s           saved: from a forward to its backward; and the largest temporary of each action
-
-As the tuner counts (`passes.room`), with inputs, frozen work and what it makes besides.
-"""
-
-from collections.abc import Sequence
-
-from fxpipe.schedule import Action, Schedule
-from fxpipe.staged import Staged
-from passes.comparison.case import Case
 from passes.comparison.data_parallel import local_sizes
-from passes.comparison.pieces import Piece, items
-from passes.room import saved_bytes, state_bytes
+from passes.rehearsal.case import Case
+from passes.rehearsal.memory import frozen_bytes
+from passes.room import state_bytes
 
 
 def ddp_peak_bytes(case: Case, num_microbatches: int, recompute: bool = False) -> int:
@@ -43,99 +33,3 @@ def _local_step_bytes(case: Case, num_microbatches: int, recompute: bool) -> int
     training = saved + max(costs.temporary_bytes(size))
     inputs = costs.given_bytes(case.blocks, sum(sizes))
     return sum(costs.component_bytes) + inputs + max(training, frozen_bytes(case, size))
-
-
-def frozen_bytes(case: Case, size: int) -> int:
-    """The largest operation of frozen work on so many samples."""
-    return int(max((most for layers in case.frozen.largest_at(size) for most in layers), default=0.0))
-
-
-def held_bytes(
-    case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int], whole_batch: bool = False
-) -> list[int]:
-    """What every rank of a pipeline holds all step long, with what frozen work makes for its stages.
-
-    `whole_batch`: every rank has all samples' inputs, as fxpipe's do; else its share.
-    """
-    found = []
-    samples = case.batch_size if whole_batch else -(-case.batch_size // case.world_size)
-    for actions in schedule.ranks:
-        blocks = [block for stage in _stages(actions) for block in staged.blocks(stage)]
-        held = (
-            state_bytes(case.costs, blocks) + sum(case.costs.component_bytes) + case.costs.given_bytes(blocks, samples)
-        )
-        found.append(held + _made_bytes(case, staged, actions, sizes))
-    return found
-
-
-def pipeline_peak_bytes(
-    case: Case,
-    staged: Staged,
-    schedule: Schedule,
-    sizes: Sequence[int],
-    pieces: Sequence[Sequence[Piece]] = (),
-    whole_batch: bool = False,
-) -> int:
-    """Of the fullest rank; `pieces` are frozen work of the next batch, whose results are held beside this one's."""
-    held = held_bytes(case, staged, schedule, sizes, whole_batch)
-    walk = _Walk(case, staged, sizes)
-    most = 0
-    for rank, actions in enumerate(schedule.ranks):
-        ahead = _made_bytes(case, staged, actions, sizes) if pieces else 0
-        most = max(most, held[rank] + ahead + walk.most(actions, pieces[rank] if pieces else ()))
-    return most
-
-
-class _Walk:
-    """The most that activations and temporaries take on a rank beside what it holds."""
-
-    def __init__(self, case: Case, staged: Staged, sizes: Sequence[int]) -> None:
-        self._case, self._staged, self._sizes = case, staged, sizes
-        self._saved = {size: saved_bytes(case.costs, staged, size) for size in set(sizes)}
-        self._largest = {size: case.costs.temporary_bytes(size) for size in set(sizes)}
-        self._temporary: dict[tuple[int, int, bool], int] = {}
-
-    def most(self, actions: Sequence[Action], pieces: Sequence[Piece]) -> int:
-        split = {action.stage for action in actions if action.kind == "W"}
-        level = most = 0
-        for _, item in items(actions, pieces):
-            if isinstance(item, Piece):
-                most = max(most, level + _piece_bytes(self._case, item))
-            elif item.kind == "T":
-                layers = self._case.frozen.largest_at(self._sizes[item.microbatch])[item.stage]
-                most = max(most, level + int(max(layers, default=0.0)))
-            elif item.kind != "R":
-                kept = self._saved[self._sizes[item.microbatch]][item.stage]
-                level += kept * (item.kind == "F")
-                most = max(most, level + self._temporary_bytes(item))
-                level -= kept * (item.kind == "W" or (item.kind in "BI" and item.stage not in split))
-        return most
-
-    def _temporary_bytes(self, action: Action) -> int:
-        """The largest operation of a stage, beside all that is computed again."""
-        size, again = self._sizes[action.microbatch], action.kind in "BI" and action.stage in self._staged.recompute
-        key = action.stage, size, again
-        if key not in self._temporary:
-            blocks = self._staged.blocks(action.stage)
-            kept = self._case.costs.stage_saved_bytes(blocks, size) if again else 0
-            self._temporary[key] = kept + max((self._largest[size][b] for b in blocks), default=0)
-        return self._temporary[key]
-
-
-def _piece_bytes(case: Case, piece: Piece) -> int:
-    largest = case.frozen.largest_at(piece.stop - piece.start)[piece.component]
-    return int(max(largest[piece.first_layer : piece.last_layer], default=0.0))
-
-
-def _stages(actions: Sequence[Action]) -> list[int]:
-    return sorted({action.stage for action in actions if action.kind == "F"})
-
-
-def _made_bytes(case: Case, staged: Staged, actions: Sequence[Action], sizes: Sequence[int]) -> int:
-    """What frozen components have made for the micro-batches that a rank's stages read it for."""
-    seen = {(a.microbatch, a.stage) for a in actions if a.kind == "F"}
-    total = 0
-    for edge in (edge for edge in case.graph.edges if isinstance(edge.producer, str)):
-        readers = {staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)}
-        total += sum(edge.num_bytes(sizes[m]) for m in {m for m, stage in seen if stage in readers})
-    return total

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpipe.schedule import Action
-from passes.comparison.case import Case
 from passes.fill import Fill, FillProblem, parts
+from passes.rehearsal.case import Case
 
 
 @dataclass(frozen=True)

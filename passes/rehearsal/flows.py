@@ -14,8 +14,8 @@ from functools import cached_property
 from fxpipe.block_graph import Edge
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
-from passes.comparison.case import Case, spans
-from passes.comparison.pieces import Piece
+from passes.rehearsal.case import Case, spans
+from passes.rehearsal.pieces import Piece
 
 Point = tuple[int, str, int]
 """A rank, one of "action", "piece" and "end", and the place among its kind."""

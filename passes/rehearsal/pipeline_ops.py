@@ -15,10 +15,10 @@ from fxpipe.collectives import Collective
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
-from passes.comparison.case import Case
-from passes.comparison.flows import Flows, Point
-from passes.comparison.op_writer import OpWriter
-from passes.comparison.pieces import Piece, items
+from passes.rehearsal.case import Case
+from passes.rehearsal.flows import Flows, Point
+from passes.rehearsal.op_writer import OpWriter
+from passes.rehearsal.pieces import Piece, items
 
 
 def pipeline_ops(
