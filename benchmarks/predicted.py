@@ -67,7 +67,7 @@ def measure(models: list[str], cluster: str) -> None:
     for name in models:
         torch.manual_seed(0)
         model = MODELS[name]()
-        seconds_of = _profiled(model)
+        seconds_of = profiled(model, BATCH_SIZE, [BATCH_SIZE // MICROBATCHES])
         for schedule in SCHEDULES:
             program = fxpipe.compile(
                 model, 2, batch_size=BATCH_SIZE, microbatches=MICROBATCHES, schedule=schedule, cluster=cluster,
@@ -83,11 +83,10 @@ def measure(models: list[str], cluster: str) -> None:
         Console(width=110).print(table)
 
 
-def _profiled(model: nn.Module) -> Profile:
+def profiled(model: nn.Module, batch_size: int, sizes: list[int]) -> Profile:
     """Both ranks time their share of the blocks at once."""
     ranks = DistributedTransport.from_environment("cpu")
-    step = costed(model, None, BATCH_SIZE, devices.device(), 24)
-    sizes = [BATCH_SIZE // MICROBATCHES]
+    step = costed(model, None, batch_size, devices.device(), 24)
     mine = profile(step, sizes, torch.device("cpu"), share=(ranks.rank, ranks.world_size))
     parts = ranks.gather_object(mine)
     found = ranks.broadcast_object(gathered(parts) if parts else None)

@@ -94,6 +94,8 @@ def candidates(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> Iterator
     for count in counts:
         if wishes.data_parallel in (None, count) and count <= wishes.batch_size:
             for found in shapes(wishes, count, _names(graph, costs, wishes)):
+                if wishes.schedule == "auto" and found.stages > max(found.places, costs.num_blocks // 2):
+                    continue  # too few blocks to balance several stages per rank
                 for microbatches in _microbatches(wishes, count, found.places):
                     if found.is_uneven and microbatches < found.places:
                         continue  # some replica would have nothing to do

@@ -23,9 +23,12 @@ from passes.chains import solve_unequal
 from passes.chains.of_blocks import chain_of
 from passes.estimate import BlockTimes
 from passes.partition import WavePartition, WavesPartition, linear, wave, waves
+from passes.ports import busiest_port_seconds
 from passes.schedule import POLICIES
 
-_SLACK = 0.03  # of the mean load: more balance is worth less than cheaper cuts
+_SLACKS = (0.03, 0.15, 0.5)
+"""Of the mean load: more balance is worth less than cheaper cuts. The first, unless links are slow."""
+_BUSY_LINKS = 1.0  # of the busiest rank's time: up to that, messages hide behind compute
 
 
 @dataclass(frozen=True)
@@ -142,20 +145,45 @@ def place(
     Raises:
         CompileError: the model has not the backbones that the shape needs.
     """
-    world_size = wanted.places * len(wanted.pipelines)
     if wanted.is_uneven:
         return _uneven(graph, costs, times, wanted, cluster, microbatches)
-    ranks = wanted.stage_ranks
+    best = _with_slack(graph, costs, times, wanted, cluster, _SLACKS[0])
+    load, port = _busiest(graph, times, best, cluster)
+    if port > _BUSY_LINKS * load:
+        others = [_with_slack(graph, costs, times, wanted, cluster, slack) for slack in _SLACKS[1:]]
+        best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
+    return best
+
+
+def _with_slack(
+    graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape, cluster: Cluster, slack: float
+) -> Staged:
+    """The stages with loads up to 1 + `slack` times the mean, or up to the least possible, and the cheapest cuts."""
+    ranks, world_size = wanted.stage_ranks, wanted.places * len(wanted.pipelines)
     recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
     if wanted.is_folded:
-        return replace(_folded(graph, times, wanted, cluster, ranks), recompute=recompute)
+        return replace(_folded(graph, times, wanted, cluster, ranks, slack), recompute=recompute)
     if wanted.is_opposite:
         boundaries = opposite(graph, costs, times.total, wanted.places, cut_bytes(graph))
     elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(graph, costs):
         boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
     else:
-        boundaries = linear(times.total, wanted.stages, cut_bytes(graph), slack=_SLACK)
+        boundaries = linear(times.total, wanted.stages, cut_bytes(graph), slack=slack)
     return Staged(boundaries, ranks, wanted.schedule, False, world_size, recompute)
+
+
+def _busiest(graph: BlockGraph, times: BlockTimes, staged: Staged, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of compute of the busiest rank, and of messages at the busiest port, for a micro-batch per pipeline."""
+    loads, total = dict.fromkeys(range(staged.world_size), 0.0), times.total
+    for stage, ranks in enumerate(staged.stage_ranks):
+        loads[ranks[0]] += sum(total[block] for block in staged.blocks(stage))
+    samples = times.num_samples * staged.replicas
+    return max(loads.values()), busiest_port_seconds(graph, staged, samples, cluster, (0,) * len(total))
+
+
+def _price(load: float, port: float) -> float:
+    """A step's bottleneck; and a little of both, since ramps have them one after the other."""
+    return max(load, port) + 0.05 * (load + port)
 
 
 def _uneven(
@@ -188,14 +216,19 @@ def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, clu
 
 
 def _folded(
-    graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster, ranks: tuple[tuple[int, ...], ...]
+    graph: BlockGraph,
+    times: BlockTimes,
+    wanted: Shape,
+    cluster: Cluster,
+    ranks: tuple[tuple[int, ...], ...],
+    slack: float = _SLACKS[0],
 ) -> Staged:
     pairs = skip_pairs(graph)
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
     num_waves = wanted.stages // (2 * wanted.places)
-    found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph), costs)
+    found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph, skips=False), costs, slack)
     world_size = wanted.places * len(wanted.pipelines)
     return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size)
 
@@ -213,7 +246,7 @@ def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[st
     if crossing:
         return (f"{crossing} of {len(pairs)} skips cross ranks, for balance ({busiest:.3f} x mean)",)
     shape = Shape("wave", staged.num_stages, pipelines(places, 1), hard=False)
-    free = _waves(times.total, [], shape, staged.num_stages // (2 * places), cut_bytes(graph), [])
+    free = _waves(times.total, [], shape, staged.num_stages // (2 * places), cut_bytes(graph, skips=False), [])
     return (
         f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if skips could "
         "cross ranks",
@@ -236,9 +269,10 @@ def _waves(
     num_waves: int,
     cuts: Sequence[float],
     costs: Sequence[float],
+    slack: float = _SLACKS[0],
 ) -> WavePartition | WavesPartition:
     if num_waves == 1:
-        return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, slack=_SLACK)
+        return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, slack=slack)
     return waves(seconds, skips, wanted.places, num_waves, wanted.hard, cuts, costs)
 
 
@@ -259,11 +293,12 @@ def skip_pairs(graph: BlockGraph) -> dict[tuple[int, int], int]:
     return pairs
 
 
-def cut_bytes(graph: BlockGraph) -> list[float]:
-    """Bytes per sample that a cut before each block sends, one more than blocks."""
+def cut_bytes(graph: BlockGraph, skips: bool = True) -> list[float]:
+    """Bytes per sample that a cut before each block sends, one more than blocks; `skips` across it too, or not."""
     cost = [0.0] * (len(graph.blocks) + 1)
     for edge in graph.edges:
-        readers = [c for c in edge.consumers if isinstance(c, int)]
+        kinds = zip(edge.consumers, edge.kinds, strict=True)
+        readers = [c for c, kind in kinds if isinstance(c, int) and (skips or kind != "skip")]
         if isinstance(edge.producer, int) and readers:
             for position in range(edge.producer + 1, max(readers) + 1):
                 cost[position] += edge.bytes_per_sample

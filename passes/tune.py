@@ -12,7 +12,7 @@ that are simulated.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from math import inf
 
 from fxpipe.block_costs import BlockCosts
@@ -35,6 +35,11 @@ _MARGIN = 1.05, 1.02, 1.0  # by how much less of each kind of estimate a candida
 
 class NothingFits(CompileError):
     """Every candidate needs more memory than there may be."""
+
+
+def _near(shares: Sequence[float], others: Sequence[float], places: int) -> bool:
+    """Whether no place's load would differ by more than 3 % of the mean; given are shares of the first blocks."""
+    return max(abs(a - b) for a, b in zip(shares, others, strict=True)) * places < 0.015
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ class _Tuner:
     def __init__(self, graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> None:
         self._graph, self._costs, self._cluster, self._wishes = graph, costs, cluster, wishes
         self._room = Room(costs, wishes.batch_size, wishes.filled)
-        self._placed: dict[tuple[object, ...], Staged] = {}
+        self._placed: dict[tuple[object, ...], list[tuple[list[float], Staged]]] = {}
         self._ports: dict[tuple[object, ...], float] = {}
 
     def estimated(self, waiting: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -230,14 +235,19 @@ class _Tuner:
         )
 
     def _place(self, candidate: Candidate, times: BlockTimes) -> Staged:
-        """The stages of a shape depend on where its places are, and in soft folds on their links."""
+        """The stages of a shape depend on its places, their links, and how blocks share the time: they are the same for
+        all sizes of micro-batches that share it alike."""
         shape = candidate.shape
         kind = "fold" if shape.is_folded else shape.schedule if shape.schedule in TWO_PER_RANK else "line"
         uneven = candidate.microbatches if shape.is_uneven else 0
-        key = (kind, shape.places, shape.stages, times.num_samples, shape.hard or shape.pipelines, uneven)
-        if key not in self._placed:
-            self._placed[key] = place(self._graph, self._costs, times, shape, self._cluster, candidate.microbatches)
-        known = self._placed[key]
+        key = (kind, shape.stages, shape.hard, shape.pipelines, uneven)
+        shares = list(accumulate(times.total))
+        shares = [share / shares[-1] if shares[-1] else 0.0 for share in shares]
+        alike = self._placed.setdefault(key, [])
+        known = next((staged for other, staged in alike if _near(other, shares, shape.places)), None)
+        if known is None:
+            known = place(self._graph, self._costs, times, shape, self._cluster, candidate.microbatches)
+            alike.append((shares, known))
         if shape.is_uneven:
             return known
         recompute = frozenset(range(shape.stages)) if shape.recompute else frozenset[int]()

@@ -130,8 +130,7 @@ def test_slow_links_prefer_less_traffic() -> None:
     on_thread = tune(graph, costs, Cluster("A100-80GB", (Level(4, slow),)), Wishes("auto", 4, 8, data_parallel=1))
     on_nvlink = tuned(4, 8, data_parallel=1)
     assert on_thread.chosen.wire_bytes is not None
-    assert on_thread.chosen.wire_bytes <= (on_nvlink.chosen.wire_bytes or 0)
-    assert on_thread.chosen.shape != on_nvlink.chosen.shape
+    assert on_thread.chosen.wire_bytes < (on_nvlink.chosen.wire_bytes or 0)
 
 
 @pytest.mark.parametrize("filled", [False, True])

@@ -9,6 +9,7 @@ PULSE (arXiv 2606.19163) collocates nested skips; here skips lie in any arrangem
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from passes.partition.checks import require_amounts, require_positive, require_s
 from passes.partition.crossing import least_soft_path
 from passes.partition.fronts import least_path, path_within
 from passes.partition.levels import Floats, Levels, Path
-from passes.partition.memory import StageMemory, least_fitting, refuse
+from passes.partition.memory import LevelMemory, StageMemory, least_fitting, refuse
 from passes.partition.soft import Soft
 from passes.partition.ties import best_tie
 
@@ -66,14 +67,29 @@ def wave(
     cut = np.zeros(len(weights) + 1) if cut_costs is None else np.asarray(cut_costs, dtype=float)
     _check(weights, skips, num_ranks, costs, cut, memory)
     limits = None if memory is None else memory.levels(range(num_ranks))
-    free = Levels.of(np.asarray(weights, dtype=float), (), num_ranks, limits)
-    soft = Soft.of(free, skips, costs)
-    path = least_soft_path(soft) if skips and not hard else least_path(soft.hard)
+    given = tuple(weights), skips, num_ranks, hard, costs
+    soft, path = _unlimited(*given) if limits is None else _least(*given, limits)
     if path is None:
-        raise _too_little_memory(soft.hard if hard else free)
+        raise _too_little_memory(soft.hard if hard else soft.free)
     enough = max(soft.largest(path), (1 + slack) * sum(weights) / num_ranks)
     path = best_tie(soft.given(soft.crossing(path)), enough, cut)
     return _partition(soft, path)
+
+
+def _least(
+    weights: tuple[float, ...],
+    skips: tuple[tuple[int, int], ...],
+    num_ranks: int,
+    hard: bool,
+    costs: tuple[float, ...],
+    limits: LevelMemory | None = None,
+) -> tuple[Soft, Path | None]:
+    """What does not depend on cuts and slack, which callers vary: a path whose largest load is smallest."""
+    soft = Soft.of(Levels.of(np.asarray(weights, dtype=float), (), num_ranks, limits), skips, costs)
+    return soft, least_soft_path(soft) if skips and not hard else least_path(soft.hard)
+
+
+_unlimited = lru_cache(maxsize=4)(_least)
 
 
 def _check(

@@ -1,0 +1,159 @@
+"""What the stages of Stable Diffusion 2.1's U-Net send each other, and what a step takes, where skips go each way.
+
+    python benchmarks/traffic.py
+    python benchmarks/traffic.py --ranks 4 --batch-size 64
+
+    line, relayed     a stage per rank, balanced exactly; what a later stage reads is handed on from rank to rank
+    line, direct      the same stages, every value sent once to every rank that reads it
+    wave, soft        two stages per rank, folded; a skip may cross ranks where that balances better than it costs
+    wave, hard        the same, every skip on its rank
+
+A pipeline per row, one sample per micro-batch, 512x512; bytes are activations and their gradients between stages, per
+sample. Steps are simulated on A100s, frozen work of each micro-batch before it: joined by NVSwitch, by PCIe, and one to
+a node over 10 Gbit/s Ethernet, where stages are cut where little crosses. "searched" is the wave's order as fxpipe
+finds it in two seconds for that very network. A second table trades balance for bytes: loads up to 1 + slack times the
+mean count as equal.
+"""
+
+import argparse
+from dataclasses import replace
+
+import torch
+from compile_sd21 import StableDiffusion21Step
+from rich.console import Console
+from rich.table import Table
+
+from cost_models.devices import device
+from fxpipe.block_graph import human_bytes
+from fxpipe.cluster import Cluster
+from fxpipe.costing import costed
+from fxpipe.schedule import Schedule
+from fxpipe.simulation import walk
+from fxpipe.staged import Staged
+from fxpipe.timeline import human_seconds
+from passes.estimate import estimated_work
+from passes.frozen_layers import frozen_layers
+from passes.order import Resources, order
+from passes.partition import wave
+from passes.place import Shape, cut_bytes, pipelines, place, skip_pairs
+from passes.rehearsal.case import Case
+from passes.rehearsal.flows import Flows
+from passes.rehearsal.pipeline_ops import pipeline_ops
+from passes.room import Room
+from passes.tune import block_times
+
+DEVICE, NUM_BLOCKS, BUDGET = "A100-80GB", 128, 2.0
+SLACKS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+ROWS = (
+    ("line, relayed", "1f1b", True, True),
+    ("line, direct", "1f1b", True, False),
+    ("wave, soft", "wave", False, False),
+    ("wave, hard", "wave", True, False),
+)
+
+
+def networks(ranks: int) -> dict[str, Cluster]:
+    return {
+        "NVSwitch": Cluster.parse(f"{ranks}x{DEVICE}"),
+        "PCIe": Cluster.parse(f"{ranks}xA100-PCIe"),
+        "10 Gbit/s": Cluster.parse(f"{ranks}x1x{DEVICE}+Ethernet-10"),
+    }
+
+
+def captured(batch_size: int) -> Case:
+    model = device(DEVICE)
+    with torch.device("meta"):
+        step = StableDiffusion21Step()
+    found = costed(step, None, batch_size, model, NUM_BLOCKS, 1)
+    layers = frozen_layers(found.captured, found.graph, found.costs, model)
+    return Case(found.graph, found.blocks, layers, model, Cluster.parse(f"8x{DEVICE}"), 8, batch_size)
+
+
+def placed(case: Case, schedule: str, hard: bool) -> Staged:
+    stages = case.world_size * (2 if schedule == "wave" else 1)
+    shape = Shape(schedule, stages, pipelines(case.world_size, 1), hard)
+    return place(case.graph, case.costs, block_times(case.costs, 1), shape, case.cluster, case.batch_size)
+
+
+def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule:
+    times, room = block_times(case.costs, 1), Room(case.costs, case.batch_size)
+    resources = Resources.of(room, staged, times, case.cluster, None)
+    return order(case.graph, staged, estimated_work(case.graph, staged, case.batch_size), resources, budget).schedule
+
+
+def seconds(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
+    ops = pipeline_ops(case, staged, schedule, (1,) * case.batch_size, relayed=relayed).ops
+    return walk(ops, {}, case.cluster).timeline().makespan_seconds
+
+
+def bytes_per_sample(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
+    """Activations and gradients between stages."""
+    flows = Flows(case, staged, schedule, (1,) * case.batch_size, relayed)
+    made = {"main", "gradient"}
+    return sum(size for (*_, kind), size in flows.num_bytes.items() if kind in made) / case.batch_size
+
+
+def max_over_mean(case: Case, staged: Staged) -> float:
+    total, loads = block_times(case.costs, 1).total, [0.0] * case.world_size
+    for stage, (rank,) in enumerate(staged.stage_ranks):
+        loads[rank] += sum(total[block] for block in staged.blocks(stage))
+    return max(loads) * case.world_size / sum(loads)
+
+
+def table(case: Case, ranks: int) -> Table:
+    found = Table("", title=f"{ranks} ranks, {case.batch_size} micro-batches", title_justify="left")
+    for column in ("max/mean", "bytes a sample", "less than relays", "less than direct", *networks(ranks)):
+        found.add_column(column, justify="right")
+    sent: dict[str, float] = {}
+    for name, schedule, hard, relayed in ROWS:
+        cells, best = [], []
+        for network in networks(ranks).values():
+            here = replace(case, cluster=network, world_size=ranks)
+            staged = placed(here, schedule, hard)
+            plan = ordered(here, staged)
+            if not cells:
+                sent[name] = bytes_per_sample(here, staged, plan, relayed)
+                cells += [f"{max_over_mean(here, staged):.3f}", human_bytes(int(sent[name]))]
+                cells += ["" if row not in sent else f"{1 - sent[name] / sent[row]:.0%}" for row, *_ in ROWS[:2]]
+            cells.append(human_seconds(seconds(here, staged, plan, relayed)))
+            if schedule == "wave":
+                best.append(human_seconds(seconds(here, staged, ordered(here, staged, BUDGET), relayed)))
+        found.add_row(name, *cells)
+        if best:
+            found.add_row("  searched", "", "", "", "", *best)
+    return found
+
+
+def frontier(case: Case, ranks: int) -> Table:
+    """Bytes against balance, every skip on its rank."""
+    found = Table("slack", title=f"{ranks} ranks, wave, hard: fewer bytes for more load", title_justify="left")
+    for column in ("max/mean", "bytes a sample", "less than relays"):
+        found.add_column(column, justify="right")
+    here = replace(case, world_size=ranks)
+    line, times = placed(here, "1f1b", True), block_times(case.costs, 1)
+    relayed = bytes_per_sample(here, line, ordered(here, line), True)
+    skips, cuts = list(skip_pairs(case.graph)), cut_bytes(case.graph, skips=False)
+    for slack in SLACKS:
+        boundaries = wave(times.total, skips, ranks, True, cuts, slack=slack).boundaries
+        staged = replace(placed(here, "wave", True), boundaries=boundaries)
+        sent = bytes_per_sample(here, staged, ordered(here, staged), False)
+        found.add_row(
+            f"{slack:.0%}", f"{max_over_mean(here, staged):.3f}", human_bytes(int(sent)), f"{1 - sent / relayed:.0%}"
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, action="append", help="2, 4 and 8 where left out")
+    parser.add_argument("--batch-size", type=int, default=32)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    case = captured(options.batch_size)
+    for ranks in options.ranks or (2, 4, 8):
+        Console().print(table(case, ranks))
+        Console().print(frontier(case, ranks))
+
+
+if __name__ == "__main__":
+    main()
