@@ -10,8 +10,8 @@ Lag = Callable[[int, int, str], float]
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """Start and end of every action in seconds from the start of the step."""
+class ActionTimes:
+    """Start and end of every action of a schedule, in seconds from the start of the step."""
 
     start_seconds: dict[Action, float]
     end_seconds: dict[Action, float]
@@ -59,7 +59,7 @@ def no_lag(source: int, target: int, kind: str) -> float:
     return 0.0
 
 
-def simulate(schedule: Schedule, work: Work, durations: Callable[[Action], float], lag: Lag = no_lag) -> Timeline:
+def simulate(schedule: Schedule, work: Work, durations: Callable[[Action], float], lag: Lag = no_lag) -> ActionTimes:
     """Run `schedule` with `durations(action)` seconds per action.
 
     `lag(source, target, kind)` is the seconds a value travels: kind "F" and "B" between stages (a gradient goes from
@@ -77,7 +77,7 @@ def simulate(schedule: Schedule, work: Work, durations: Callable[[Action], float
         end[action] = free[rank] = start[action] + durations(action)
     if len(end) < sum(map(len, schedule.ranks)):
         raise ScheduleError(f"schedule {schedule.name} stops after {len(end)} actions; schedule_check.check says why")
-    return Timeline(start, end, len(schedule.ranks))
+    return ActionTimes(start, end, len(schedule.ranks))
 
 
 def _travel(source: Action, target: Action, lag: Lag) -> float:

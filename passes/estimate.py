@@ -13,7 +13,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.collectives import ring_ports
 from fxpipe.network import Port, route
 from fxpipe.schedule import Schedule, Work
-from fxpipe.simulator import Timeline, simulate
+from fxpipe.simulator import ActionTimes, simulate
 from fxpipe.staged import Staged
 from passes.schedule import make_schedule
 
@@ -45,7 +45,7 @@ class Estimate:
     """One step of the first of several equal pipelines, and of the reductions over them."""
 
     schedule: Schedule
-    timeline: Timeline
+    timeline: ActionTimes
     seconds: float
 
 
@@ -156,7 +156,7 @@ def first_estimate(
 
 
 def reduction_ends(
-    staged: Staged, schedule: Schedule, timeline: Timeline, cluster: Cluster, gradient_bytes: Sequence[int]
+    staged: Staged, schedule: Schedule, timeline: ActionTimes, cluster: Cluster, gradient_bytes: Sequence[int]
 ) -> Iterator[float]:
     """When the gradients of every replicated stage are summed, those that share a rank or a port one by one."""
     last: dict[int, float] = {}

@@ -18,7 +18,7 @@ from fxpipe.block_graph import BlockGraph
 from fxpipe.call_costs import CallCost
 from fxpipe.capture import Capture
 from fxpipe.schedule import Schedule, Work
-from fxpipe.simulator import Timeline, simulate
+from fxpipe.simulator import ActionTimes, simulate
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
 from passes.estimate import Lags, action_seconds, reduction_ends, without_components
@@ -128,7 +128,7 @@ def fill_step(
     return Filled(**forms, schedule=schedule, fill=found, calls=calls)
 
 
-def _timeline(graph: BlockGraph, staged: Staged, schedule: Schedule, work: Work, resources: Resources) -> Timeline:
+def _timeline(graph: BlockGraph, staged: Staged, schedule: Schedule, work: Work, resources: Resources) -> ActionTimes:
     times = resources.times
     tables = action_seconds(staged, times)
     lag = Lags(graph, staged, times.num_samples, resources.cluster)

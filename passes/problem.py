@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import CompileError
 from fxpipe.schedule import KINDS, Action, Schedule, Work
-from fxpipe.simulator import Lag, Timeline, no_lag, simulate
+from fxpipe.simulator import ActionTimes, Lag, no_lag, simulate
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Problem:
         """Seconds of an action."""
         return float(self.seconds[action.kind][action.stage])
 
-    def simulate(self, schedule: Schedule) -> Timeline:
+    def simulate(self, schedule: Schedule) -> ActionTimes:
         """When every action of `schedule` runs."""
         return simulate(schedule, self.work, self.duration, self.lag)
 

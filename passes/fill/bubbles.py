@@ -29,7 +29,7 @@ def idle_intervals(busy: Iterable[Interval], pipeline_seconds: float) -> tuple[I
 
 
 def idle_of_schedule(
-    schedule: Schedule, times: simulator.Timeline, pipeline_seconds: float | None = None
+    schedule: Schedule, times: simulator.ActionTimes, pipeline_seconds: float | None = None
 ) -> tuple[tuple[Interval, ...], ...]:
     """Idle intervals per rank of a simulated schedule; the iteration ends with its last action unless said later."""
     end = times.makespan_seconds if pipeline_seconds is None else pipeline_seconds
