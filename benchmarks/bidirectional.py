@@ -5,10 +5,10 @@
     python benchmarks/bidirectional.py three                 at 32, from 32 to 64, from 64 to 128: two groups
     python benchmarks/bidirectional.py invented --blocks 60 62
 
-The real ones are diffusers U-Nets of the sizes of cascaded diffusion models (Ho et al., JMLR 23, 2022: base channels 256
-and 128, three residual blocks a level, attention from 32 pixels on), on the meta device; capture and costs are not part
-of the time. The invented tables are drawn around the shape of such a network for a fixed seed. DiffusionPipe (Tian et
-al., MLSys 2024) states 145 s and 87 s on 64 cores for its two cascaded models.
+The real ones are diffusers U-Nets of the sizes of cascaded diffusion models (Ho et al., JMLR 23, 2022: base channels
+256 and 128, three residual blocks a level, attention from 32 pixels on), on the meta device; capture and costs are not
+part of the time. The invented tables are drawn around the shape of such a network for a fixed seed. DiffusionPipe (Tian
+et al., MLSys 2024) states 145 s and 87 s on 64 cores for its two cascaded models.
 """
 
 import argparse
