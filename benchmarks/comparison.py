@@ -1,7 +1,7 @@
 """Stable Diffusion 2.1's step by DDP, ZeRO-3, GPipe, 1F1B and fxpipe on several clusters, all on one simulator.
 
     python benchmarks/comparison.py
-    python benchmarks/comparison.py --cluster 8xA100-80GB:256 --cluster 2x8xV100:64
+    python benchmarks/comparison.py --cluster 8xA100-80GB:256 --cluster 2x8xV100+Ethernet-10:64
 
 A cluster is given with the batch of all its ranks. Every contestant has its best number of micro-batches that fits into
 a rank's memory; the pipelines' baselines are balanced exactly. The step is captured once, at full size on the meta
@@ -26,7 +26,14 @@ from passes.frozen_layers import frozen_layers
 from passes.plan import usable_bytes
 from passes.rehearsal.case import Case
 
-SETTINGS = ("8xA100-80GB:256", "8xA100-80GB:64", "8x8xA100-80GB+EFA:256", "2x8xV100:128", "2x8xV100+Ethernet-10:128")
+SETTINGS = (
+    "8xA100-80GB:256",
+    "8xA100-80GB:64",
+    "8x8xA100-80GB+EFA:256",
+    "2x8xV100+Ethernet-10:128",
+    "2x8xV100+Ethernet-10:64",
+    "4x4xV100+Ethernet-10:64",
+)
 
 
 def contest(setting: str, budget: float) -> None:

@@ -10,12 +10,12 @@ A step whose frozen encoder takes about 40 % of its backbone's time. Three ways,
     filled          the next batch's frozen work in the pipeline's idle time
 
 Both ranks first time their share of the blocks at once, so that they slow each other down as they do in a step; the
-link is measured too. Predictions are of these profiles; gains are over "frozen first".
+link is measured too. Predictions are of these profiles; measured is a low decile of the steps, to which other work on
+the machine has added least; gains are over "frozen first".
 """
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from predicted import profiled
+from predicted import ENVIRONMENT, LAUNCHER, profiled, typical
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ WAYS = ("frozen first", "after", "filled")
 class Step(nn.Module):
     """Images [B, 3, 32, 32]; a frozen convolutional encoder, a trained stack of residual convolutions."""
 
-    def __init__(self, frozen_layers: int = 7, layers: int = 12) -> None:
+    def __init__(self, frozen_layers: int = 14, layers: int = 12) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inward, self.outward = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 3, 3, padding=1)
@@ -72,10 +72,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         link, here = Path(folder, "link.toml"), Path(__file__).parent
-        link.write_text(subprocess.check_output([sys.executable, str(here / "network.py")], text=True))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, *launcher, __file__, "--rounds", str(options.rounds), "--cluster", str(link)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parent)})
+        link.write_text(subprocess.check_output([sys.executable, str(here / "network.py")], text=True, env=ENVIRONMENT))
+        command = [*LAUNCHER, __file__, "--rounds", str(options.rounds), "--cluster", str(link)]
+        subprocess.run(command, check=True, env=ENVIRONMENT)
 
 
 def measure(rounds: int, cluster: str | None) -> None:
@@ -92,7 +91,7 @@ def measure(rounds: int, cluster: str | None) -> None:
     }
     taken = _taken(filled, after, rounds)
     if os.environ["RANK"] == "0":
-        _print(filled, predicted, {way: statistics.median(seconds) for way, seconds in taken.items()})
+        _print(filled, predicted, {way: typical(seconds) for way, seconds in taken.items()})
 
 
 def _taken(filled: fxpipe.Program, after: fxpipe.Program, rounds: int) -> dict[str, list[float]]:
