@@ -50,8 +50,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Speeds:
+    """Bytes per second of adding tensors, counting what is read and written, and of drawing random numbers."""
+
+    moving: float
+    drawing: float
+
+
+@dataclass(frozen=True)
 class Profile(Roofline):
-    """A cost model from measurements; single nodes without a graph cost what the roofline says.
+    """A cost model from measurements; single nodes without a graph cost what the roofline says. `speeds` are of what
+    rank programs do between stages.
 
     Raises:
         CompileError: it is asked about another graph, or another torch, than it was made with.
@@ -59,6 +68,7 @@ class Profile(Roofline):
 
     key: Key = field(default=Key("", "", "", ""))
     entries: tuple[Entry, ...] = ()
+    speeds: Speeds | None = None
 
     def node_seconds(self, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
         """Seconds of every node: those of its entry, in the proportions of the roofline."""
@@ -94,6 +104,7 @@ class Profile(Roofline):
     def save(self, path: Path) -> None:
         """Write the measurements as JSON."""
         data = {"key": asdict(self.key), "entries": [asdict(entry) for entry in self.entries]}
+        data |= {"speeds": asdict(self.speeds)} if self.speeds else {}
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -108,14 +119,25 @@ def load(path: Path, base: Roofline) -> Profile:
     try:
         data = json.loads(path.read_text())
         entries = tuple(Entry(*(_tuples(entry[f.name]) for f in fields(Entry))) for entry in data["entries"])
-        return with_measurements(base, Key(**data["key"]), entries)
+        speeds = Speeds(**data["speeds"]) if "speeds" in data else None
+        return with_measurements(base, Key(**data["key"]), entries, speeds)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CompileError(f"{path} is no profile ({error!r}); fxpipe profile MODEL --out {path} makes one") from None
 
 
-def with_measurements(base: Roofline, key: Key, entries: tuple[Entry, ...]) -> Profile:
+def with_measurements(base: Roofline, key: Key, entries: tuple[Entry, ...], speeds: Speeds | None = None) -> Profile:
     """The profile of `entries` over a roofline."""
-    return Profile(**{f.name: getattr(base, f.name) for f in fields(Roofline)}, key=key, entries=entries)
+    given = {f.name: getattr(base, f.name) for f in fields(Roofline)}
+    return Profile(**given, key=key, entries=entries, speeds=speeds)
+
+
+def measured_speeds(device: torch.device, num_elements: int = 1 << 19) -> Speeds:
+    """Time a sum in place and a draw of some MiB."""
+    total, part = (torch.ones(num_elements, device=device) for _ in range(2))
+    generator = torch.Generator(device)
+    moving = median_seconds(lambda: total.add_(part), device)
+    drawing = median_seconds(lambda: torch.randn(num_elements, generator=generator, device=device), device)
+    return Speeds(3 * total.nbytes / moving, total.nbytes / drawing)
 
 
 def key_of(graph: fx.Graph, device: torch.device) -> Key:

@@ -46,7 +46,16 @@ class CallCost:
         return of_inputs if self.part == "backward_input" else 1.0 - of_inputs
 
 
+def drawing_seconds(model: CostModel, num_bytes: int) -> float:
+    """Seconds to draw random numbers: on a processor they count, and a profile knows; on devices they hardly do."""
+    speeds = getattr(model, "speeds", None)
+    return num_bytes / speeds.drawing if speeds else 0.0
+
+
 def moving_seconds(model: CostModel, bytes_read: int, bytes_written: int) -> float:
-    """Seconds of one kernel that only moves memory, such as the sum of two gradients."""
+    """Seconds of one kernel that only moves memory, such as the sum of two gradients; as measured, in a profile."""
+    speeds = getattr(model, "speeds", None)
+    if speeds:
+        return float((bytes_read + bytes_written) / speeds.moving)
     cost = NodeCost(bytes_read=sympy.Integer(bytes_read), bytes_written=sympy.Integer(bytes_written))
     return model.forward_seconds(cost, 1)

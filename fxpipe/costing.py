@@ -111,7 +111,8 @@ def profile(
         forward, backward = zip(*times, strict=True)
         entries.append(profiled.Entry(part.name, part.nodes, tuple(sizes), forward, backward))
     key = profiled.key_of(step.captured.graph, device)
-    return profiled.with_measurements(devices.device("A100-80GB"), key, tuple(entries))
+    speeds = profiled.measured_speeds(device)
+    return profiled.with_measurements(devices.device("A100-80GB"), key, tuple(entries), speeds)
 
 
 def gathered(profiles: Sequence[profiled.Profile]) -> profiled.Profile:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.call_costs import moving_seconds
+from fxpipe.call_costs import drawing_seconds, moving_seconds
 from fxpipe.collectives import COLLECTIVES, Collective
 from fxpipe.costs import CostModel
 from fxpipe.rank_program import Message, RankProgram, Reduction
@@ -38,13 +38,24 @@ class Op:
         assert self.kind in _KINDS, f"no op does {self.kind!r}"
 
 
-def program_ops(programs: Sequence[RankProgram], messages: Sequence[Message], model: CostModel) -> list[list[Op]]:
-    """One op per node of every rank's program."""
-    by_edge = {message.edge: message for message in messages}
-    return [[_op(node, program, by_edge, model) for node in program.graph.nodes] for program in programs]
+def program_ops(
+    programs: Sequence[RankProgram],
+    messages: Sequence[Message],
+    model: CostModel,
+    draw_bytes: Mapping[str | int, int] | None = None,
+) -> list[list[Op]]:
+    """One op per node of every rank's program; `draw_bytes` are of whole-batch draws, by index."""
+    by_edge, sizes = {message.edge: message for message in messages}, draw_bytes or {}
+    return [[_op(node, program, by_edge, model, sizes) for node in program.graph.nodes] for program in programs]
 
 
-def _op(node: fx.Node, program: RankProgram, by_edge: Mapping[int, Message], model: CostModel) -> Op:
+def _op(
+    node: fx.Node,
+    program: RankProgram,
+    by_edge: Mapping[int, Message],
+    model: CostModel,
+    draw_bytes: Mapping[str | int, int],
+) -> Op:
     if node.op == "call_module":
         return Op("run", call=str(node.target))
     if node.target is ops.begin:
@@ -58,6 +69,8 @@ def _op(node: fx.Node, program: RankProgram, by_edge: Mapping[int, Message], mod
         return Op("reduce", collective=_reduction(node))
     if node.target is ops.wait_reduced:
         return Op("wait_reduce", collective=_reduction(node.all_input_nodes[0]))
+    if node.target is ops.draw:
+        return Op("run", seconds=drawing_seconds(model, draw_bytes.get(node.args[1], 0)))  # type: ignore[arg-type]
     if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
         size = value_bytes(node.all_input_nodes[-1], program)
         return Op("run", seconds=moving_seconds(model, 2 * size, size))

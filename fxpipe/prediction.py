@@ -47,7 +47,8 @@ def planned(step: StepPlan, capture: Capture, costing: Costing) -> Planned:
     model, sizes = costing.model, {call.num_samples for call in costing.calls.values()}
     of_nodes = {size: node_seconds(model, capture.graph, costing.costs, size) for size in sizes}
     blocks = {n: call.seconds(model, costing.costs, of_nodes[call.num_samples]) for n, call in costing.calls.items()}
-    return Planned(program_ops(step.programs, step.messages, model), blocks)
+    draws = whole_bytes(capture, step.batch_size)
+    return Planned(program_ops(step.programs, step.messages, model, draws), blocks)
 
 
 def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from cost_models.devices import device
-from cost_models.profiled import Entry, Key, Profile, interpolated, key_of, load, with_measurements
+from cost_models.profiled import Entry, Key, Profile, Speeds, interpolated, key_of, load, with_measurements
+from fxpipe.call_costs import drawing_seconds, moving_seconds
 from fxpipe.cost_report import cost_data, formula
 from fxpipe.cost_rows import Costed, rows
 from fxpipe.costing import costed, gathered, part_count
@@ -58,6 +59,31 @@ def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> N
     told: list[str] = []
     measure(step, [1], CPU, told.append)
     assert len(told) == part_count(step, [1]) == len(step.parts)
+
+
+def test_what_is_done_between_stages_is_measured(measured: Profile, tmp_path: Path) -> None:
+    assert measured.speeds is not None
+    assert moving_seconds(measured, 200, 100) == 300 / measured.speeds.moving
+    assert drawing_seconds(measured, 100) == 100 / measured.speeds.drawing > 0 == drawing_seconds(BASE, 100)
+    measured.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", BASE).speeds == measured.speeds
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - torch.randn_like(x)).square().mean()
+
+
+def test_draws_take_their_time() -> None:
+    program = fxpipe.compile(Drawn(), 1, example_inputs=(torch.randn(8, 4),), microbatches=2, schedule="gpipe")
+    speeds = Speeds(moving=1e30, drawing=100.0)
+    slow = with_measurements(BASE, key_of(program.capture.graph, CPU), (), speeds)
+    added = program.simulate(cost_model=slow).makespan_seconds - program.simulate(cost_model=BASE).makespan_seconds
+    assert added == pytest.approx(8 * 4 * 4 / speeds.drawing, rel=1e-3)  # once, for the whole batch
 
 
 def test_shares_of_a_profile_make_the_whole(step: Costed, measured: Profile) -> None:
