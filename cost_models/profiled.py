@@ -51,10 +51,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes per second of adding tensors, counting what is read and written, and of drawing random numbers."""
+    """Bytes per second of adding tensors, counting what is read and written, and of drawing, by operation."""
 
     moving: float
-    drawing: float
+    drawing: tuple[tuple[str, float], ...] = ()
+
+    def drawing_seconds(self, target: str, num_bytes: int) -> float:
+        """Of random numbers made by an operation; nothing where that was not timed."""
+        return num_bytes / dict(self.drawing).get(target, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def load(path: Path, base: Roofline) -> Profile:
     try:
         data = json.loads(path.read_text())
         entries = tuple(Entry(*(_tuples(entry[f.name]) for f in fields(Entry))) for entry in data["entries"])
-        speeds = Speeds(**data["speeds"]) if "speeds" in data else None
+        speeds = _speeds(data["speeds"]) if "speeds" in data else None
         return with_measurements(base, Key(**data["key"]), entries, speeds)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CompileError(f"{path} is no profile ({error!r}); fxpipe profile MODEL --out {path} makes one") from None
@@ -131,13 +135,14 @@ def with_measurements(base: Roofline, key: Key, entries: tuple[Entry, ...], spee
     return Profile(**given, key=key, entries=entries, speeds=speeds)
 
 
-def measured_speeds(device: torch.device, num_elements: int = 1 << 19) -> Speeds:
-    """Time a sum in place and a draw of some MiB."""
+def _speeds(data: Mapping[str, Any]) -> Speeds:
+    return Speeds(data["moving"], tuple((target, speed) for target, speed in data["drawing"]))
+
+
+def moving_speed(device: torch.device, num_elements: int = 1 << 19) -> float:
+    """Bytes per second of a sum in place of some MiB."""
     total, part = (torch.ones(num_elements, device=device) for _ in range(2))
-    generator = torch.Generator(device)
-    moving = median_seconds(lambda: total.add_(part), device)
-    drawing = median_seconds(lambda: torch.randn(num_elements, generator=generator, device=device), device)
-    return Speeds(3 * total.nbytes / moving, total.nbytes / drawing)
+    return 3 * total.nbytes / median_seconds(lambda: total.add_(part), device)
 
 
 def key_of(graph: fx.Graph, device: torch.device) -> Key:

@@ -46,10 +46,10 @@ class CallCost:
         return of_inputs if self.part == "backward_input" else 1.0 - of_inputs
 
 
-def drawing_seconds(model: CostModel, num_bytes: int) -> float:
+def drawing_seconds(model: CostModel, target: str, num_bytes: int) -> float:
     """Seconds to draw random numbers: on a processor they count, and a profile knows; on devices they hardly do."""
     speeds = getattr(model, "speeds", None)
-    return num_bytes / speeds.drawing if speeds else 0.0
+    return float(speeds.drawing_seconds(target, num_bytes)) if speeds else 0.0
 
 
 def moving_seconds(model: CostModel, bytes_read: int, bytes_written: int) -> float:

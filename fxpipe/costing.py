@@ -6,6 +6,7 @@ fxpipe profile MODEL      seconds of every block at a few batch sizes, for `cost
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fxpipe.cost_rows import Costed
 from fxpipe.costs import CostModel, node_seconds
 from fxpipe.errors import CompileError
 from fxpipe.options import training_step
+from fxpipe.prediction import whole_bytes
 from fxpipe.rank_program import nest
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
@@ -111,8 +113,18 @@ def profile(
         forward, backward = zip(*times, strict=True)
         entries.append(profiled.Entry(part.name, part.nodes, tuple(sizes), forward, backward))
     key = profiled.key_of(step.captured.graph, device)
-    speeds = profiled.measured_speeds(device)
+    speeds = profiled.Speeds(profiled.moving_speed(device), _drawing(step.captured, sizes[-1], device))
     return profiled.with_measurements(devices.device("A100-80GB"), key, tuple(entries), speeds)
+
+
+def _drawing(captured: Capture, batch_size: int, device: torch.device) -> tuple[tuple[str, float], ...]:
+    """Bytes per second that each of the step's random operations draws, by the largest of its draws."""
+    sizes = whole_bytes(captured, batch_size)
+    largest = {draw.target: draw for draw in sorted(captured.draws.values(), key=lambda draw: sizes[draw.index])}
+    return tuple(
+        (target, sizes[draw.index] / profiled.median_seconds(partial(draw.sample, batch_size, 0, 0, device), device))
+        for target, draw in largest.items()
+    )
 
 
 def gathered(profiles: Sequence[profiled.Profile]) -> profiled.Profile:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.call_costs import drawing_seconds, moving_seconds
+from fxpipe.call_costs import moving_seconds
 from fxpipe.collectives import COLLECTIVES, Collective
 from fxpipe.costs import CostModel
 from fxpipe.rank_program import Message, RankProgram, Reduction
@@ -42,11 +42,11 @@ def program_ops(
     programs: Sequence[RankProgram],
     messages: Sequence[Message],
     model: CostModel,
-    draw_bytes: Mapping[str | int, int] | None = None,
+    draw_seconds: Mapping[int, float] | None = None,
 ) -> list[list[Op]]:
-    """One op per node of every rank's program; `draw_bytes` are of whole-batch draws, by index."""
-    by_edge, sizes = {message.edge: message for message in messages}, draw_bytes or {}
-    return [[_op(node, program, by_edge, model, sizes) for node in program.graph.nodes] for program in programs]
+    """One op per node of every rank's program; `draw_seconds` are by a draw's index."""
+    by_edge, drawing = {message.edge: message for message in messages}, draw_seconds or {}
+    return [[_op(node, program, by_edge, model, drawing) for node in program.graph.nodes] for program in programs]
 
 
 def _op(
@@ -54,7 +54,7 @@ def _op(
     program: RankProgram,
     by_edge: Mapping[int, Message],
     model: CostModel,
-    draw_bytes: Mapping[str | int, int],
+    draw_seconds: Mapping[int, float],
 ) -> Op:
     if node.op == "call_module":
         return Op("run", call=str(node.target))
@@ -70,7 +70,7 @@ def _op(
     if node.target is ops.wait_reduced:
         return Op("wait_reduce", collective=_reduction(node.all_input_nodes[0]))
     if node.target is ops.draw:
-        return Op("run", seconds=drawing_seconds(model, draw_bytes.get(node.args[1], 0)))  # type: ignore[arg-type]
+        return Op("run", seconds=draw_seconds.get(node.args[1], 0.0))  # type: ignore[arg-type]
     if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
         size = value_bytes(node.all_input_nodes[-1], program)
         return Op("run", seconds=moving_seconds(model, 2 * size, size))

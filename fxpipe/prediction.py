@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpipe.call_costs import Block, CallCost
+from fxpipe.call_costs import Block, CallCost, drawing_seconds
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel, NodeCost, node_seconds
@@ -47,7 +47,8 @@ def planned(step: StepPlan, capture: Capture, costing: Costing) -> Planned:
     model, sizes = costing.model, {call.num_samples for call in costing.calls.values()}
     of_nodes = {size: node_seconds(model, capture.graph, costing.costs, size) for size in sizes}
     blocks = {n: call.seconds(model, costing.costs, of_nodes[call.num_samples]) for n, call in costing.calls.items()}
-    draws = whole_bytes(capture, step.batch_size)
+    drawn = whole_bytes(capture, step.batch_size)
+    draws = {index: drawing_seconds(model, draw.target, drawn[index]) for index, draw in step.draws.items()}
     return Planned(program_ops(step.programs, step.messages, model, draws), blocks)
 
 

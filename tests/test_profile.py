@@ -64,7 +64,7 @@ def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> N
 def test_what_is_done_between_stages_is_measured(measured: Profile, tmp_path: Path) -> None:
     assert measured.speeds is not None
     assert moving_seconds(measured, 200, 100) == 300 / measured.speeds.moving
-    assert drawing_seconds(measured, 100) == 100 / measured.speeds.drawing > 0 == drawing_seconds(BASE, 100)
+    assert measured.speeds.drawing == ()  # nothing is drawn in this step
     measured.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", BASE).speeds == measured.speeds
 
@@ -80,10 +80,22 @@ class Drawn(nn.Module):
 
 def test_draws_take_their_time() -> None:
     program = fxpipe.compile(Drawn(), 1, example_inputs=(torch.randn(8, 4),), microbatches=2, schedule="gpipe")
-    speeds = Speeds(moving=1e30, drawing=100.0)
+    (found,) = (draw.target for draw in program.step.draws.values())
+    speeds = Speeds(moving=1e30, drawing=((found, 100.0),))
     slow = with_measurements(BASE, key_of(program.capture.graph, CPU), (), speeds)
     added = program.simulate(cost_model=slow).makespan_seconds - program.simulate(cost_model=BASE).makespan_seconds
-    assert added == pytest.approx(8 * 4 * 4 / speeds.drawing, rel=1e-3)  # once, for the whole batch
+    assert added == pytest.approx(8 * 4 * 4 / 100.0, rel=1e-3)  # once, for the whole batch
+    assert drawing_seconds(slow, "another", 100) == drawing_seconds(BASE, found, 100) == 0.0
+
+
+def test_draws_are_timed_by_operation(tmp_path: Path) -> None:
+    step = costed(Drawn(), (torch.randn(8, 4),), 8, BASE, 2)
+    found = measure(step, [8], CPU)
+    assert found.speeds is not None
+    assert [target for target, _ in found.speeds.drawing] == ["aten.randn_like.default"]
+    assert drawing_seconds(found, "aten.randn_like.default", 100) > 0
+    found.save(tmp_path / "profile.json")
+    assert load(tmp_path / "profile.json", BASE).speeds == found.speeds
 
 
 def test_shares_of_a_profile_make_the_whole(step: Costed, measured: Profile) -> None:
