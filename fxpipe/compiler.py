@@ -146,7 +146,7 @@ def compile(
     copies = data_parallel if asked == "auto" else data_parallel or 1
     open_ends = (copies, stages, count, collocation, recompute, given_bytes(memory_limit), conditioning, filled)
     layers = frozen_layers(captured, graph, costs, seconds_of)
-    case = Case(graph, table, layers, seconds_of, network, world_size, size)
+    case = Case(graph, table, layers, seconds_of, network, world_size, size, divisible=batch.divisible)
     plan = make_plan(case, Wishes(asked, world_size, size, *open_ends), _device_bytes(seconds_of))
     sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
     see("plan", plan)
@@ -177,7 +177,8 @@ def compile(
     def make_filled() -> FilledPlan:
         alone = without_components(traced.work)
         plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
-        left = plan.limit_bytes and room.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
+        ahead = Room(table, size, filled=True)
+        left = plan.limit_bytes and ahead.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
         frozen = Frozen(captured, batch, graph, layers, left)
         reduced = table.trained_bytes
         found = fill_step(frozen, staged, traced, plain.schedule, resources, reduced, weights, where, fill, optional)

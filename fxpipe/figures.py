@@ -278,7 +278,7 @@ def frontier_figure(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Fig
     """
     known = [o for o in outcomes if o.seconds is not None and o.peak_bytes is not None]
     chosen, best = outcomes[0], set(map(id, frontier(known)))
-    most = max([limit_bytes or 0, *(o.peak_bytes or 0 for o in known)])
+    most = max([limit_bytes or 0, *(o.peak_bytes or 0 for o in known)]) or 1
     groups = {
         "relayed": ("another way is better in all", [o for o in known if id(o) not in best]),
         "F": ("frontier", [o for o in known if id(o) in best and o is not chosen]),

@@ -91,10 +91,12 @@ def candidates(graph: BlockGraph, costs: BlockCosts, wishes: Wishes) -> Iterator
             f"data_parallel={wishes.data_parallel} does not divide world_size={wishes.world_size}; "
             "every pipeline has as many ranks"
         )
+    names = _names(graph, costs, wishes)
+    free = wishes.stages is None and len(names) > 1
     for count in counts:
         if wishes.data_parallel in (None, count) and count <= wishes.batch_size:
-            for found in shapes(wishes, count, _names(graph, costs, wishes)):
-                if wishes.schedule == "auto" and found.stages > max(found.places, costs.num_blocks // 2):
+            for found in shapes(wishes, count, names):
+                if free and found.stages > max(found.places, costs.num_blocks // 2):
                     continue  # too few blocks to balance several stages per rank
                 for microbatches in _microbatches(wishes, count, found.places):
                     if found.is_uneven and microbatches < found.places:

@@ -19,8 +19,8 @@ _FEWEST = 4  # candidates: rehearsing fewer than that decides nothing
 def finals(case: Case, wishes: Wishes) -> Tuned:
     """The candidate that is fastest when rehearsed.
 
-    Steps of very many ranks and micro-batches are chosen by their estimates, and so are self-conditioned ones, of which
-    there are two.
+    Steps of very many ranks and micro-batches count as estimated, and so do self-conditioned ones, of which there are
+    two.
 
     Raises:
         CompileError: none fits; says which would need least.
@@ -34,16 +34,18 @@ class _Rehearsals:
 
     def __init__(self, case: Case, filled: bool) -> None:
         self._case, self._filled = case, filled and bool(case.frozen.names)
-        self._left, self._steps, self._too_long = _MOST, _MOST_STEPS, False
+        self._left, self._steps, self._more = _MOST, _MOST_STEPS, 1.0
 
     def __call__(self, candidate: Candidate) -> Candidate | None:
-        """The candidate as rehearsed; as it is where the first was too long for that; None if there were enough."""
+        """The candidate as rehearsed; None if there were enough. One too long for that takes as much more than was
+        estimated as any that was rehearsed."""
         steps = self._case.world_size * candidate.microbatches
-        self._too_long |= self._left == _MOST and _FEWEST * steps > _MOST_STEPS
-        if self._too_long:
-            return candidate
+        if _FEWEST * steps > _MOST_STEPS:
+            return replace(candidate, seconds=self._more * candidate.likely_seconds)
         self._left, self._steps = self._left - 1, self._steps - steps
         if self._left < 0 or self._steps < 0:
             return None
         found = Rehearsal(self._case, candidate).run(self._filled)
-        return replace(candidate, seconds=found.timeline.makespan_seconds, peak_bytes=found.peak_bytes)
+        seconds = found.timeline.makespan_seconds
+        self._more = max(self._more, seconds / candidate.likely_seconds if candidate.likely_seconds else 1.0)
+        return replace(candidate, seconds=seconds, peak_bytes=found.peak_bytes)

@@ -244,12 +244,12 @@ def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[st
     stage_of = staged.stage_of_block
     crossing = sum(owners[stage_of[a]] != owners[stage_of[b]] for a, b in pairs)
     if crossing:
-        return (f"{crossing} of {len(pairs)} skips cross ranks, for balance ({busiest:.3f} x mean)",)
+        return (f"{crossing} of {len(pairs)} skips cross ranks, busiest rank {busiest:.3f} x mean",)
     shape = Shape("wave", staged.num_stages, pipelines(places, 1), hard=False)
     free = _waves(times.total, [], shape, staged.num_stages // (2 * places), cut_bytes(graph, skips=False), [])
     return (
-        f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if skips could "
-        "cross ranks",
+        f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if balance alone "
+        "counted",
     )
 
 

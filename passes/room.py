@@ -69,7 +69,7 @@ class Room:
         """The most bytes on every rank of `schedule`."""
         saved = saved_bytes(self.costs, staged, num_samples)
         return [
-            self.held_bytes(staged, _stages(actions), num_samples) + most_saved(actions, saved)
+            self.held_bytes(staged, stages_of(actions), num_samples) + most_saved(actions, saved)
             for actions in schedule.ranks
         ]
 
@@ -84,7 +84,7 @@ class Room:
         """What `limit` leaves on the fullest rank for an operation of frozen work, at any moment."""
         peaks = self.peak_bytes(staged, schedule, num_samples)
         return min(
-            limit - peak + self._temporary_bytes(staged, _stages(actions), num_samples)
+            limit - peak + self._temporary_bytes(staged, stages_of(actions), num_samples)
             for peak, actions in zip(peaks, schedule.ranks, strict=True)
         )
 
@@ -96,7 +96,8 @@ class Room:
         return max(training, *costs.component_temporary_bytes(num_samples), 0)
 
 
-def _stages(actions: Sequence[Action]) -> list[int]:
+def stages_of(actions: Sequence[Action]) -> list[int]:
+    """The stages that a rank's actions run."""
     return sorted({action.stage for action in actions if action.kind == "F"})
 
 

@@ -37,9 +37,22 @@ class NothingFits(CompileError):
     """Every candidate needs more memory than there may be."""
 
 
-def _near(shares: Sequence[float], others: Sequence[float], places: int) -> bool:
-    """Whether no place's load would differ by more than 3 % of the mean; given are shares of the first blocks."""
-    return max(abs(a - b) for a, b in zip(shares, others, strict=True)) * places < 0.015
+@dataclass(frozen=True)
+class _Shares:
+    """Of a backbone's time for a micro-batch: per sample, and the shares of the first blocks, of the first two, ..."""
+
+    sample_seconds: float
+    first: tuple[float, ...]
+
+    @staticmethod
+    def of(times: BlockTimes) -> "_Shares":
+        sums = tuple(accumulate(times.total))
+        return _Shares(sums[-1] / times.num_samples, tuple(each / sums[-1] if sums[-1] else 0.0 for each in sums))
+
+    def are_near(self, other: "_Shares", stages: int) -> bool:
+        """Whether no stage's time would differ by more than 3 % of the mean, nor compute against links by 10 %."""
+        slower = abs(self.sample_seconds - other.sample_seconds) <= 0.1 * self.sample_seconds
+        return slower and max(abs(a - b) for a, b in zip(self.first, other.first, strict=True)) * stages < 0.015
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,10 @@ class _Search:
                     else:
                         self._push(_KNOWN, candidate)
                     break
-                self._push(_KNOWN, full)
+                if not self._push(_KNOWN, full):
+                    for tried in self._tuner.recomputed(candidate):
+                        self.num_simulated += 1
+                        self._push(_SIMULATED, tried)
             elif self._num_fitting < _MOST_SIMULATED:
                 for tried in self._tuner.simulated(candidate):
                     self.num_simulated += 1
@@ -150,7 +166,8 @@ def told(candidate: Candidate, best: Candidate, limit_bytes: int | None) -> Cand
     if candidate.peak_bytes is not None and limit_bytes is not None and candidate.peak_bytes > limit_bytes:
         return replace(candidate, why=f"needs {human_bytes(candidate.peak_bytes)} on a rank")
     if candidate.likely_seconds < best.seconds:
-        return replace(candidate, why="not simulated: others promised more")
+        how = "not simulated" if candidate.seconds is None else "not rehearsed"
+        return replace(candidate, why=f"{how}: others promised more")
     if candidate.seconds is not None:
         return replace(candidate, why=more)
     return replace(candidate, why=f"about {more}" if candidate.estimated_seconds else f"at least {more}")
@@ -183,7 +200,7 @@ class _Tuner:
     def __init__(self, graph: BlockGraph, costs: BlockCosts, cluster: Cluster, wishes: Wishes) -> None:
         self._graph, self._costs, self._cluster, self._wishes = graph, costs, cluster, wishes
         self._room = Room(costs, wishes.batch_size, wishes.filled)
-        self._placed: dict[tuple[object, ...], list[tuple[list[float], Staged]]] = {}
+        self._placed: dict[tuple[object, ...], list[tuple[_Shares, Staged]]] = {}
         self._ports: dict[tuple[object, ...], float] = {}
 
     def estimated(self, waiting: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -207,7 +224,12 @@ class _Tuner:
         if not self._wishes.recompute:
             plain = self._simulated(candidate)
             yield plain
-        if self._wishes.recompute or (self._wishes.recompute is None and plain and not self.fits(plain)):
+        if self._wishes.recompute or (plain and not self.fits(plain)):
+            yield from self.recomputed(candidate)
+
+    def recomputed(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with every stage recomputed, if it is not yet and may be."""
+        if not candidate.shape.recompute and self._wishes.recompute is not False:
             again = replace(candidate, shape=replace(candidate.shape, recompute=True))
             yield self._simulated(self._first_estimate(again))
 
@@ -241,10 +263,9 @@ class _Tuner:
         kind = "fold" if shape.is_folded else shape.schedule if shape.schedule in TWO_PER_RANK else "line"
         uneven = candidate.microbatches if shape.is_uneven else 0
         key = (kind, shape.stages, shape.hard, shape.pipelines, uneven)
-        shares = list(accumulate(times.total))
-        shares = [share / shares[-1] if shares[-1] else 0.0 for share in shares]
+        shares = _Shares.of(times)
         alike = self._placed.setdefault(key, [])
-        known = next((staged for other, staged in alike if _near(other, shares, shape.places)), None)
+        known = next((staged for other, staged in alike if shares.are_near(other, shape.stages)), None)
         if known is None:
             known = place(self._graph, self._costs, times, shape, self._cluster, candidate.microbatches)
             alike.append((shares, known))

@@ -231,6 +231,7 @@ def test_frozen_work_runs_in_parts_where_memory_is_short() -> None:
     limit = free.plan.outcomes[0].peak_bytes
     tight = replace(case, options={**case.options, "memory_limit": limit}).program(FrozenStep())
     assert max(tight.simulate(filled=True).peak_bytes) < max(free.simulate(filled=True).peak_bytes)
+    assert max(tight.simulate(filled=True).peak_bytes) <= limit
     batches = batches_of(FrozenStep(), case.batch_size)
     assert_same(ahead(tight, batches), one_device(FrozenStep(), batches))
 

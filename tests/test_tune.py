@@ -159,6 +159,18 @@ def test_rehearsals_end_the_search_or_are_left_out() -> None:
     assert any(c.shape == shape and "on a rank" in c.why for c in large.ranked)
 
 
+def test_what_does_not_fit_when_rehearsed_is_recomputed() -> None:
+    graph, costs = planned()
+    wishes, where = Wishes("auto", 2, 8, memory_limit_bytes=10**9), Cluster.parse("2xA100-80GB")
+    found = tune(graph, costs, where, wishes, lambda c: replace(c, peak_bytes=1 if c.shape.recompute else 10**9 + 1))
+    assert found.chosen.shape.recompute
+
+
+def test_stages_that_were_asked_for_are_kept_whatever_the_blocks() -> None:
+    assert case().costs.num_blocks < 32
+    assert tuned(4, 8, stages=16, data_parallel=1).chosen.shape.stages == 16
+
+
 def test_everything_left_open_compiles_and_is_exact() -> None:
     for world_size, batch_size in ((3, 7), (5, 6), (7, 3)):
         model = TinyUNet("no_grad")

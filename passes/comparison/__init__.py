@@ -1,10 +1,10 @@
 """Ways to train one step on the same machines, all through one simulator: baselines beside fxpipe's plans.
 
-case          what is compared                           contest       of a contestant's settings the best that fits
-data_parallel DDP and ZeRO-3 as op lists                 baselines     DDP, ZeRO-3, GPipe, 1F1B, by their best settings
-flows         bytes between the points of a pipeline     ours          fxpipe's plans, unfilled and filled
-pieces        frozen work between actions                memory        peak bytes of each
-pipeline_ops  a schedule as op lists
+data_parallel DDP and ZeRO-3 as op lists         contest    of a contestant's settings the best that fits
+memory        peak bytes of these                baselines  DDP, ZeRO-3, GPipe, 1F1B, by their best settings
+                                                 ours       fxpipe's plans, unfilled and filled
+
+Pipelines are `passes.rehearsal`'s.
 """
 
 from fxpipe.comparison import Contestant
@@ -13,7 +13,7 @@ from passes.comparison.baselines import baselines
 from passes.comparison.ours import ours
 from passes.rehearsal.case import Case
 
-__all__ = ["Case", "baselines", "compare", "ours"]
+__all__ = ["baselines", "compare", "ours"]
 
 
 def compare(case: Case, wishes: Wishes, budget_seconds: float = 2.0) -> list[Contestant]:

@@ -1,4 +1,4 @@
-"""What is compared: one costed step, and the machines all contestants run it on.
+"""What is rehearsed: one costed step, and the machines it runs on.
 
 blocks       seconds, weights, saved bytes at any micro-batch size      `fxpipe.block_costs`
 frozen       seconds and temporaries of every layer of every component  `passes.frozen_layers`
@@ -18,7 +18,10 @@ from passes.frozen_layers import FrozenLayers
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A step of `batch_size` samples on the first `world_size` ranks of a cluster; `limit_bytes` are of one rank."""
+    """A step of `batch_size` samples on the first `world_size` ranks of a cluster; `limit_bytes` are of one rank.
+
+    Unless `divisible` its frozen part mixes samples.
+    """
 
     graph: BlockGraph
     costs: BlockCosts
@@ -28,6 +31,7 @@ class Case:
     world_size: int
     batch_size: int
     limit_bytes: int | None = None
+    divisible: bool = True
 
     @property
     def shares(self) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
     0T0:32  0F0  0F1  0F2  0B0 ...      held: weights, gradients, optimizer state, frozen weights, inputs
     temp.   +s   +s   +s   -s           saved: from a forward to its backward; and the largest temporary of each action
 
-As the tuner counts (`passes.room`), with inputs, frozen work and what it makes besides.
+As the tuner counts (`passes.room`), but with every piece of frozen work where it runs.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
 from passes.rehearsal.case import Case
 from passes.rehearsal.pieces import Piece, items
-from passes.room import saved_bytes, state_bytes
+from passes.room import saved_bytes, stages_of, state_bytes
 
 
 def frozen_bytes(case: Case, size: int) -> int:
@@ -30,7 +30,7 @@ def held_bytes(
     found = []
     samples = case.batch_size if whole_batch else -(-case.batch_size // case.world_size)
     for actions in schedule.ranks:
-        blocks = [block for stage in _stages(actions) for block in staged.blocks(stage)]
+        blocks = [block for stage in stages_of(actions) for block in staged.blocks(stage)]
         held = (
             state_bytes(case.costs, blocks) + sum(case.costs.component_bytes) + case.costs.given_bytes(blocks, samples)
         )
@@ -95,10 +95,6 @@ class _Walk:
 def _piece_bytes(case: Case, piece: Piece) -> int:
     largest = case.frozen.largest_at(piece.stop - piece.start)[piece.component]
     return int(max(largest[piece.first_layer : piece.last_layer], default=0.0))
-
-
-def _stages(actions: Sequence[Action]) -> list[int]:
-    return sorted({action.stage for action in actions if action.kind == "F"})
 
 
 def _made_bytes(case: Case, staged: Staged, actions: Sequence[Action], sizes: Sequence[int]) -> int:
