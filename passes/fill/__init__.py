@@ -25,7 +25,7 @@ from passes.fill.greedy import greedy
 from passes.fill.layer import Layer
 from passes.fill.per_device import no_fill, per_device
 from passes.fill.problem import FillProblem, FrozenComponent, published
-from passes.fill.result import Fill, Piece, holders, parts
+from passes.fill.result import Fill, Piece, among, holders, parts
 
 __all__ = [
     "FILLERS",
@@ -34,6 +34,7 @@ __all__ = [
     "FrozenComponent",
     "Layer",
     "Piece",
+    "among",
     "check",
     "fill",
     "holders",

@@ -7,7 +7,9 @@ rank 1: ...
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from fxpipe.schedule import Action
 from passes.fill.problem import FillProblem
 
 
@@ -108,6 +110,26 @@ def parts(problem: FillProblem, piece: Piece) -> Iterator[range]:
     step = min((layer.most for layer in layers if layer.most is not None), default=piece.num_samples)
     for start in range(piece.first_sample, piece.last_sample, step):
         yield range(start, min(start + step, piece.last_sample))
+
+
+class Positioned(Protocol):
+    """Frozen work that comes after so many of a rank's actions."""
+
+    @property
+    def position(self) -> int: ...
+
+
+P = TypeVar("P", bound=Positioned)
+
+
+def among(actions: Sequence[Action], pieces: Sequence[P]) -> Iterator[tuple[int, Action | P]]:
+    """A rank's actions and pieces in order, each with its place among its kind."""
+    waiting = list(enumerate(pieces))
+    for position, action in enumerate(actions):
+        while waiting and waiting[0][1].position <= position:
+            yield waiting.pop(0)
+        yield position, action
+    yield from waiting
 
 
 def placed(fill: Fill) -> Iterator[tuple[int, int, Piece]]:

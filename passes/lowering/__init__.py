@@ -21,7 +21,8 @@ from fxpipe import ops
 from fxpipe.program_check import require_programs
 from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Action
-from passes.lowering.frozen import FrozenWork, FrozenWriter, Piece
+from passes.fill import among
+from passes.lowering.frozen import FrozenWork, FrozenWriter
 from passes.lowering.messages import (
     Layout,
     TiedGradient,
@@ -103,7 +104,7 @@ def _plan(
     messages: list[Message] = []
     of_pieces: dict[tuple[int, int], list[Message]] = {}
     for rank, actions in enumerate(layout.schedule.ranks):
-        for item in _items(actions if trains else (), frozen.pieces[rank] if frozen else ()):
+        for item in among(actions if trains else (), frozen.pieces[rank] if frozen else ()):
             if isinstance(item[1], Action):
                 messages += messages_after(layout, rank, item[0], len(messages))
             else:
@@ -114,16 +115,6 @@ def _plan(
         if trains:
             messages += closing_messages(layout, tied, rank, len(messages))
     return tuple(messages), of_pieces
-
-
-def _items(actions: Sequence[Action], pieces: Sequence[Piece]) -> Iterator[tuple[int, Action | Piece]]:
-    """A rank's actions and pieces in order, each with its place among its kind."""
-    waiting = list(enumerate(pieces))
-    for position, action in enumerate(actions):
-        while waiting and waiting[0][1].position <= position:
-            yield waiting.pop(0)
-        yield position, action
-    yield from waiting
 
 
 def _frozen_reads(frozen: FrozenWork, rank: int) -> set[str]:
@@ -184,7 +175,7 @@ class _Rank:
         carried = tuple(carried_name(*key) for key in writer.carried)
         actions = self.layout.schedule.ranks[writer.rank] if trains else ()
         pieces = self.frozen.work.pieces[writer.rank] if self.frozen else ()
-        for position, item in _items(actions, pieces):
+        for position, item in among(actions, pieces):
             if isinstance(item, Action):
                 self._act(item, actions[position : position + 1 + PREFETCH])
             else:

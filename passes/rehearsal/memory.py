@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
+from passes.fill import among
 from passes.rehearsal.case import Case
-from passes.rehearsal.pieces import Piece, items
+from passes.rehearsal.pieces import Piece
 from passes.room import saved_bytes, stages_of, state_bytes
 
 
@@ -68,7 +69,7 @@ class _Walk:
     def most(self, actions: Sequence[Action], pieces: Sequence[Piece]) -> int:
         split = {action.stage for action in actions if action.kind == "W"}
         level = most = 0
-        for _, item in items(actions, pieces):
+        for _, item in among(actions, pieces):
             if isinstance(item, Piece):
                 most = max(most, level + _piece_bytes(self._case, item))
             elif item.kind == "T":

@@ -4,10 +4,9 @@ shared out first    rank 0: vae[0:16] x 0:32   text[0:16] x 0:32   0F0 0F1 ...  
 in idle time        rank 0: 0F0   vae[0:3] x 0:9   0F1 ...                          of the next batch: ahead
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.schedule import Action
 from passes.fill import Fill, FillProblem, parts
 from passes.rehearsal.case import Case
 
@@ -37,16 +36,6 @@ class Piece:
     def seconds(self, case: Case) -> float:
         layers = case.frozen.seconds_at(self.stop - self.start)[self.component]
         return sum(layers[self.first_layer : self.last_layer])
-
-
-def items(actions: Sequence[Action], pieces: Sequence[Piece]) -> Iterator[tuple[int, Action | Piece]]:
-    """A rank's actions and pieces in order, each with its place among its kind."""
-    waiting = list(enumerate(pieces))
-    for position, action in enumerate(actions):
-        while waiting and waiting[0][1].position <= position:
-            yield waiting.pop(0)
-        yield position, action
-    yield from waiting
 
 
 def shared_out(case: Case, most_samples: int | None = None) -> list[list[Piece]]:

@@ -15,10 +15,11 @@ from fxpipe.collectives import Collective
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
+from passes.fill import among
 from passes.rehearsal.case import Case
 from passes.rehearsal.flows import Flows, Point
 from passes.rehearsal.op_writer import OpWriter
-from passes.rehearsal.pieces import Piece, items
+from passes.rehearsal.pieces import Piece
 
 
 def pipeline_ops(
@@ -55,7 +56,7 @@ class _Writer:
         for rank, actions in enumerate(self.schedule.ranks):
             pieces = self.flows.pieces[rank] if self.flows.pieces else ()
             added: set[int] = set()
-            for place, item in items(actions, pieces):
+            for place, item in among(actions, pieces):
                 self.ops.begin(rank, str(item))
                 point = rank, "piece" if isinstance(item, Piece) else "action", place
                 self._wait(point)
