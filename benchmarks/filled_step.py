@@ -9,9 +9,9 @@ A step whose frozen encoder takes about 40 % of its backbone's time. Three ways,
     after           the next batch's frozen work after the pipeline, shared out over the ranks
     filled          the next batch's frozen work in the pipeline's idle time
 
-Both ranks first time their share of the blocks at once, so that they slow each other down as they do in a step; the
-link is measured too. Predictions are of these profiles; measured is a low decile of the steps, to which other work on
-the machine has added least; gains are over "frozen first".
+Both ranks time their share of the blocks at once, so that they slow each other down as they do in a step; the link is
+measured too. Rounds of the profile and of steps take turns; the prediction from the whole profile is held against the
+steps' mean, without the slowest and the fastest tenth; gains are over "frozen first".
 """
 
 import argparse
@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from predicted import ENVIRONMENT, LAUNCHER, profiled, typical
+from predicted import ENVIRONMENT, LAUNCHER, TogetherProfiler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import fxpipe
+from cost_models.profiled import Profile, expected
 from fxpipe.engine import Engine
 
 BATCH_SIZE, MICROBATCHES, WIDTH = 16, 2, 64
@@ -80,33 +81,36 @@ def main() -> None:
 def measure(rounds: int, cluster: str | None) -> None:
     """What one rank does; rank 0 prints."""
     model = Step()
-    seconds_of = profiled(model, BATCH_SIZE, [1, 2, 4, BATCH_SIZE // MICROBATCHES, BATCH_SIZE])
+    profiler = TogetherProfiler(model, BATCH_SIZE, [1, 2, 4, BATCH_SIZE // MICROBATCHES, BATCH_SIZE])
     options: dict[str, Any] = {"batch_size": BATCH_SIZE, "microbatches": MICROBATCHES, "schedule": "1f1b"}
-    options |= {"cost_model": seconds_of, "cluster": cluster}
+    options |= {"cost_model": profiler.round(), "cluster": cluster}
     filled, after = (fxpipe.compile(model, 2, fill=fill, **options) for fill in ("per-device", "none"))
+    taken, seconds_of = _taken(filled, after, rounds, profiler)
     predicted = {
-        "frozen first": filled.simulate().makespan_seconds,
-        "after": after.simulate(filled=True).makespan_seconds,
-        "filled": filled.simulate(filled=True).makespan_seconds,
+        "frozen first": filled.simulate(seconds_of).makespan_seconds,
+        "after": after.simulate(seconds_of, filled=True).makespan_seconds,
+        "filled": filled.simulate(seconds_of, filled=True).makespan_seconds,
     }
-    taken = _taken(filled, after, rounds)
     if os.environ["RANK"] == "0":
-        _print(filled, predicted, {way: typical(seconds) for way, seconds in taken.items()})
+        _print(filled, predicted, {way: expected(seconds) for way, seconds in taken.items()})
 
 
-def _taken(filled: fxpipe.Program, after: fxpipe.Program, rounds: int) -> dict[str, list[float]]:
-    """Seconds of steps of all three ways in turns, the first two rounds left out."""
+def _taken(
+    filled: fxpipe.Program, after: fxpipe.Program, rounds: int, profiler: TogetherProfiler
+) -> tuple[dict[str, list[float]], Profile]:
+    """Seconds of steps of all three ways in turns, the first round left out; the profile at the end."""
     batch = filled.model.example_inputs(BATCH_SIZE)  # type: ignore[operator]
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for index in range(rounds + 2):
+    for index in range(rounds + 1):
         for way in WAYS:
             engine = (after if way == "after" else filled).engine()
             engine.check_batches = False
             seconds = _steps(engine, batch, None if way == "frozen first" else batch)
             engine.close()
-            if index >= 2:
+            if index:
                 found[way] += seconds
-    return found
+        seconds_of = profiler.round()
+    return found, seconds_of
 
 
 def _steps(engine: Engine, batch: dict[str, Tensor], following: dict[str, Tensor] | None) -> list[float]:

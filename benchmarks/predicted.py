@@ -4,20 +4,21 @@
     python benchmarks/predicted.py dit                   one model
 
 Two processes over gloo, one thread each. Both time their share of the blocks at the same time, so that they slow each
-other down as they do in a step; the link is measured too. Then every step is compiled with that profile, predicted, and
-run; a low decile of its steps, to which other work on the machine has added least, is held against the prediction. Peak
+other down as they do in a step; the link is measured too. A machine that others use is now faster, now slower, for
+seconds at a time: so rounds of a profile and of steps take turns, and the prediction from the whole profile is held
+against the steps' mean, without the slowest and the fastest tenth. Programs are compiled after the first round. Peak
 memory is the largest of the ranks, as predicted.
 """
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,11 +27,12 @@ from torch import nn
 
 import fxpipe
 from cost_models import devices
-from cost_models.profiled import Profile
+from cost_models.profiled import Profile, expected
 from examples import dit, stable_diffusion, unconditional_unet
 from fxpipe.block_graph import human_bytes
 from fxpipe.capture.inputs import call_of
-from fxpipe.costing import costed, gathered, profile
+from fxpipe.costing import costed
+from fxpipe.profiling import Profiler, gathered
 from fxpipe.transport.distributed import DistributedTransport
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -40,7 +42,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 SCHEDULES = ("gpipe", "1f1b", "wave")
 BATCH_SIZES = {"stable_diffusion": 16, "unconditional_unet": 128, "dit": 128}  # steps of half a second
-MICROBATCHES, WARM_UP, STEPS = 4, 3, 25
+MICROBATCHES, WARM_UP, STEPS = 4, 2, 4
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Freed memory stays with the process: page faults of fresh memory would be most of the noise.
@@ -54,54 +56,66 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="all where left out")
     parser.add_argument("--cluster", help="TOML of the link; measured where left out")
+    parser.add_argument("--rounds", type=int, default=10, help="of steps under every schedule, and a profile")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:
-        measure(options.models or list(MODELS), options.cluster)
+        measure(options.models or list(MODELS), options.cluster, options.rounds)
         return
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder, "link.toml")
         here = Path(__file__).parent
         link.write_text(subprocess.check_output([sys.executable, str(here / "network.py")], text=True, env=ENVIRONMENT))
-        command = [*LAUNCHER, __file__, *options.models, "--cluster", str(link)]
+        command = [*LAUNCHER, __file__, *options.models, "--cluster", str(link), "--rounds", str(options.rounds)]
         subprocess.run(command, check=True, env=ENVIRONMENT)
 
 
-def measure(models: list[str], cluster: str) -> None:
+def measure(models: list[str], cluster: str, rounds: int) -> None:
     """What one rank does; rank 0 prints."""
     table = Table(title=f"{MICROBATCHES} micro-batches on 2 ranks", title_justify="left")
     for column in ("model", "schedule", "batch", "predicted ms", "measured ms", "error", "predicted peak"):
         table.add_column(column, justify="left" if column in ("model", "schedule") else "right")
     for name in models:
         torch.manual_seed(0)
-        model = MODELS[name]()
-        batch_size = BATCH_SIZES[name]
-        seconds_of = profiled(model, batch_size, [batch_size // MICROBATCHES])
-        for schedule in SCHEDULES:
-            program = fxpipe.compile(
-                model, 2, batch_size=batch_size, microbatches=MICROBATCHES, schedule=schedule, cluster=cluster,
-                cost_model=seconds_of,
-            )  # fmt: skip
-            predicted, taken = program.simulate(), _step_seconds(program)
-            error = predicted.makespan_seconds / taken - 1
-            times = f"{predicted.makespan_seconds * 1e3:.1f}", f"{taken * 1e3:.1f}", f"{error:+.1%}"
+        model, batch_size = MODELS[name](), BATCH_SIZES[name]
+        profiler = TogetherProfiler(model, batch_size, [batch_size // MICROBATCHES])
+        options: dict[str, Any] = {"batch_size": batch_size, "microbatches": MICROBATCHES, "cluster": cluster}
+        options["cost_model"] = profiler.round()
+        programs = {schedule: fxpipe.compile(model, 2, schedule=schedule, **options) for schedule in SCHEDULES}
+        taken: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
+        for _ in range(rounds):
+            for schedule, program in programs.items():
+                taken[schedule] += _step_seconds(program)
+            seconds_of = profiler.round()
+        for schedule, program in programs.items():
+            predicted, measured = program.simulate(seconds_of), expected(taken[schedule])
+            error = predicted.makespan_seconds / measured - 1
+            times = f"{predicted.makespan_seconds * 1e3:.1f}", f"{measured * 1e3:.1f}", f"{error:+.1%}"
             table.add_row(name, schedule, str(batch_size), *times, human_bytes(max(predicted.peak_bytes)))
     if os.environ["RANK"] == "0":
         Console(width=110).print(table)
 
 
-def profiled(model: nn.Module, batch_size: int, sizes: list[int]) -> Profile:
+class TogetherProfiler:
     """Both ranks time their share of the blocks at once."""
-    ranks = DistributedTransport.from_environment("cpu")
-    step = costed(model, None, batch_size, devices.device(), 24)
-    mine = profile(step, sizes, torch.device("cpu"), share=(ranks.rank, ranks.world_size))
-    parts = ranks.gather_object(mine)
-    found = ranks.broadcast_object(gathered(parts) if parts else None)
-    ranks.close()
-    return found
+
+    def __init__(self, model: nn.Module, batch_size: int, sizes: list[int]) -> None:
+        step = costed(model, None, batch_size, devices.device(), 24)
+        share = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._mine = Profiler(step, sizes, torch.device("cpu"), share)
+
+    def round(self) -> Profile:
+        """The profile after one more round."""
+        ranks = DistributedTransport.from_environment("cpu")
+        self._mine.round()
+        parts = ranks.gather_object(self._mine.profile())
+        found = ranks.broadcast_object(gathered(parts) if parts else None)
+        ranks.close()
+        return found
 
 
-def _step_seconds(program: fxpipe.Program) -> float:
+def _step_seconds(program: fxpipe.Program) -> list[float]:
+    """Seconds of some steps."""
     engine = program.engine()
     engine.check_batches = False
     args, kwargs = call_of(program.model.example_inputs(program.step.batch_size))  # type: ignore[operator]
@@ -115,12 +129,7 @@ def _step_seconds(program: fxpipe.Program) -> float:
         for parameter in engine.parameters():
             parameter.grad = None
     engine.close()
-    return typical(taken)
-
-
-def typical(seconds: list[float]) -> float:
-    """The lowest decile: what is above has waited for something else."""
-    return statistics.quantiles(seconds, n=10)[0]
+    return taken
 
 
 if __name__ == "__main__":

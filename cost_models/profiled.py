@@ -3,7 +3,7 @@
     block 3       1: 2.1 ms, 4: 6.5 ms     ->   2 samples: 3.6 ms, shared out to its nodes as the roofline would
     frozen vae    1: 0.9 ms, 4: 3.1 ms          so that blocks cut elsewhere have a time too
 
-A profile holds for one graph, device, type and torch; `fxpipe.costing.profile` makes it from real stage graphs.
+A profile holds for one graph, device, type and torch; `fxpipe.profiling` makes it from real stage graphs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import hashlib
 import json
 import platform
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """Median seconds of one block or component at each of `samples`, ascending; no backward: zeros."""
+    """Expected seconds of one block or component at each of `samples`, ascending; no backward: zeros."""
 
     name: str
     nodes: tuple[str, ...]
@@ -139,12 +138,6 @@ def _speeds(data: Mapping[str, Any]) -> Speeds:
     return Speeds(data["moving"], tuple((target, speed) for target, speed in data["drawing"]))
 
 
-def moving_speed(device: torch.device, num_elements: int = 1 << 19) -> float:
-    """Bytes per second of a sum in place of some MiB."""
-    total, part = (torch.ones(num_elements, device=device) for _ in range(2))
-    return 3 * total.nbytes / median_seconds(lambda: total.add_(part), device)
-
-
 def key_of(graph: fx.Graph, device: torch.device) -> Key:
     """The key of a captured graph on `device`."""
     lines = (f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {_shape(n.meta.get('val'))}" for n in graph.nodes)
@@ -181,20 +174,15 @@ def interpolated(samples: Sequence[int], seconds: Sequence[float], num_samples: 
     return max(0.0, seconds[at] + slope * (num_samples - samples[at]))
 
 
-def median_seconds(run: Callable[[], Any], device: torch.device, warm_up: int = 2, repeats: int = 7) -> float:
-    """Median seconds of `run` after warming up."""
-    found = []
-    for i in range(warm_up + repeats):
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        if i >= warm_up:
-            found.append(time.perf_counter() - started)
-    return statistics.median(found)
+def expected(seconds: Sequence[float]) -> float:
+    """Mean without the slowest and the fastest tenth. Times of parts are added up; medians of skewed ones fall short of
+    their sum."""
+    rest = sorted(seconds)[len(seconds) // 10 : len(seconds) - len(seconds) // 10]
+    return statistics.fmean(rest)
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

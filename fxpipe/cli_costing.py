@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,8 +83,8 @@ def _profile(
 ) -> None:
     """As rank 0 of one, or as one of many `ranks`."""
     from cost_models import devices, profiled
-    from fxpipe.costing import costed, gathered, part_count
-    from fxpipe.costing import profile as measure
+    from fxpipe.costing import costed
+    from fxpipe.profiling import ROUNDS, Profiler, gathered
     from fxpipe.user_model import example_inputs, load_model
 
     share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
@@ -98,9 +97,11 @@ def _profile(
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=share[0] != 0) as bar:
-        task = bar.add_task("timing", total=part_count(found, sizes, share))
-        shown = partial(bar.update, task, advance=1)
-        made = measure(found, sizes, where, lambda name: shown(description=name[-40:]), share)
+        profiler = Profiler(found, sizes, where, share)
+        task = bar.add_task("timing", total=ROUNDS * profiler.num_timings)
+        for _ in range(ROUNDS):
+            profiler.round(lambda name: bar.update(task, advance=1, description=name[-40:]))
+    made = profiler.profile()
     shares = [made] if ranks is None else ranks.gather_object(made)
     if shares is not None:
         whole = gathered(shares)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 import fxpipe
 from cost_models.devices import device
-from cost_models.profiled import Entry, Key, Profile, Speeds, interpolated, key_of, load, with_measurements
+from cost_models.profiled import Entry, Key, Profile, Speeds, expected, interpolated, key_of, load, with_measurements
 from fxpipe.call_costs import drawing_seconds, moving_seconds
 from fxpipe.cost_report import cost_data, formula
 from fxpipe.cost_rows import Costed, rows
-from fxpipe.costing import costed, gathered, part_count
-from fxpipe.costing import profile as measure
+from fxpipe.costing import costed
 from fxpipe.errors import CompileError
+from fxpipe.profiling import Profiler, gathered
+from fxpipe.profiling import profile as measure
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
 from tests.test_cli import TOY, invoke
@@ -50,6 +51,12 @@ def test_interpolation_from_one_point_and_below_zero() -> None:
     assert interpolated((4, 8), (1.0, 9.0), 1) == 0
 
 
+def test_expected_times_leave_out_the_extremes() -> None:
+    assert expected([3.0]) == 3.0
+    assert expected([2.0, 1.0, 6.0]) == 3.0
+    assert expected([*range(1, 10), 1000.0]) == sum(range(2, 10)) / 8
+
+
 def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> None:
     assert [entry.nodes for entry in measured.entries] == [part.nodes for part in step.parts]
     assert all(entry.samples == (1, 2) and min(entry.forward_seconds) > 0 for entry in measured.entries)
@@ -57,8 +64,10 @@ def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> N
     assert component.backward_seconds == (0, 0)
     assert all(min(entry.backward_seconds) > 0 for entry in blocks)
     told: list[str] = []
-    measure(step, [1], CPU, told.append)
-    assert len(told) == part_count(step, [1]) == len(step.parts)
+    profiler = Profiler(step, [1], CPU)
+    profiler.round(told.append)
+    assert told == [part.name for part in step.parts]
+    assert len(told) == profiler.num_timings
 
 
 def test_what_is_done_between_stages_is_measured(measured: Profile, tmp_path: Path) -> None:
@@ -100,8 +109,8 @@ def test_draws_are_timed_by_operation(tmp_path: Path) -> None:
 
 def test_shares_of_a_profile_make_the_whole(step: Costed, measured: Profile) -> None:
     told: list[str] = []
-    shares = [measure(step, [1, 2], CPU, told.append, (rank, 3)) for rank in range(3)]
-    assert len(told) == sum(part_count(step, [1, 2], (rank, 3)) for rank in range(3)) == part_count(step, [1, 2])
+    shares = [measure(step, [1, 2], CPU, told.append, (rank, 3), rounds=2) for rank in range(3)]
+    assert sorted(told) == sorted(4 * [part.name for part in step.parts])
     whole = gathered(shares)
     assert [(e.name, e.nodes, e.samples) for e in whole.entries] == [
         (e.name, e.nodes, e.samples) for e in measured.entries

@@ -1,0 +1,199 @@
+"""Seconds of every block of a step on the device at hand, for `cost_model="profile.json"`.
+
+round 1     block 0 forward, block 1 forward, ..., block 1 backward, block 0 backward; random draws; adding tensors
+round 2     the same
+
+As in a step, a backward comes long after its forward: what it reads is no longer in the caches, which is a tenth of the
+time of small models. Rounds spread a block's runs over time: a machine that others use is slower for seconds at a time.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_models import devices, profiled
+from fxpipe.capture.randomness import Draw
+from fxpipe.cost_rows import Costed
+from fxpipe.costing import batch_plan
+from fxpipe.errors import CompileError
+from fxpipe.prediction import whole_bytes
+from fxpipe.rank_program import nest
+from fxpipe.staged import Staged
+from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.trace import trace
+from passes.lowering.units import Value
+
+ROUNDS = 15
+_WAITING_BYTES = 1 << 30  # kept for backwards at most, beside one block's: more than caches hold
+_ADDED = 1 << 19  # float32 numbers, some MiB
+
+Label = tuple[str, int | str, int]
+"""What is run: forward or backward, a part's number and samples; draw, an operation and samples; add and 0."""
+
+
+class Profiler:
+    """Times every block and component, forward and backward, at every batch size; all weights and inputs are made up.
+
+    The explicit graphs that rank programs are made of run on `device`, one block at a time. Of a `share` (r, N) only
+    parts r, r + N, ... are timed; `gathered` puts the profiles of all N together. The weights of a share are held, and
+    what backwards need up to a GiB.
+
+    Raises:
+        CompileError: a batch size is not positive, or the step holds for another one only.
+    """
+
+    def __init__(
+        self, step: Costed, batch_sizes: Sequence[int], device: torch.device, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._step, self._device, self._sizes = step, device, sorted(set(batch_sizes))
+        if not self._sizes or self._sizes[0] < 1:
+            raise CompileError(f"batch sizes to profile must be positive, got {list(batch_sizes)}")
+        fixed = step.captured.inputs.batch_size
+        if not step.captured.batch and self._sizes != [fixed]:
+            raise CompileError(f"the graph holds for batches of {fixed} only; profile that size")
+        num_blocks = len(step.graph.blocks)
+        alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
+        batch = batch_plan(step.captured)
+        graphs = trace(step.captured, batch, step.graph, alone, self._sizes, device).graphs
+        self._mine = range(share[0], len(step.parts), share[1])
+        num_components = len(step.graph.components)
+        self._parts = {
+            number: _bound(graphs[("T", number) if number < num_components else ("F", number - num_components)], device)
+            for number in self._mine
+        }
+        self._taken: dict[Label, list[float]] = defaultdict(list)
+
+    @property
+    def num_timings(self) -> int:
+        """How often a round calls `progress`."""
+        return len(self._mine) * len(self._sizes)
+
+    def round(self, progress: Callable[[str], None] = lambda name: None) -> None:
+        """Run everything once; `progress` is called with a part's name before it is timed. The first round warms up."""
+        with torch.no_grad():
+            for size in self._sizes:
+                self._time_parts(size, progress)
+            for name, (draw, _) in self._draws().items():
+                self._time(("draw", name, 0), partial(draw.sample, self._sizes[-1], 0, 0, self._device))
+            total, addend = (torch.ones(_ADDED, device=self._device) for _ in range(2))
+            self._time(("add", "", 0), partial(total.add_, addend))
+
+    def profile(self) -> profiled.Profile:
+        """What is to be expected after the rounds until now."""
+        taken = {label: profiled.expected(seconds[1:] or seconds) for label, seconds in self._taken.items()}
+
+        def of(kind: str, number: int) -> tuple[float, ...]:
+            return tuple(taken.get((kind, number, size), 0.0) for size in self._sizes)
+
+        entries = []
+        for number in self._mine:
+            part = self._step.parts[number]
+            times = of("forward", number), of("backward", number)
+            entries.append(profiled.Entry(part.name, part.nodes, tuple(self._sizes), *times))
+        speeds = profiled.Speeds(
+            moving=3 * torch.float32.itemsize * _ADDED / taken["add", "", 0],
+            drawing=tuple((name, size / taken["draw", name, 0]) for name, (_, size) in self._draws().items()),
+        )
+        key = profiled.key_of(self._step.captured.graph, self._device)
+        return profiled.with_measurements(devices.device("A100-80GB"), key, tuple(entries), speeds)
+
+    def _time_parts(self, size: int, progress: Callable[[str], None]) -> None:
+        """Forwards in order, and backwards in the opposite one as soon as much waits for them."""
+        waiting: list[tuple[int, list[torch.Tensor], Sequence[torch.Tensor]]] = []
+        for number in self._mine:
+            progress(self._step.parts[number].name)
+            part = self._parts[number][size]
+            reads = [_made_up(value, self._device) for value in part.graphs.reads]
+            made = self._time(("forward", number, size), partial(part.forward, *reads))
+            if part.backward is not None:
+                returns, saved = made
+                waiting.append((number, list(saved), returns))
+            held = sum(value.nbytes for _, saved, _ in waiting for value in saved if isinstance(value, torch.Tensor))
+            while waiting and (held > _WAITING_BYTES or number == self._mine[-1]):
+                self._time_backward(size, *waiting.pop())
+
+    def _time_backward(
+        self, size: int, number: int, saved: list[torch.Tensor], returns: Sequence[torch.Tensor]
+    ) -> None:
+        part = self._parts[number][size]
+        assert part.backward is not None
+        pairs = zip(part.graphs.returns, returns, strict=True)
+        tangents = [torch.ones_like(value) for border, value in pairs if border.requires_grad]
+        self._time(("backward", number, size), partial(part.backward, saved, *tangents))
+
+    def _time(self, label: Label, run: Callable[[], Any]) -> Any:
+        profiled.wait_for(self._device)
+        started = time.perf_counter()
+        made = run()
+        profiled.wait_for(self._device)
+        self._taken[label].append(time.perf_counter() - started)
+        return made
+
+    def _draws(self) -> dict[str, tuple[Draw, int]]:
+        """The largest random draw of every operation, and its bytes."""
+        captured = self._step.captured
+        sizes = whole_bytes(captured, self._sizes[-1])
+        ascending = sorted(captured.draws.values(), key=lambda draw: sizes[draw.index])
+        return {draw.target: (draw, sizes[draw.index]) for draw in ascending}
+
+
+def profile(
+    step: Costed,
+    batch_sizes: Sequence[int],
+    device: torch.device,
+    progress: Callable[[str], None] = lambda name: None,
+    share: tuple[int, int] = (0, 1),
+    rounds: int = ROUNDS,
+) -> profiled.Profile:
+    """The profile of a share of a step after so many rounds; see `Profiler`."""
+    profiler = Profiler(step, batch_sizes, device, share)
+    for _ in range(rounds):
+        profiler.round(progress)
+    return profiler.profile()
+
+
+def gathered(profiles: Sequence[profiled.Profile]) -> profiled.Profile:
+    """One profile of the N shares that N ranks have timed, in rank order.
+
+    Raises:
+        CompileError: they are of different graphs or devices.
+    """
+    first = profiles[0]
+    for other in profiles[1:]:
+        profiled.require_key(other.key, first.key)
+    most = max(len(one.entries) for one in profiles)
+    entries = [one.entries[turn] for turn in range(most) for one in profiles if turn < len(one.entries)]
+    return replace(first, entries=tuple(entries))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The graphs of one part at one batch size, to be run."""
+
+    graphs: StageGraphs
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+
+
+def _bound(graphs: Mapping[int, StageGraphs], device: torch.device) -> dict[int, _Part]:
+    """The graphs of one part by size, with weights made up."""
+    names = {name: value for of_size in graphs.values() for name, value in of_size.state.items()}
+    state = nest({name: _made_up(value, device) for name, value in names.items()})
+
+    def bind(graph: fx.Graph | None) -> fx.GraphModule | None:
+        return None if graph is None else fx.GraphModule(state, graph)
+
+    return {size: _Part(of, fx.GraphModule(state, of.forward), bind(of.backward)) for size, of in graphs.items()}
+
+
+def _made_up(value: Value, device: torch.device) -> torch.Tensor:
+    """Small positive numbers: no infinities, and integers that are valid as indices."""
+    if value.dtype.is_floating_point:
+        return torch.rand(value.shape, device=device).mul_(0.1).add_(0.01).to(value.dtype)
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)
