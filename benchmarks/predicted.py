@@ -6,8 +6,8 @@
 Two processes over gloo, one thread each. Both time their share of the blocks at the same time, so that they slow each
 other down as they do in a step; the link is measured too. A machine that others use is now faster, now slower, for
 seconds at a time: so rounds of a profile and of steps take turns, and the prediction from the whole profile is held
-against the steps' mean, without the slowest and the fastest tenth. Programs are compiled after the first round. Peak
-memory is the largest of the ranks, as predicted.
+against the steps' mean, without the slowest and the fastest tenth. Programs are compiled after the first round. Memory
+is the most bytes of tensors alive at once in a step, on each rank; without an optimizer.
 """
 
 import argparse
@@ -29,11 +29,12 @@ import fxpipe
 from cost_models import devices
 from cost_models.profiled import Profile, expected
 from examples import dit, stable_diffusion, unconditional_unet
-from fxpipe.block_graph import human_bytes
 from fxpipe.capture.inputs import call_of
 from fxpipe.costing import costed
+from fxpipe.engine import Engine
 from fxpipe.profiling import Profiler, gathered
 from fxpipe.transport.distributed import DistributedTransport
+from tests.live_bytes import LiveBytes
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "stable_diffusion": stable_diffusion.step,
@@ -72,8 +73,8 @@ def main() -> None:
 
 def measure(models: list[str], cluster: str, rounds: int) -> None:
     """What one rank does; rank 0 prints."""
-    table = Table(title=f"{MICROBATCHES} micro-batches on 2 ranks", title_justify="left")
-    for column in ("model", "schedule", "batch", "predicted ms", "measured ms", "error", "predicted peak"):
+    table = Table(title=f"{MICROBATCHES} micro-batches on 2 ranks, predicted / measured", title_justify="left")
+    for column in ("model", "schedule", "batch", "step, ms", "error", "rank 0, MiB", "error", "rank 1, MiB", "error"):
         table.add_column(column, justify="left" if column in ("model", "schedule") else "right")
     for name in models:
         torch.manual_seed(0)
@@ -88,10 +89,11 @@ def measure(models: list[str], cluster: str, rounds: int) -> None:
                 taken[schedule] += _step_seconds(program)
             seconds_of = profiler.round()
         for schedule, program in programs.items():
-            predicted, measured = program.simulate(seconds_of), expected(taken[schedule])
-            error = predicted.makespan_seconds / measured - 1
-            times = f"{predicted.makespan_seconds * 1e3:.1f}", f"{measured * 1e3:.1f}", f"{error:+.1%}"
-            table.add_row(name, schedule, str(batch_size), *times, human_bytes(max(predicted.peak_bytes)))
+            predicted = program.simulate(seconds_of, optimizer_bytes=0)
+            cells = _compared(predicted.makespan_seconds * 1e3, expected(taken[schedule]) * 1e3)
+            for rank, measured in enumerate(_peak_bytes(program)):
+                cells += _compared(predicted.peak_bytes[rank] / 2**20, measured / 2**20)
+            table.add_row(name, schedule, str(batch_size), *cells)
     if os.environ["RANK"] == "0":
         Console(width=110).print(table)
 
@@ -106,20 +108,17 @@ class TogetherProfiler:
 
     def round(self) -> Profile:
         """The profile after one more round."""
-        ranks = DistributedTransport.from_environment("cpu")
         self._mine.round()
-        parts = ranks.gather_object(self._mine.profile())
-        found = ranks.broadcast_object(gathered(parts) if parts else None)
-        ranks.close()
-        return found
+        return gathered(_together(self._mine.profile()))
+
+
+def _compared(predicted: float, measured: float) -> list[str]:
+    return [f"{predicted:.1f} / {measured:.1f}", f"{predicted / measured - 1:+.1%}"]
 
 
 def _step_seconds(program: fxpipe.Program) -> list[float]:
     """Seconds of some steps."""
-    engine = program.engine()
-    engine.check_batches = False
-    args, kwargs = call_of(program.model.example_inputs(program.step.batch_size))  # type: ignore[operator]
-    batch = kwargs or args
+    engine, batch = _engine(program)
     taken = []
     for index in range(WARM_UP + STEPS):
         started = time.perf_counter()
@@ -130,6 +129,32 @@ def _step_seconds(program: fxpipe.Program) -> list[float]:
             parameter.grad = None
     engine.close()
     return taken
+
+
+def _peak_bytes(program: fxpipe.Program) -> list[int]:
+    """Of every rank, in one step; all ranks find the same."""
+    engine, batch = _engine(program)
+    with LiveBytes() as live:
+        live.see(list(engine.parameters()))
+        engine.step(batch)
+    engine.close()
+    return _together(live.peak)
+
+
+def _engine(program: fxpipe.Program) -> tuple[Engine, Any]:
+    """An engine of this rank, and a batch."""
+    engine = program.engine()
+    engine.check_batches = False
+    args, kwargs = call_of(program.model.example_inputs(program.step.batch_size))  # type: ignore[operator]
+    return engine, kwargs or args
+
+
+def _together(mine: Any) -> list[Any]:
+    """What every rank has."""
+    ranks = DistributedTransport.from_environment("cpu")
+    found: list[Any] = ranks.broadcast_object(ranks.gather_object(mine))
+    ranks.close()
+    return found
 
 
 if __name__ == "__main__":

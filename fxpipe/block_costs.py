@@ -143,7 +143,7 @@ class BlockCosts:
         return self.largest_at(num_samples)[0]
 
     def component_temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
-        """The same of each frozen component."""
+        """The same of each frozen component, without its weights."""
         return self.largest_at(num_samples)[1]
 
     def made_bytes(self, blocks: Collection[int], num_samples: int) -> int:

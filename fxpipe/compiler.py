@@ -1,18 +1,19 @@
 """The compiler, top to bottom: a training step becomes one program per rank."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from cost_models.flops import node_costs
+from fxpipe.block_graph import human_bytes
 from fxpipe.block_graph_check import require as require_block_graph
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cluster import Cluster
-from fxpipe.costing import given_cost_model
+from fxpipe.costing import given_cost_model, num_blocks
 from fxpipe.costs import CostModel, NodeCost, node_seconds, uncosted_ops
 from fxpipe.errors import CompileError
 from fxpipe.options import (
@@ -29,7 +30,7 @@ from fxpipe.options import (
     training_step,
     unwrapped,
 )
-from fxpipe.prediction import Costing
+from fxpipe.prediction import Costing, peak_bytes
 from fxpipe.program import Plan, Program
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require as require_schedule
@@ -50,9 +51,10 @@ from passes.order import Ordered, Resources, order
 from passes.plan import make_plan
 from passes.rehearsal.case import Case
 from passes.room import Room
+from passes.tune import NothingFits
 
 Observe = Callable[[str, Any], None]
-_MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128
+_LEFT = 1.0, 0.995, 0.985, 0.96, 0.9  # of a memory limit for plans, where programs needed more than those before
 
 
 @torch.enable_grad()  # what surrounds the call is not part of the step
@@ -136,61 +138,120 @@ def compile(
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
     seconds = node_seconds(seconds_of, captured.graph, costs, -(-size // (count or 2 * world_size)))
     both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
-    graph = analyse_blocks(captured, both, _num_blocks(stages, world_size))
+    graph = analyse_blocks(captured, both, num_blocks(stages, world_size))
     require_block_graph(graph, captured)
     see("blocks", graph)
 
     # plan: how many replicas, stages and micro-batches; which blocks form a stage, which ranks own it
     table = block_costs(captured, graph, costs, seconds_of, where)
-    filled = fill != "none" and bool(graph.components)
+    filled, limit = fill != "none" and bool(graph.components), given_bytes(memory_limit)
     copies = data_parallel if asked == "auto" else data_parallel or 1
-    open_ends = (copies, stages, count, collocation, recompute, given_bytes(memory_limit), conditioning, filled)
     layers = frozen_layers(captured, graph, costs, seconds_of)
     case = Case(graph, table, layers, seconds_of, network, world_size, size, divisible=batch.divisible)
-    plan = make_plan(case, Wishes(asked, world_size, size, *open_ends), _device_bytes(seconds_of))
-    sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
-    see("plan", plan)
+    wishes = Wishes(asked, world_size, size, copies, stages, count, collocation, recompute, limit, conditioning, filled)
+    back = _BackEnd(step, captured, batch, costs, case, where, budget, fill, "model." if step is not model else "", see)
+    return _within(limit, lambda within: back.program(replace(wishes, memory_limit_bytes=within)))
 
-    # trace: forward and explicit backward graphs of every stage
-    traced = trace(captured, batch, graph, staged, sizes, where)
-    see("stage graphs", traced)
 
-    # schedule: the order of every rank's actions
-    search = budget if asked == "auto" else None
-    room = Room(table, size, filled)
-    resources = Resources.of(room, staged, plan.times, network, plan.limit_bytes)
-    ordered = Ordered(asked) if isinstance(asked, Schedule) else order(graph, staged, traced.work, resources, search)
-    require_schedule(ordered.schedule, traced.work, world_size)
-    see("schedule", ordered.schedule)
+def _within(limit: int | None, program_of: Callable[[int | None], Program]) -> Program:
+    """The program whose ranks need no more than a limit. Plans count blocks, programs every tensor: where a program
+    needs more than its plan did, the next plan gets less.
 
-    # lower: one program per rank
-    layout = traced.layout(ordered.schedule, graph, staged)
-    optional = first_stages(graph, table, staged.boundaries) if conditioning is not None else frozenset[int]()
-    weights = _loss_weights(batch, sizes)
-    lowered = lower(layout, traced.sources, weights, traced.state, where, optional=optional)
-    require_lowered(lowered)
-    see("programs", lowered.programs)
+    Raises:
+        CompileError: no plan gets that far.
+    """
+    if limit is None:
+        return program_of(None)
+    needed: list[int] = []
+    for left in _LEFT:
+        try:
+            program = program_of(int(left * limit))
+        except NothingFits:
+            if not needed:
+                raise
+            break
+        needed.append(max(peak_bytes(program.step, program.capture, program.costing)))
+        if needed[-1] <= limit:
+            return program
+    raise NothingFits(
+        f"no plan fits into memory_limit={human_bytes(limit)} per rank: the least a program needed is "
+        f"{human_bytes(min(needed))}; use more ranks, smaller batches, or a higher limit"
+    )
 
-    steps = _Steps(captured, sum(sizes), where, conditioning)
 
-    # fill: where something is frozen, a step with the next batch's frozen work in its idle time; made when asked for
-    def make_filled() -> FilledPlan:
-        alone = without_components(traced.work)
-        plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
-        ahead = Room(table, size, filled=True)
-        left = plan.limit_bytes and ahead.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
-        frozen = Frozen(captured, batch, graph, layers, left)
-        reduced = table.trained_bytes
-        found = fill_step(frozen, staged, traced, plain.schedule, resources, reduced, weights, where, fill, optional)
-        see("filled", found)
-        return steps.filled(found)
+@dataclass(frozen=True)
+class _BackEnd:
+    """An analysed step, to be planned and made into programs."""
 
-    notes = (*captured.notes, *_uncosted(costs), *plan.notes, *ordered.notes)
-    shown = Plan(staged, graph, sizes, plan.times.total, notes, plan.outcomes)
-    costing = Costing(call_costs(layout, traced.sources, graph), costs, seconds_of, network)
-    first = steps.plan(ordered.schedule, lowered)
-    prefix = "model." if step is not model else ""
-    return Program(step, captured, shown, first, costing, make_filled if graph.components else None, prefix)
+    step: nn.Module
+    captured: Capture
+    batch: BatchPlan
+    costs: Mapping[str, NodeCost]
+    case: Case
+    device: torch.device
+    budget: float
+    fill: str
+    prefix: str
+    see: Observe
+
+    def program(self, wishes: Wishes) -> Program:
+        """The program that serves the wishes."""
+        captured, batch, graph, table, where = self.captured, self.batch, self.case.graph, self.case.costs, self.device
+        asked, conditioning, network, seconds_of = (
+            wishes.schedule,
+            wishes.conditioning,
+            self.case.cluster,
+            self.case.model,
+        )
+        size, see = self.case.batch_size, self.see
+        plan = make_plan(self.case, wishes, _device_bytes(seconds_of))
+        sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
+        see("plan", plan)
+
+        # trace: forward and explicit backward graphs of every stage
+        traced = trace(captured, batch, graph, staged, sizes, where)
+        see("stage graphs", traced)
+
+        # schedule: the order of every rank's actions
+        search = self.budget if asked == "auto" else None
+        room = Room(table, size, wishes.filled)
+        resources = Resources.of(room, staged, plan.times, network, plan.limit_bytes)
+        ordered = (
+            Ordered(asked) if isinstance(asked, Schedule) else order(graph, staged, traced.work, resources, search)
+        )
+        require_schedule(ordered.schedule, traced.work, wishes.world_size)
+        see("schedule", ordered.schedule)
+
+        # lower: one program per rank
+        layout = traced.layout(ordered.schedule, graph, staged)
+        optional = first_stages(graph, table, staged.boundaries) if conditioning is not None else frozenset[int]()
+        weights = _loss_weights(batch, sizes)
+        lowered = lower(layout, traced.sources, weights, traced.state, where, optional=optional)
+        require_lowered(lowered)
+        see("programs", lowered.programs)
+
+        steps = _Steps(captured, sum(sizes), where, conditioning)
+
+        # fill: where something is frozen, the next batch's frozen work in this step's idle time; made when asked for
+        def make_filled() -> FilledPlan:
+            alone = without_components(traced.work)
+            plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
+            ahead = Room(table, size, filled=True)
+            left = plan.limit_bytes and ahead.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
+            frozen = Frozen(captured, batch, graph, self.case.frozen, left)
+            reduced = table.trained_bytes
+            found = fill_step(
+                frozen, staged, traced, plain.schedule, resources, reduced, weights, where, self.fill, optional
+            )
+            see("filled", found)
+            return steps.filled(found)
+
+        notes = (*captured.notes, *_uncosted(self.costs), *plan.notes, *ordered.notes)
+        shown = Plan(staged, graph, sizes, plan.times.total, notes, plan.outcomes)
+        costing = Costing(call_costs(layout, traced.sources, graph), self.costs, seconds_of, network)
+        first = steps.plan(ordered.schedule, lowered)
+        filled = make_filled if graph.components else None
+        return Program(self.step, captured, shown, first, costing, filled, self.prefix)
 
 
 @dataclass(frozen=True)
@@ -226,11 +287,6 @@ def _require_divisible(captured: Capture, batch: BatchPlan, count: int | None) -
 def _uncosted(costs: Mapping[str, NodeCost]) -> tuple[str, ...]:
     names = uncosted_ops(costs.values())
     return (f"no FLOPs are counted for {', '.join(names)}",) if names else ()
-
-
-def _num_blocks(stages: int | None, world_size: int) -> int:
-    """Fine enough to balance, coarse enough to plan and to read."""
-    return max(_MIN_BLOCKS, min(_MOST_BLOCKS, _BLOCKS_PER_STAGE * (stages or 2 * world_size)), stages or 0)
 
 
 def _device_bytes(model: CostModel) -> int | None:

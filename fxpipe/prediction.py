@@ -9,12 +9,12 @@ from fxpipe.call_costs import Block, CallCost, drawing_seconds
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel, NodeCost, node_seconds
-from fxpipe.memory import Times, graphs_memory, rank_memory
+from fxpipe.memory import ADAMW_BYTES, Times, graphs_memory, rank_memory
 from fxpipe.op_lists import Op, program_ops
-from fxpipe.simulation import noisy_makespans, walk
+from fxpipe.simulation import Walked, noisy_makespans, walk
 from fxpipe.sizes import concrete
 from fxpipe.step import StepPlan
-from fxpipe.timeline import Timeline
+from fxpipe.timeline import RankMemory, Timeline
 
 NUM_NOISY_RUNS, NOISE_SEED = 20, 0
 
@@ -56,13 +56,24 @@ def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes:
     """The timeline of one step, with memory and the spread under noise."""
     plan = planned(step, capture, costing)
     walked = walk(plan.op_lists, plan.seconds, costing.cluster)
+    memory = _memory(step, capture, walked, optimizer_bytes)
+    spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
+    return walked.timeline(memory, spread)
+
+
+def peak_bytes(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES) -> list[int]:
+    """The most memory that each rank needs at once."""
+    plan = planned(step, capture, costing)
+    walked = walk(plan.op_lists, plan.seconds, costing.cluster)
+    return [memory.peak_bytes for memory in _memory(step, capture, walked, optimizer_bytes)]
+
+
+def _memory(step: StepPlan, capture: Capture, walked: Walked, optimizer_bytes: int) -> tuple[RankMemory, ...]:
     whole, calls = whole_bytes(capture, step.batch_size), graphs_memory(step.programs)
-    memory = tuple(
+    return tuple(
         rank_memory(program, calls, whole, Times(nodes, walked.arrival_seconds), optimizer_bytes)
         for program, nodes in zip(step.programs, walked.node_seconds, strict=True)
     )
-    spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
-    return walked.timeline(memory, spread)
 
 
 def whole_bytes(capture: Capture, batch_size: int) -> dict[str | int, int]:

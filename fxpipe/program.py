@@ -53,10 +53,13 @@ class Plan:
             ranks = self.staged.stage_ranks[stage]
             where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
             lines.append(f"  stage {stage:2} on {where}: {len(blocks):3} blocks, {share:5.1%}  {span}")
-        for component in self.blocks.components:
-            lines.append(
-                f"  frozen {component.name}: {len(component.nodes)} operations, on the rank of each micro-batch"
-            )
+        for number, component in enumerate(self.blocks.components):
+            where = "the rank of each micro-batch"
+            if self.staged.frozen_ranks and len(ranks := self.staged.frozen_ranks[number]) < self.staged.world_size:
+                where = (
+                    f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, where there is room for its weights"
+                )
+            lines.append(f"  frozen {component.name}: {len(component.nodes)} operations, on {where}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Plan:
             "boundaries": list(staged.boundaries),
             "stage_ranks": [list(ranks) for ranks in staged.stage_ranks],
             "recompute": sorted(staged.recompute),
+            "frozen_ranks": [list(ranks) for ranks in staged.frozen_ranks],
             "collocated": staged.collocated,
             "blocks": [{"name": b.name, "operations": len(b.nodes)} for b in self.blocks.blocks],
             "components": [{"name": c.name, "operations": len(c.nodes)} for c in self.blocks.components],

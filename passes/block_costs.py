@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import sympy
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from fxpipe.block_costs import BlockCosts, BlockSeconds
@@ -45,9 +46,12 @@ def block_costs(
     owners = _Owners(graph, table)
     seconds = seconds_of_table(model, captured.graph, table)
 
+    # A block's weights stand for their gradients, made beside those of earlier micro-batches.
+    held = np.where(owners.are_frozen, weight_bytes_read(captured, table), 0.0)
+
     def largest_at(num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         counts = table.counts(num_samples)
-        return owners.most(counts["bytes_read"] + counts["bytes_written"])
+        return owners.most(counts["bytes_read"] + counts["bytes_written"] - held)
 
     def seconds_at(num_samples: int) -> BlockSeconds:
         parts = seconds(num_samples)
@@ -61,6 +65,16 @@ def block_costs(
     return BlockCosts(weights, given, values, owners.num_components, seconds_at, largest_at)
 
 
+def weight_bytes_read(captured: Capture, table: CostTable) -> Floats:
+    """Of every node, the bytes it reads that are there all step long: weights, buffers, constants."""
+    found = np.zeros(len(table.costs))
+    for node in captured.graph.nodes:
+        if node.name in table.position:
+            state = (n for n in node.all_input_nodes if n.op == "placeholder" and n.meta["kind"] in STATE_KINDS)
+            found[table.position[node.name]] = sum(n.meta["val"].nbytes for n in state)
+    return found
+
+
 class _Owners:
     """The block or component of every node of a table, to add up by."""
 
@@ -70,6 +84,11 @@ class _Owners:
         groups = [part.nodes for part in graph.blocks] + [part.nodes for part in graph.components]
         for number, nodes in enumerate(groups):
             self._of_node[[table.position[name] for name in nodes]] = number
+
+    @property
+    def are_frozen(self) -> NDArray[np.bool_]:
+        """Of every node, whether it is a component's."""
+        return (self._of_node >= self.num_blocks) & (self._of_node < self.num_blocks + self.num_components)
 
     def sums(self, values: Floats) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The sum of each block and of each component."""

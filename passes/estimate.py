@@ -67,7 +67,7 @@ def estimate(
     """
     forward, backward = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
     ranks: list[int | tuple[int, ...]] = [*staged.stage_ranks]
-    num_ranks = staged.world_size
+    num_ranks, places = staged.world_size, {rank: rank for rank in range(staged.world_size)}
     if len(set(map(len, staged.stage_ranks))) == 1:  # pipelines are equal: one stands for all
         num_microbatches = -(-num_microbatches // staged.replicas)
         places = {rank: place for place, rank in enumerate(sorted({replicas[0] for replicas in staged.stage_ranks}))}
@@ -77,18 +77,33 @@ def estimate(
     if filled:
         work, frozen = without_components(work), ()
     schedule = make_schedule(
-        staged.schedule, work, ranks, forward, backward, frozen_seconds=frozen, world_size=num_ranks
-    )
+        staged.schedule, work, ranks, forward, backward,
+        frozen_seconds=frozen, frozen_ranks=staged.frozen_places(places), world_size=num_ranks,
+    )  # fmt: skip
     lag = Lags(graph, staged, times.num_samples, cluster)
     tables = action_seconds(staged, times) | {"T": times.components}
     timeline = simulate(schedule, work, lambda a: 0.0 if a.kind == "R" else tables[a.kind][a.stage], lag)
     ends = reduction_ends(staged, schedule, timeline, cluster, gradient_bytes)
     seconds = max([timeline.makespan_seconds, *ends])
     if filled:
-        busy = sum(end - timeline.start_seconds[action] for action, end in timeline.end_seconds.items())
-        evenly = (busy + num_microbatches * sum(times.components)) / num_ranks
+        frozen_seconds = [num_microbatches * each for each in times.components]
+        evenly = _evenly(schedule, timeline, frozen_seconds, staged.frozen_places(places))
         seconds = max(seconds, evenly + _LEFT_IDLE * seconds)
     return Estimate(schedule, timeline, seconds)
+
+
+def _evenly(
+    schedule: Schedule, timeline: ActionTimes, frozen_seconds: Sequence[float], frozen_places: Sequence[tuple[int, ...]]
+) -> float:
+    """The least time in which frozen work fits beside the actions, shared out over the ranks that may do it."""
+    busy = [sum(timeline.end_seconds[a] - timeline.start_seconds[a] for a in actions) for actions in schedule.ranks]
+    everywhere = tuple(range(len(busy)))
+    of_component = frozen_places or [everywhere] * len(frozen_seconds)
+    longest = 0.0
+    for ranks in {everywhere, *of_component}:
+        here = sum(t for t, able in zip(frozen_seconds, of_component, strict=True) if {*able} <= {*ranks})
+        longest = max(longest, (here + sum(busy[rank] for rank in ranks)) / len(ranks))
+    return longest
 
 
 def simulated_step(

@@ -93,7 +93,9 @@ def fill_step(
     length = max([timeline.makespan_seconds, *ends])
     batch_size = sum(traced.sizes)
     idle = idle_of_schedule(schedule, timeline, length)
-    components = frozen.layers.components(batch_size, frozen.room_bytes, whole=not frozen.batch.divisible)
+    components = frozen.layers.components(
+        batch_size, frozen.room_bytes, not frozen.batch.divisible, staged.frozen_ranks
+    )
     problem = FillProblem(length, idle, components, batch_size)
     found = fill(problem, how)
     pieces = tuple(

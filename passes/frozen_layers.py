@@ -14,6 +14,7 @@ from fxpipe.block_graph import BlockGraph
 from fxpipe.capture import Capture
 from fxpipe.cost_table import CostTable, seconds_of_table
 from fxpipe.costs import CostModel, NodeCost, node_seconds
+from passes.block_costs import weight_bytes_read
 from passes.blocks import layers as cut_layers
 from passes.fill import FrozenComponent, Layer
 
@@ -37,13 +38,18 @@ class FrozenLayers:
     nodes: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     def components(
-        self, batch_size: int, room_bytes: float | None = None, whole: bool = False
+        self,
+        batch_size: int,
+        room_bytes: float | None = None,
+        whole: bool = False,
+        ranks: Sequence[tuple[int, ...]] = (),
     ) -> tuple[FrozenComponent, ...]:
         """For fillers: times at one sample, two, four, ... the whole batch.
 
         Args:
             room_bytes: what a rank has for an operation; as many samples run at once as that permits, at least one.
             whole: samples can't be taken apart.
+            ranks: per component, those that may run it; all where left out.
         """
         sizes = sorted({min(2**k, batch_size) for k in range(batch_size.bit_length() + 1)})
         tables = {n: self.seconds_at(n) for n in sizes}
@@ -58,7 +64,8 @@ class FrozenLayers:
                     for i in range(self.num_layers[index])
                 ),
                 self.depends[index],
-                whole=whole,
+                ranks[index] if ranks else None,
+                whole,
             )
             for index, name in enumerate(self.names)
         )
@@ -88,6 +95,7 @@ def frozen_layers(
     table = CostTable(costs)
     seconds = seconds_of_table(model, captured.graph, table)
     places = [[[table.position[name] for name in nodes] for nodes in of_component] for of_component in layers]
+    held = weight_bytes_read(captured, table)
     numbers = {component.name: i for i, component in enumerate(graph.components)}
 
     def seconds_at(num_samples: int) -> Table:
@@ -96,7 +104,7 @@ def frozen_layers(
 
     def largest_at(num_samples: int) -> Table:
         counts = table.counts(num_samples)
-        moved = counts["bytes_read"] + counts["bytes_written"]
+        moved = counts["bytes_read"] + counts["bytes_written"] - held
         return tuple(tuple(float(moved[nodes].max(initial=0.0)) for nodes in component) for component in places)
 
     return FrozenLayers(

@@ -17,7 +17,11 @@ _RULES = "forward first, in flight 1.0", "backward first, in flight 1.0"
 
 
 def wave_orders(
-    work: Work, stage_rank: Sequence[int], seconds: Mapping[str, Sequence[float]], world_size: int
+    work: Work,
+    stage_rank: Sequence[int],
+    seconds: Mapping[str, Sequence[float]],
+    world_size: int,
+    frozen_ranks: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[tuple[Action, ...], ...] | None:
     """The shorter of "forward first" and "backward first", where transfers are free.
 
@@ -32,6 +36,7 @@ def wave_orders(
         world_size,
         activation_bytes=(1,) * work.num_stages,
         memory_limit_bytes=tuple(room),
+        frozen_ranks=frozen_ranks,
     )
     shop = job_shop(problem, frozenset())
     found = [list_orders(shop, rule) for rule in rules(shop) if rule.name in _RULES]

@@ -67,7 +67,8 @@ def order(
     if not pipelines or work.num_microbatches % len(pipelines):
         schedule = make_schedule(
             staged.schedule, work, staged.stage_ranks, stage_seconds(staged, times.forward),
-            recomputed_seconds(staged, times), frozen_seconds=times.components, world_size=staged.world_size,
+            recomputed_seconds(staged, times), frozen_seconds=times.components,
+            frozen_ranks=staged.frozen_ranks, world_size=staged.world_size,
         )  # fmt: skip
         return Ordered(schedule, None)
     problem = _problem(
@@ -87,9 +88,14 @@ def _pipelines(staged: Staged) -> list[tuple[int, ...]]:
     return found if covered == list(range(staged.world_size)) else []
 
 
+def _place_of(staged: Staged) -> dict[int, int]:
+    """The place of every rank of the first pipeline."""
+    return {rank: place for place, rank in enumerate(_pipelines(staged)[0])}
+
+
 def _places(staged: Staged) -> tuple[int, ...]:
     """The place of every stage in a pipeline."""
-    places = {rank: place for place, rank in enumerate(_pipelines(staged)[0])}
+    places = _place_of(staged)
     return tuple(places[ranks[0]] for ranks in staged.stage_ranks)
 
 
@@ -97,6 +103,7 @@ def _problem(graph: BlockGraph, staged: Staged, work: Work, resources: Resources
     times = resources.times
     places = _places(staged)
     seconds = action_seconds(staged, times)
+    frozen = staged.frozen_places(_place_of(staged)) if work.num_components else ()
     return Problem(
         work,
         places,
@@ -105,6 +112,7 @@ def _problem(graph: BlockGraph, staged: Staged, work: Work, resources: Resources
         Lags(graph, staged, times.num_samples, resources.cluster),
         resources.saved_bytes if resources.room_bytes is not None else (),
         resources.room_bytes,
+        frozen,
     )
 
 
@@ -113,7 +121,7 @@ def _named(problem: Problem, name: str) -> Synthesis:
     seconds, work = problem.seconds, problem.work
     schedule = make_schedule(
         name, work, problem.stage_rank, seconds["F"], seconds["B"],
-        frozen_seconds=seconds.get("T", ()), world_size=problem.num_ranks,
+        frozen_seconds=seconds.get("T", ()), frozen_ranks=problem.frozen_ranks, world_size=problem.num_ranks,
     )  # fmt: skip
     timeline = problem.simulate(schedule)
     shop = job_shop(problem, problem.splittable, relaxed=True)

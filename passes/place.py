@@ -22,7 +22,7 @@ from passes.cascade import first_pass, opposite, two_passes
 from passes.chains import solve_unequal
 from passes.chains.of_blocks import chain_of
 from passes.estimate import BlockTimes
-from passes.partition import WavePartition, WavesPartition, linear, wave, waves
+from passes.partition import StageMemory, WavePartition, WavesPartition, linear, wave, waves
 from passes.ports import busiest_port_seconds
 from passes.schedule import POLICIES
 
@@ -69,6 +69,13 @@ class Shape:
     def is_opposite(self) -> bool:
         """Whether two groups of backbones go through the ranks in opposite directions."""
         return self.schedule == "bidirectional"
+
+    @property
+    def is_cut_by_memory(self) -> bool:
+        """Whether there is a partition within limits of memory: of a line with a stage per place, and of one wave."""
+        if self.is_folded:
+            return self.stages == 2 * self.places
+        return not self.is_uneven and not self.is_opposite and self.stages == self.places
 
     @property
     def place_of_stage(self) -> tuple[int, ...]:
@@ -137,38 +144,49 @@ def place(
     wanted: Shape,
     cluster: Cluster,
     microbatches: int = 1,
+    memory: StageMemory | None = None,
 ) -> Staged:
     """The stages of a shape, and the ranks of their replicas.
 
     A line with fewer stages than ranks is cut together with its numbers of replicas (`passes.chains`).
 
+    Args:
+        memory: of the places of a shape that `is_cut_by_memory`.
+
     Raises:
-        CompileError: the model has not the backbones that the shape needs.
+        CompileError: the model has not the backbones that the shape needs, or nothing fits into memory.
     """
+    assert memory is None or wanted.is_cut_by_memory
     if wanted.is_uneven:
         return _uneven(graph, costs, times, wanted, cluster, microbatches)
-    best = _with_slack(graph, costs, times, wanted, cluster, _SLACKS[0])
+    best = _with_slack(graph, costs, times, wanted, cluster, _SLACKS[0], memory)
     load, port = _busiest(graph, times, best, cluster)
     if port > _BUSY_LINKS * load:
-        others = [_with_slack(graph, costs, times, wanted, cluster, slack) for slack in _SLACKS[1:]]
+        others = [_with_slack(graph, costs, times, wanted, cluster, slack, memory) for slack in _SLACKS[1:]]
         best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
     return best
 
 
 def _with_slack(
-    graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape, cluster: Cluster, slack: float
+    graph: BlockGraph,
+    costs: BlockCosts,
+    times: BlockTimes,
+    wanted: Shape,
+    cluster: Cluster,
+    slack: float,
+    memory: StageMemory | None,
 ) -> Staged:
     """The stages with loads up to 1 + `slack` times the mean, or up to the least possible, and the cheapest cuts."""
     ranks, world_size = wanted.stage_ranks, wanted.places * len(wanted.pipelines)
     recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
     if wanted.is_folded:
-        return replace(_folded(graph, times, wanted, cluster, ranks, slack), recompute=recompute)
+        return replace(_folded(graph, times, wanted, cluster, ranks, slack, memory), recompute=recompute)
     if wanted.is_opposite:
         boundaries = opposite(graph, costs, times.total, wanted.places, cut_bytes(graph))
     elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(graph, costs):
         boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
     else:
-        boundaries = linear(times.total, wanted.stages, cut_bytes(graph), slack=slack)
+        boundaries = linear(times.total, wanted.stages, cut_bytes(graph), memory, slack)
     return Staged(boundaries, ranks, wanted.schedule, False, world_size, recompute)
 
 
@@ -222,13 +240,14 @@ def _folded(
     cluster: Cluster,
     ranks: tuple[tuple[int, ...], ...],
     slack: float = _SLACKS[0],
+    memory: StageMemory | None = None,
 ) -> Staged:
     pairs = skip_pairs(graph)
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
     num_waves = wanted.stages // (2 * wanted.places)
-    found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph, skips=False), costs, slack)
+    found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph, skips=False), costs, slack, memory)
     world_size = wanted.places * len(wanted.pipelines)
     return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size)
 
@@ -270,9 +289,10 @@ def _waves(
     cuts: Sequence[float],
     costs: Sequence[float],
     slack: float = _SLACKS[0],
+    memory: StageMemory | None = None,
 ) -> WavePartition | WavesPartition:
     if num_waves == 1:
-        return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, slack=slack)
+        return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, memory, slack)
     return waves(seconds, skips, wanted.places, num_waves, wanted.hard, cuts, costs)
 
 

@@ -49,6 +49,7 @@ def references(problem: Problem) -> Iterator[Schedule]:
                 seconds["F"],
                 seconds["B"],
                 frozen_seconds=seconds["T"] if work.num_components else (),
+                frozen_ranks=problem.frozen_ranks,
                 world_size=problem.num_ranks,
             )
 

@@ -18,12 +18,13 @@ class Problem:
 
     Args:
         work: what has to be done.
-        stage_rank: the rank of every stage. Frozen work of micro-batch m is on rank m % `num_ranks`.
+        stage_rank: the rank of every stage.
         seconds: kind -> seconds per stage ("T": per component). The backward may be split where "I" and "W" are given.
         num_ranks: number of ranks; those that `stage_rank` names where left out.
         lag: seconds a value travels, as in `fxpipe.simulator.simulate`.
         activation_bytes: bytes that a micro-batch holds on a stage, from the start of F to the end of B or W.
         memory_limit_bytes: for these bytes, per rank; nothing is limited where left out.
+        frozen_ranks: the ranks of every component, which take its micro-batches in turn; all where left out.
     """
 
     work: Work
@@ -33,6 +34,7 @@ class Problem:
     lag: Lag = no_lag
     activation_bytes: tuple[int, ...] = ()
     memory_limit_bytes: tuple[int, ...] | None = None
+    frozen_ranks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         work = self.work
@@ -55,6 +57,12 @@ class Problem:
         if len(self.activation_bytes) not in (0, work.num_stages):
             raise CompileError(
                 f"activation_bytes has {len(self.activation_bytes)} entries for {work.num_stages} stages"
+            )
+        ranks = {rank for ranks in self.frozen_ranks for rank in ranks}
+        if len(self.frozen_ranks) not in (0, work.num_components) or not ranks <= {*range(self.num_ranks)}:
+            raise CompileError(
+                f"frozen_ranks={self.frozen_ranks} for {work.num_components} components; give each some of "
+                f"{self.num_ranks} ranks"
             )
         limits = self.memory_limit_bytes
         if limits is not None and (len(limits) != self.num_ranks or not self.activation_bytes):
@@ -92,7 +100,10 @@ class Problem:
         return "IW" if stage in split else "B"
 
     def rank(self, action: Action) -> int:
-        return action.microbatch % self.num_ranks if action.kind == "T" else self.stage_rank[action.stage]
+        if action.kind != "T":
+            return self.stage_rank[action.stage]
+        ranks = self.frozen_ranks[action.stage] if self.frozen_ranks else range(self.num_ranks)
+        return ranks[action.microbatch % len(ranks)]
 
     def bytes_taken(self, action: Action) -> int:
         """What `action` adds to its rank's memory at its start."""

@@ -48,6 +48,11 @@ def state_bytes(costs: BlockCosts, blocks: Collection[int]) -> int:
     return held
 
 
+def frozen_weights(costs: BlockCosts, staged: Staged, rank: int) -> int:
+    """Bytes of the frozen components that a rank may run."""
+    return sum(size for component, size in enumerate(costs.component_bytes) if staged.may_run(component, rank))
+
+
 @dataclass(frozen=True, eq=False)
 class Room:
     """What ranks need for a step of `batch_size` samples; `filled`: frozen work of the next batch is done in it."""
@@ -56,28 +61,30 @@ class Room:
     batch_size: int
     filled: bool = False
 
-    def held_bytes(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
+    def held_bytes(self, staged: Staged, rank: int, stages: Sequence[int], num_samples: int) -> int:
         """What a rank with these stages holds, whatever the order, for micro-batches of `num_samples`."""
         costs, blocks = self.costs, [b for stage in stages for b in staged.blocks(stage)]
-        held = state_bytes(costs, blocks) + sum(costs.component_bytes) + costs.given_bytes(blocks, self.batch_size)
+        held = state_bytes(costs, blocks) + costs.given_bytes(blocks, self.batch_size)
+        held += frozen_weights(costs, staged, rank)
         if self.filled and blocks:
             replicas = min(len(staged.stage_ranks[stage]) for stage in stages)
             held += 2 * costs.made_bytes(blocks, -(-self.batch_size // replicas))
         return held + self._temporary_bytes(staged, stages, num_samples)
 
     def peak_bytes(self, staged: Staged, schedule: Schedule, num_samples: int) -> list[int]:
-        """The most bytes on every rank of `schedule`."""
+        """The most bytes on every rank of `schedule`, which may be that of the first pipeline."""
         saved = saved_bytes(self.costs, staged, num_samples)
         return [
-            self.held_bytes(staged, stages_of(actions), num_samples) + most_saved(actions, saved)
-            for actions in schedule.ranks
+            self.held_bytes(staged, rank, stages_of(actions), num_samples) + most_saved(actions, saved)
+            for rank, actions in zip(ranks_of(staged, schedule), schedule.ranks, strict=True)
         ]
 
     def for_activations(self, staged: Staged, places: Sequence[int], num_samples: int, limit: int) -> tuple[int, ...]:
         """What `limit` leaves for saved activations on every place of a pipeline; `places` are those of the stages."""
+        of_place = [[s for s, p in enumerate(places) if p == place] for place in range(max(places) + 1)]
         return tuple(
-            limit - self.held_bytes(staged, [s for s, p in enumerate(places) if p == place], num_samples)
-            for place in range(max(places) + 1)
+            limit - self.held_bytes(staged, staged.stage_ranks[stages[0]][0], stages, num_samples)
+            for stages in of_place
         )
 
     def for_frozen_work(self, staged: Staged, schedule: Schedule, num_samples: int, limit: int) -> int:
@@ -94,6 +101,13 @@ class Room:
         again = [costs.stage_saved_bytes(staged.blocks(s), num_samples) for s in stages if s in staged.recompute]
         training = max((largest[b] for s in stages for b in staged.blocks(s)), default=0) + max(again, default=0)
         return max(training, *costs.component_temporary_bytes(num_samples), 0)
+
+
+def ranks_of(staged: Staged, schedule: Schedule) -> list[int]:
+    """The ranks of a schedule: all, or those of the first of several equal pipelines."""
+    if len(schedule.ranks) == staged.world_size:
+        return list(range(staged.world_size))
+    return sorted({replicas[0] for replicas in staged.stage_ranks})
 
 
 def stages_of(actions: Sequence[Action]) -> list[int]:

@@ -54,14 +54,15 @@ def make_schedule(
     backward_seconds: Sequence[float],
     *,
     frozen_seconds: Sequence[float] = (),
+    frozen_ranks: Sequence[tuple[int, ...]] = (),
     world_size: int | None = None,
 ) -> Schedule:
     """The schedule `name` of `work`, for any stage graph, placement and number of micro-batches.
 
     `stage_rank`, `forward_seconds` and `backward_seconds` are per stage, `frozen_seconds` per component; I and W take
     half a backward each. A stage with several ranks has replicas, which take its micro-batches in turn and end with a
-    gradient reduction. Frozen work of micro-batch m comes first on rank m % `world_size`, or with replicas on the ranks
-    that m passes through, in turn.
+    gradient reduction. Frozen work comes first, on the ranks in turn, or with replicas on those that a micro-batch
+    passes through; with `frozen_ranks`, per component, on these only.
     Raises CompileError for an unknown name.
     """
     if name not in POLICIES:
@@ -69,13 +70,14 @@ def make_schedule(
     policy = POLICIES[name]
     replicas = [ranks if isinstance(ranks, tuple) else (ranks,) for ranks in stage_rank]
     world_size = max(map(max, replicas)) + 1 if world_size is None else world_size
+    frozen_ranks = tuple(frozen_ranks) if work.num_components else ()
     if policy.capped and all(len(ranks) == 1 for ranks in replicas):
         seconds = {"F": forward_seconds, "B": backward_seconds, "T": frozen_seconds or [1.0] * work.num_components}
-        waves = wave_orders(work, [ranks[0] for ranks in replicas], seconds, world_size)
+        waves = wave_orders(work, [ranks[0] for ranks in replicas], seconds, world_size, frozen_ranks)
         if waves is not None:
             return Schedule(name, work.num_stages, work.num_microbatches, waves)
     split = work.input_grad & work.weight_grad if policy.split else frozenset()
-    rank_of = {action: _rank(action, replicas, world_size) for action in _actions(work, split)}
+    rank_of = {action: _rank(action, replicas, world_size, frozen_ranks) for action in _actions(work, split)}
     needs = {action: set(work.needs(action, rank_of.keys())) for action in rank_of}
     ticks = _ticks(forward_seconds, backward_seconds, frozen_seconds or [1.0] * work.num_components)
     if policy.repeated:
@@ -101,14 +103,15 @@ def _actions(work: Work, split: frozenset[int]) -> Iterator[Action]:
 Replicas = Sequence[tuple[int, ...]]
 
 
-def _rank(action: Action, replicas: Replicas, world_size: int) -> int:
+def _rank(action: Action, replicas: Replicas, world_size: int, frozen_ranks: Sequence[tuple[int, ...]]) -> int:
     microbatch = action.microbatch
     if action.kind != "T":
         return replicas[action.stage][microbatch % len(replicas[action.stage])]
     most = max(map(len, replicas))
+    allowed: Sequence[int] = frozen_ranks[action.stage] if frozen_ranks else range(world_size)
     if most == 1:
-        return microbatch % world_size
-    passed = sorted({ranks[microbatch % len(ranks)] for ranks in replicas})
+        return allowed[microbatch % len(allowed)]
+    passed = sorted({ranks[microbatch % len(ranks)] for ranks in replicas} & {*allowed}) or allowed
     return passed[microbatch // most % len(passed)]
 
 

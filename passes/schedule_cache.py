@@ -51,6 +51,7 @@ def key(problem: Problem, budget_seconds: float, seed: int) -> str:
         "work": [_plain(getattr(problem.work, field.name)) for field in fields(problem.work)],
         "stage_rank": problem.stage_rank,
         "num_ranks": problem.num_ranks,
+        "frozen_ranks": problem.frozen_ranks,
         "kinds": sorted(problem.seconds),
         "times": [_rounded(t / longest) for t in times],
         "sizes": [size // unit for size in sizes],

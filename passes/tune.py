@@ -19,15 +19,19 @@ from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
+from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
 from passes.candidates import Candidate, Wishes, candidates
 from passes.estimate import BlockTimes, first_estimate, simulated_step
+from passes.frozen_ranks import frozen_ranks
 from passes.place import TWO_PER_RANK, place
 from passes.ports import busiest_port_seconds
-from passes.room import Room, saved_bytes, wire_bytes
+from passes.room import Room, ranks_of, saved_bytes, wire_bytes
+from passes.within_memory import homes, stage_memory
 
 _MOST_SIMULATED = 40  # candidates that fit
+_MOST_CUT = 48  # partitions within memory, of candidates that do not fit as they are
 _TRUSTED = 1.25  # a bound this much above the best first estimate rules a candidate out
 _ESTIMATED, _SIMULATED, _KNOWN = range(3)
 _MARGIN = 1.05, 1.02, 1.0  # by how much less of each kind of estimate a candidate may take
@@ -87,9 +91,11 @@ def tune(
         CompileError: none fits; says which would need least.
     """
     tuner = _Tuner(graph, costs, cluster, wishes)
-    estimated, ruled_out = tuner.estimated(sorted(candidates(graph, costs, wishes), key=lambda c: c.bound_seconds))
-    search = _Search(tuner, estimated, rehearse)
-    best = search.best()
+    search, best = _Search(tuner, rehearse), None
+    ruled_out = sorted(candidates(graph, costs, wishes), key=lambda c: c.bound_seconds)
+    while best is None and ruled_out:  # by others, of which none may fit
+        estimated, ruled_out = tuner.estimated(ruled_out)
+        best = search.best(estimated)
     if best is None:
         raise _nothing_fits(search.lost, wishes)
     others = [told(c, best, wishes.memory_limit_bytes) for c in (*search.lost, *search.waiting, *ruled_out)]
@@ -102,22 +108,20 @@ class _Search:
     `lost` are those that cannot win any more.
     """
 
-    def __init__(
-        self, tuner: "_Tuner", estimated: Sequence[Candidate], rehearse: Callable[[Candidate], Candidate | None] | None
-    ) -> None:
+    def __init__(self, tuner: "_Tuner", rehearse: Callable[[Candidate], Candidate | None] | None) -> None:
         self._tuner, self._rehearse, self._count = tuner, rehearse, count()
         self._queue: list[tuple[float, int, int, Candidate]] = []
         self._num_fitting = self.num_simulated = 0
         self.lost: list[Candidate] = []
-        for candidate in estimated:
-            self._push(_ESTIMATED, candidate)
 
     @property
     def waiting(self) -> list[Candidate]:
         return [candidate for *_, candidate in self._queue]
 
-    def best(self) -> Candidate | None:
-        """The fastest that fits; None where none does."""
+    def best(self, estimated: Sequence[Candidate]) -> Candidate | None:
+        """The fastest of these that fits; None where none does."""
+        for candidate in estimated:
+            self._push(_ESTIMATED, candidate)
         while self._queue and self._queue[0][2] != _KNOWN:
             _, _, level, candidate = heappop(self._queue)
             if level == _SIMULATED:
@@ -202,6 +206,7 @@ class _Tuner:
         self._room = Room(costs, wishes.batch_size, wishes.filled)
         self._placed: dict[tuple[object, ...], list[tuple[_Shares, Staged]]] = {}
         self._ports: dict[tuple[object, ...], float] = {}
+        self._num_cut = 0
 
     def estimated(self, waiting: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         """Those with a first estimate, the best first, and those that their bound rules out."""
@@ -222,16 +227,16 @@ class _Tuner:
         """The candidate, and where it does not fit, or the user wants it, recomputed."""
         plain = None
         if not self._wishes.recompute:
-            plain = self._simulated(candidate)
+            plain = self._within_room(self._simulated(candidate))
             yield plain
-        if self._wishes.recompute or (plain and not self.fits(plain)):
+        if self._wishes.recompute or (plain and (plain.placed.frozen_ranks or not self.fits(plain))):
             yield from self.recomputed(candidate)
 
     def recomputed(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate with every stage recomputed, if it is not yet and may be."""
         if not candidate.shape.recompute and self._wishes.recompute is not False:
             again = replace(candidate, shape=replace(candidate.shape, recompute=True))
-            yield self._simulated(self._first_estimate(again))
+            yield self._within_room(self._simulated(self._first_estimate(again)))
 
     def fits(self, candidate: Candidate) -> bool:
         assert candidate.peak_bytes is not None
@@ -255,6 +260,56 @@ class _Tuner:
             peak_bytes=max(self._room.peak_bytes(staged, schedule, num_samples)),
             wire_bytes=wire_bytes(self._graph, self._costs, staged, self._wishes.batch_size),
         )
+
+    def _within_room(self, candidate: Candidate) -> Candidate:
+        """A simulated candidate; one that does not fit with frozen weights on those ranks only that have room for them,
+        or with stages cut by memory, as it is where neither helps."""
+        limit = self._wishes.memory_limit_bytes
+        if limit is None or self.fits(candidate):
+            return candidate
+        for tried in (candidate, *self._cut_by_memory(candidate, limit)):
+            found = self._with_frozen_ranks(tried, limit)
+            if found is not None and self.fits(found):
+                return found
+        return candidate
+
+    def _with_frozen_ranks(self, candidate: Candidate, limit: int) -> Candidate | None:
+        """None where some component's weights have room on no rank."""
+        component_bytes = self._costs.component_bytes
+        num_samples = self._num_samples(candidate)
+        nowhere = replace(candidate.placed, frozen_ranks=((),) * len(component_bytes))
+        schedule = self._schedule(candidate)
+        room = [limit - peak for peak in self._room.peak_bytes(nowhere, schedule, num_samples)]
+        places = frozen_ranks(room, component_bytes, block_times(self._costs, num_samples).components)
+        if places is None:
+            return None
+        alike = [nowhere.alike(rank) for rank in ranks_of(nowhere, schedule)]
+        ranks = tuple(tuple(sorted(rank for p in of_component for rank in alike[p])) for of_component in places)
+        if all(len(of_component) == nowhere.world_size for of_component in ranks):
+            ranks = ()
+        return self._simulated(replace(candidate, staged=replace(nowhere, frozen_ranks=ranks)))
+
+    def _cut_by_memory(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
+        """The candidate with the best stages that fit, for several places of frozen weights."""
+        if not candidate.shape.is_cut_by_memory:
+            return
+        num_samples, staged, schedule = self._num_samples(candidate), candidate.placed, self._schedule(candidate)
+        times = block_times(self._costs, num_samples)
+        for frozen in homes(staged, self._costs.component_bytes, ranks_of(staged, schedule)):
+            home = replace(staged, frozen_ranks=frozen)
+            memory = stage_memory(self._room, home, schedule, num_samples, limit)
+            if memory is None or self._num_cut >= _MOST_CUT:
+                continue
+            self._num_cut += 1
+            try:
+                cut = place(self._graph, self._costs, times, candidate.shape, self._cluster, memory=memory)
+            except CompileError:
+                continue  # nothing fits
+            yield replace(candidate, staged=cut)
+
+    def _schedule(self, candidate: Candidate) -> Schedule:
+        times = block_times(self._costs, self._num_samples(candidate))
+        return simulated_step(self._graph, times, candidate.placed, candidate.microbatches, *self._setting)[1]
 
     def _place(self, candidate: Candidate, times: BlockTimes) -> Staged:
         """The stages of a shape depend on its places, their links, and how blocks share the time: they are the same for
@@ -282,11 +337,12 @@ class _Tuner:
         staged, num_samples = candidate.placed, self._num_samples(candidate)
         if self._wishes.recompute is not False:
             staged = replace(staged, recompute=frozenset(range(staged.num_stages)))
+        staged = replace(staged, frozen_ranks=((),) * len(self._costs.component_bytes))  # they may be on other ranks
         saved = saved_bytes(self._costs, staged, num_samples)
         places = candidate.shape.place_of_stage
         of_place = [[s for s, p in enumerate(places) if p == place] for place in range(candidate.shape.places)]
         return all(
-            self._room.held_bytes(staged, stages, num_samples) + sum(saved[s] for s in stages) <= limit
+            self._room.held_bytes(staged, 0, stages, num_samples) + sum(saved[s] for s in stages) <= limit
             for stages in of_place
         )
 

@@ -41,7 +41,7 @@ def one_microbatch(problem: Problem, split: frozenset[int]) -> JobShop:
         problem.work, num_microbatches=1, num_components=0, frozen_edges=frozenset(), component_edges=frozenset()
     )
     seconds = {kind: times for kind, times in problem.seconds.items() if kind != "T"}
-    return job_shop(replace(problem, work=work, seconds=seconds), split)
+    return job_shop(replace(problem, work=work, seconds=seconds, frozen_ranks=()), split)
 
 
 def unrolled_starts(shop: JobShop, one: JobShop, pattern: Pattern) -> list[int]:

@@ -1,7 +1,6 @@
 """Memory over a step, predicted from liveness, against the tensors that are really alive in a run on the CPU."""
 
 import operator
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fxpipe
 import fxpipe.engine
@@ -20,34 +18,9 @@ from fxpipe.graph_memory import Segment, Storage, call_memory
 from fxpipe.links import Link
 from fxpipe.rank_program import RankProgram
 from fxpipe.transport import Pending, PendingReduction, Transport
+from tests.live_bytes import LiveBytes
 from tests.models import ZOO
 from tests.unet import TinyUNet
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations of this thread have seen and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._seen: dict[int, int] = {}
-
-    def see(self, values: Any) -> None:
-        for tensor in pytree.tree_leaves(values):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._seen:
-                storage = tensor.untyped_storage()
-                self._seen[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage._cdata)
-        self.peak = max(self.peak, self.now)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._seen.pop(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.see((args, kwargs, result))
-        return result
 
 
 class OwnBuffers:

@@ -13,7 +13,7 @@ from fxpipe.staged import Staged
 from passes.fill import among
 from passes.rehearsal.case import Case
 from passes.rehearsal.pieces import Piece
-from passes.room import saved_bytes, stages_of, state_bytes
+from passes.room import frozen_weights, saved_bytes, stages_of, state_bytes
 
 
 def frozen_bytes(case: Case, size: int) -> int:
@@ -30,11 +30,10 @@ def held_bytes(
     """
     found = []
     samples = case.batch_size if whole_batch else -(-case.batch_size // case.world_size)
-    for actions in schedule.ranks:
+    for rank, actions in enumerate(schedule.ranks):
         blocks = [block for stage in stages_of(actions) for block in staged.blocks(stage)]
-        held = (
-            state_bytes(case.costs, blocks) + sum(case.costs.component_bytes) + case.costs.given_bytes(blocks, samples)
-        )
+        held = state_bytes(case.costs, blocks) + case.costs.given_bytes(blocks, samples)
+        held += frozen_weights(case.costs, staged, rank)
         found.append(held + _made_bytes(case, staged, actions, sizes))
     return found
 

@@ -59,7 +59,7 @@ class Rehearsal:
         limit, left = case.limit_bytes, None
         if limit is not None:
             left = Room(case.costs, case.batch_size, True).for_frozen_work(self.staged, schedule, self.sizes[0], limit)
-        layers = case.frozen.components(case.batch_size, left, whole=not case.divisible)
+        layers = case.frozen.components(case.batch_size, left, not case.divisible, self.staged.frozen_ranks)
         idle = idle_of_timeline(alone)
         problem = FillProblem(alone.makespan_seconds, idle, layers, case.batch_size)
         return self._walked(schedule, filled(problem, per_device(problem), _starts(alone)))

@@ -1,0 +1,213 @@
+"""Frozen components too large for every rank: who holds their weights within a memory limit, and exact all the same."""
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import CompileError
+from passes.frozen_ranks import frozen_ranks
+from passes.problem import Problem
+from passes.schedule import POLICIES, make_schedule
+from passes.synthesis import synthesise
+from tests.distributed import run_processes
+from tests.frozen_steps import SLOW
+from tests.test_filled import ahead, assert_same, batches_of, one_device
+from tests.test_schedule import chain
+
+LARGE = "text.0.weight"
+
+
+class LargeText(nn.Module):
+    """A frozen text model of 1.8 MB, a small encoder, and a trained part of 0.4 MB with its gradients and averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = nn.Sequential(nn.Linear(450, 500), nn.GELU(), nn.Linear(500, 32))
+        self.encoder = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 32))
+        self.text.requires_grad_(False)
+        self.encoder.requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+        self.to(torch.float64)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        y, condition = self.encoder(x), self.text(words)
+        y = y + 0.1 * torch.randn_like(y)
+        for layer in self.layers:
+            y = y + F.silu(layer(y) + condition)
+        return y.square().mean()
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        sizes = {"x": 8, "words": 450}
+        return {name: torch.randn(batch_size, size, dtype=torch.float64) for name, size in sizes.items()}
+
+
+def holders(program: fxpipe.Program) -> list[int]:
+    """The ranks that hold the large weight, in a step and when they work ahead."""
+    assert program.filled is not None
+    forms = (program.step, *program.filled.forms)
+    return sorted({p.rank for form in forms for p in form.programs if LARGE in p.state})
+
+
+@pytest.mark.parametrize(
+    ("limit", "options"),
+    [
+        (2_000_000, {"schedule": "1f1b", "microbatches": 4}),
+        (2_040_000, {"schedule": "wave", "microbatches": 4}),
+        (2_040_000, {"schedule": "zb-v", "microbatches": 3, "fill": "greedy"}),
+        (2_040_000, {"schedule": "hanayo", "microbatches": 4, "fill": "exact"}),
+        (2_000_000, {"schedule": "1f1b", "microbatches": 4, "data_parallel": 2}),
+        (2_040_000, {"schedule": "interleaved"}),
+        (2_000_000, {"schedule": "gpipe", "fill": "none"}),
+        (2_068_000, {}),
+        (2_000_000, {}),
+    ],
+    ids=str,
+)
+def test_steps_within_a_limit_are_exact(limit: int, options: dict[str, Any]) -> None:
+    """Every rank alike would need 2.07 MB or more, 1.95 MB of them for the frozen weights."""
+    model = LargeText()
+    batches = batches_of(model, 6)
+    program = fxpipe.compile(model, 4, batch_size=6, cost_model=SLOW, memory_limit=limit, **options)
+    assert program.plan.staged.frozen_ranks
+    assert 0 < len(holders(program)) < 4
+    assert max(program.simulate().peak_bytes) <= limit
+    assert max(program.simulate(filled=True).peak_bytes) <= 1.01 * limit
+    assert program.verify(**batches[0]).ok
+    assert_same(ahead(program, batches), one_device(LargeText(), batches))
+    assert "where there is room for its weights" in str(program.plan)
+
+
+def train_in_processes(limit: str) -> tuple[list[float], Mapping[str, Tensor], bool]:
+    program = fxpipe.compile(LargeText(), 2, batch_size=6, cost_model=SLOW, memory_limit=int(limit), schedule="1f1b")
+    trained = ahead(program, batches_of(LargeText(), 6))
+    return trained.losses, trained.weights, int(os.environ["RANK"]) in holders(program)
+
+
+def test_gloo_equals_threads_bit_for_bit() -> None:
+    program = fxpipe.compile(LargeText(), 2, batch_size=6, cost_model=SLOW, memory_limit=2_050_000, schedule="1f1b")
+    expected = ahead(program, batches_of(LargeText(), 6))
+    held = []
+    for losses, weights, holds in run_processes(2, train_in_processes, "2050000"):
+        assert losses == expected.losses
+        assert all(torch.equal(weight, expected.weights[name]) for name, weight in weights.items())
+        held.append(holds)
+    assert held == [False, True]
+
+
+def test_stages_are_cut_by_memory_without_frozen_work() -> None:
+    """A line's first rank holds most activations; where that is too much, it gets fewer blocks."""
+    model, options = Wide(), {"batch_size": 8, "microbatches": 8, "schedule": "1f1b", "recompute": False}
+    free = fxpipe.compile(model, 4, cost_model=SLOW, **options)  # type: ignore[arg-type]
+    limit = int(0.8 * max(free.simulate().peak_bytes))
+    program = fxpipe.compile(model, 4, cost_model=SLOW, memory_limit=limit, **options)  # type: ignore[arg-type]
+    assert program.plan.staged.boundaries[1] < free.plan.staged.boundaries[1]
+    assert max(program.simulate().peak_bytes) <= limit
+    assert program.verify(**model.example_inputs(8)).ok
+
+
+class Wide(nn.Module):
+    """A chain whose activations are far larger than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(16))
+        self.to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x.square().mean()
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch_size, 64, 4, dtype=torch.float64)}
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    """Not even alone on a rank, whatever is recomputed."""
+    model = LargeText()
+    weights = sum(p.nbytes for p in model.text.parameters())
+    for limit in (1024, weights - 1):
+        with pytest.raises(CompileError, match=r"no plan fits into memory_limit=.*use more ranks"):
+            fxpipe.compile(model, 4, batch_size=6, cost_model=SLOW, memory_limit=limit)
+
+
+def test_with_room_for_all_every_rank_may_run_everything() -> None:
+    assert fxpipe.compile(LargeText(), 4, batch_size=6, cost_model=SLOW).plan.staged.frozen_ranks == ()
+
+
+def fits_somehow(room: Sequence[int], sizes: Sequence[int]) -> bool:
+    """By trying every rank for every component."""
+    for ranks in product(range(len(room)), repeat=len(sizes)):
+        left = list(room)
+        for rank, size in zip(ranks, sizes, strict=True):
+            left[rank] -= size
+        if min(left) >= 0:
+            return True
+    return False
+
+
+small = st.integers(0, 12)
+
+
+@given(st.lists(st.integers(-1, 20), min_size=1, max_size=4), st.lists(st.tuples(small, small), max_size=5))
+def test_ranks_of_components(room: list[int], components: list[tuple[int, int]]) -> None:
+    sizes, seconds = [size for size, _ in components], [time for _, time in components]
+    found = frozen_ranks(room, sizes, seconds)
+    assert (found is not None) == fits_somehow(room, sizes)
+    if found is None:
+        return
+    left = list(room)
+    for ranks, size in zip(found, sizes, strict=True):
+        assert ranks
+        assert list(ranks) == sorted({*ranks})
+        for rank in ranks:
+            left[rank] -= size
+    assert min(left) >= 0
+    for ranks, size in zip(found, sizes, strict=True):  # no room is left unused
+        assert all(left[rank] < size for rank in {*range(len(room))} - {*ranks})
+
+
+def test_more_ranks_go_to_what_takes_longest() -> None:
+    assert frozen_ranks([4, 4, 4], [4, 4], [5.0, 1.0]) == ((0, 2), (1,))
+    assert frozen_ranks([4, 4, 4], [4, 4], [1.0, 5.0]) == ((0,), (1, 2))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_frozen_actions_are_on_the_ranks_that_may_run_them(name: str) -> None:
+    work = chain(4, 4, 2)
+    schedule = make_schedule(
+        name, work, [0, 1, 1, 0], [1.0] * 4, [2.0] * 4, frozen_seconds=[1.0] * 2, frozen_ranks=[(1,), (0, 1)]
+    )
+    on = {
+        (a.stage, a.microbatch): rank for rank, actions in enumerate(schedule.ranks) for a in actions if a.kind == "T"
+    }
+    assert on == {(0, m): 1 for m in range(4)} | {(1, m): m % 2 for m in range(4)}
+
+
+def test_replicas_leave_frozen_work_to_their_own_pipeline() -> None:
+    schedule = make_schedule(
+        "1f1b", chain(2, 4, 1), [(0, 2), (1, 3)], [1.0] * 2, [2.0] * 2, frozen_seconds=[1.0], frozen_ranks=[(1, 3)]
+    )
+    on = [[a.microbatch for a in actions if a.kind == "T"] for actions in schedule.ranks]
+    assert on == [[], [0, 2], [], [1, 3]]
+
+
+def test_searched_schedules_keep_to_them() -> None:
+    kinds = {"F": [1.0, 1.0], "B": [2.0, 2.0], "T": [1.0, 0.5]}
+    problem = Problem(chain(2, 4, 2), (0, 1), kinds, frozen_ranks=((1,), (0,)))
+    found = synthesise(problem, 0.5)
+    on = {(a.stage, rank) for rank, actions in enumerate(found.schedule.ranks) for a in actions if a.kind == "T"}
+    assert on == {(0, 1), (1, 0)}
+    with pytest.raises(CompileError, match="give each some of 2 ranks"):
+        Problem(chain(2, 4, 2), (0, 1), kinds, frozen_ranks=((2,), (0,)))
