@@ -16,6 +16,7 @@ from passes.problem import Problem
 
 Orders = tuple[tuple[int, ...], ...]
 _MOST_TICKS = 100_000  # of the longest operation, where durations have no common unit
+_NOTHING = 1e-290  # seconds: parts of less would be zero
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def job_shop(problem: Problem, split: frozenset[int], relaxed: bool = False) -> 
 
 def tick_seconds(values: Sequence[float]) -> float:
     """The unit of which all are multiples, or one in which rounding does not matter."""
-    positive = [v for v in values if v > 0]
+    positive = [v for v in values if v > _NOTHING]
     if not positive:
         return 1.0
     smallest, largest = min(positive), max(positive)

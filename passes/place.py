@@ -28,6 +28,7 @@ from passes.schedule import POLICIES
 
 _SLACKS = (0.03, 0.15, 0.5)
 """Of the mean load: more balance is worth less than cheaper cuts. The first, unless links are slow."""
+_MOST_PAID = 1000  # times the blocks' seconds, for a skip that crosses
 _BUSY_LINKS = 1.0  # of the busiest rank's time: up to that, messages hide behind compute
 
 
@@ -245,7 +246,10 @@ def _folded(
     pairs = skip_pairs(graph)
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
+    # What no plan would pay is capped, or sums with it would lose the blocks' seconds.
+    most = _MOST_PAID * sum(times.total)
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
+    costs = [min(cost, most) for cost in costs]
     num_waves = wanted.stages // (2 * wanted.places)
     found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph, skips=False), costs, slack, memory)
     world_size = wanted.places * len(wanted.pipelines)

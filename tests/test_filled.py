@@ -228,7 +228,9 @@ def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
 def test_frozen_work_runs_in_parts_where_memory_is_short() -> None:
     case = Case(2, {"schedule": "1f1b", "microbatches": 8}, "", 16)
     free = case.program(FrozenStep())
-    limit = free.plan.outcomes[0].peak_bytes
+    needed = free.plan.outcomes[0].peak_bytes
+    assert needed is not None
+    limit = int(0.95 * needed)
     tight = replace(case, options={**case.options, "memory_limit": limit}).program(FrozenStep())
     assert max(tight.simulate(filled=True).peak_bytes) < max(free.simulate(filled=True).peak_bytes)
     assert max(tight.simulate(filled=True).peak_bytes) <= limit

@@ -12,7 +12,7 @@ from fxpipe.schedule import Action, Schedule, Work
 from fxpipe.schedule_check import check
 from passes import schedule_cache
 from passes.bounds import jackson, lower_bound_ticks
-from passes.job_shop import job_shop
+from passes.job_shop import job_shop, tick_seconds
 from passes.problem import Problem
 from passes.synthesis import Synthesis, references, synthesise
 from passes.waves import interleaved_ranks, wave_ranks
@@ -267,3 +267,9 @@ def test_impossible_problems_are_refused(change: dict[str, object], message: str
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(CompileError, match="budget_seconds=-1"):
         synthesise(uniform(wave_ranks(2), 3, 1, split=False, limit=4), -1)
+
+
+def test_times_next_to_nothing_have_a_unit() -> None:
+    """The smallest number there is has no half."""
+    assert tick_seconds([5e-324]) == tick_seconds([0.0]) == 1.0
+    assert tick_seconds([5e-324, 2.0, 3.0]) == 1.0

@@ -183,3 +183,12 @@ def test_fixed_wishes_are_kept() -> None:
     chosen = tuned(8, 16, data_parallel=2, stages=4, microbatches=8).chosen
     assert (len(chosen.shape.pipelines), chosen.shape.stages, chosen.microbatches) == (2, 4, 8)
     assert replace(chosen.shape, hard=True).places == 4
+
+
+@pytest.mark.parametrize("bandwidth", [1e-9, 1e300])
+def test_absurd_links_are_planned_for(bandwidth: float) -> None:
+    """Sums of what skips take and what blocks take must not lose either."""
+    link = Link("absurd", bandwidth, 0.0)
+    model = TinyUNet("")
+    program = fxpipe.compile(model, 4, batch_size=8, cluster=Cluster("A100-80GB", (Level(4, link),)))
+    assert program.verify(**model.example_inputs(8)).ok
