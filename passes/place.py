@@ -73,9 +73,10 @@ class Shape:
 
     @property
     def is_cut_by_memory(self) -> bool:
-        """Whether there is a partition within limits of memory: of a line with a stage per place, and of one wave."""
+        """Whether there is a partition within limits of memory: of a line with a stage per place, and of one wave whose
+        skips are all collocated."""
         if self.is_folded:
-            return self.stages == 2 * self.places
+            return self.hard and self.stages == 2 * self.places
         return not self.is_uneven and not self.is_opposite and self.stages == self.places
 
     @property
@@ -162,7 +163,7 @@ def place(
         return _uneven(graph, costs, times, wanted, cluster, microbatches)
     best = _with_slack(graph, costs, times, wanted, cluster, _SLACKS[0], memory)
     load, port = _busiest(graph, times, best, cluster)
-    if port > _BUSY_LINKS * load:
+    if port > _BUSY_LINKS * load and memory is None:
         others = [_with_slack(graph, costs, times, wanted, cluster, slack, memory) for slack in _SLACKS[1:]]
         best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
     return best

@@ -31,7 +31,8 @@ from passes.room import Room, ranks_of, saved_bytes, wire_bytes
 from passes.within_memory import homes, stage_memory
 
 _MOST_SIMULATED = 40  # candidates that fit
-_MOST_CUT = 48  # partitions within memory, of candidates that do not fit as they are
+_MOST_FAILING = 40  # simulated candidates that do not fit, before what needs least memory is tried
+_MOST_CUT = 32  # partitions within memory, of candidates that do not fit as they are
 _TRUSTED = 1.25  # a bound this much above the best first estimate rules a candidate out
 _ESTIMATED, _SIMULATED, _KNOWN = range(3)
 _MARGIN = 1.05, 1.02, 1.0  # by how much less of each kind of estimate a candidate may take
@@ -96,30 +97,37 @@ def tune(
     while best is None and ruled_out:  # by others, of which none may fit
         estimated, ruled_out = tuner.estimated(ruled_out)
         best = search.best(estimated)
+        if best is None:  # of the fastest; of the others, what needs least
+            thrifty, search.skipped = sorted(search.skipped, key=tuner.needs), []
+            best = search.best(thrifty[:_MOST_FAILING])
     if best is None:
         raise _nothing_fits(search.lost, wishes)
-    others = [told(c, best, wishes.memory_limit_bytes) for c in (*search.lost, *search.waiting, *ruled_out)]
+    others = [
+        told(c, best, wishes.memory_limit_bytes) for c in (*search.lost, *search.skipped, *search.waiting, *ruled_out)
+    ]
     return Tuned((best, *sorted(others, key=lambda c: c.likely_seconds)), search.num_simulated)
 
 
 class _Search:
     """Best first: what promises most is looked at more closely, until the one in front is known in full.
 
-    `lost` are those that cannot win any more.
+    `lost` are those that cannot win any more, `skipped` those that were not looked at: enough others were.
     """
 
     def __init__(self, tuner: "_Tuner", rehearse: Callable[[Candidate], Candidate | None] | None) -> None:
         self._tuner, self._rehearse, self._count = tuner, rehearse, count()
         self._queue: list[tuple[float, int, int, Candidate]] = []
-        self._num_fitting = self.num_simulated = 0
+        self._num_fitting = self._num_failing = self.num_simulated = 0
         self.lost: list[Candidate] = []
+        self.skipped: list[Candidate] = []
 
     @property
     def waiting(self) -> list[Candidate]:
         return [candidate for *_, candidate in self._queue]
 
     def best(self, estimated: Sequence[Candidate]) -> Candidate | None:
-        """The fastest of these that fits; None where none does."""
+        """The fastest of these that fits; None where none does, of as many as are looked at."""
+        self._num_failing = 0
         for candidate in estimated:
             self._push(_ESTIMATED, candidate)
         while self._queue and self._queue[0][2] != _KNOWN:
@@ -136,12 +144,14 @@ class _Search:
                     for tried in self._tuner.recomputed(candidate):
                         self.num_simulated += 1
                         self._push(_SIMULATED, tried)
-            elif self._num_fitting < _MOST_SIMULATED:
+            elif self._num_fitting < _MOST_SIMULATED and self._num_failing < _MOST_FAILING:
                 for tried in self._tuner.simulated(candidate):
                     self.num_simulated += 1
-                    self._num_fitting += self._push(_SIMULATED if self._rehearse else _KNOWN, tried)
+                    fits = self._push(_SIMULATED if self._rehearse else _KNOWN, tried)
+                    self._num_fitting += fits
+                    self._num_failing += not fits and tried.seconds is not None
             else:
-                self.lost.append(candidate)
+                self.skipped.append(candidate)
         if not self._known:
             return None
         first = min(self._known)
@@ -184,10 +194,12 @@ def _nothing_fits(lost: list[Candidate], wishes: Wishes) -> CompileError:
             f"no way to use world_size={wishes.world_size} with data_parallel={wishes.data_parallel}, "
             f"stages={wishes.stages}, microbatches={wishes.microbatches}, {wishes.batch_size} samples; leave some open"
         )
-    least = min(simulated, key=lambda c: c.peak_bytes or 0)
+    least = min(simulated, key=lambda c: (c.seconds is None, c.peak_bytes))
+    at_least = "at least " if least.seconds is None else ""
     return NothingFits(
         f"no plan fits into memory_limit={human_bytes(wishes.memory_limit_bytes or 0)} per rank: the least needed is "
-        f"{human_bytes(least.peak_bytes or 0)} ({least.outcome}); use more ranks, smaller batches, or a higher limit"
+        f"{at_least}{human_bytes(least.peak_bytes or 0)} ({least.outcome}); use more ranks, smaller batches, or a "
+        "higher limit"
     )
 
 
@@ -207,6 +219,7 @@ class _Tuner:
         self._placed: dict[tuple[object, ...], list[tuple[_Shares, Staged]]] = {}
         self._ports: dict[tuple[object, ...], float] = {}
         self._num_cut = 0
+        self._steps: dict[tuple[Staged, int], tuple[float, Schedule]] = {}
 
     def estimated(self, waiting: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         """Those with a first estimate, the best first, and those that their bound rules out."""
@@ -224,7 +237,11 @@ class _Tuner:
         return sorted(found, key=lambda c: c.likely_seconds), []
 
     def simulated(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate, and where it does not fit, or the user wants it, recomputed."""
+        """The candidate, and where it does not fit, or the user wants it, recomputed; what cannot fit is no more than
+        told so."""
+        if not self._could_fit(candidate):
+            yield replace(candidate, peak_bytes=self.needs(candidate))
+            return
         plain = None
         if not self._wishes.recompute:
             plain = self._within_room(self._simulated(candidate))
@@ -251,9 +268,8 @@ class _Tuner:
         return replace(candidate, staged=staged, estimated_seconds=max(seconds, candidate.bound_seconds))
 
     def _simulated(self, candidate: Candidate) -> Candidate:
-        num_samples = self._num_samples(candidate)
-        times, staged = block_times(self._costs, num_samples), candidate.placed
-        seconds, schedule = simulated_step(self._graph, times, staged, candidate.microbatches, *self._setting)
+        num_samples, staged = self._num_samples(candidate), candidate.placed
+        seconds, schedule = self._estimated(candidate)
         return replace(
             candidate,
             seconds=max(seconds, self._port_seconds(staged)),
@@ -267,33 +283,38 @@ class _Tuner:
         limit = self._wishes.memory_limit_bytes
         if limit is None or self.fits(candidate):
             return candidate
+        peaks = self._peaks_without_frozen_weights(candidate)
+        if sum(peaks) + sum(self._costs.component_bytes) > limit * len(peaks):
+            return candidate  # too much for all ranks together
         for tried in (candidate, *self._cut_by_memory(candidate, limit)):
             found = self._with_frozen_ranks(tried, limit)
             if found is not None and self.fits(found):
                 return found
         return candidate
 
+    def _peaks_without_frozen_weights(self, candidate: Candidate) -> list[int]:
+        nowhere = replace(candidate.placed, frozen_ranks=((),) * len(self._costs.component_bytes))
+        return self._room.peak_bytes(nowhere, self._estimated(candidate)[1], self._num_samples(candidate))
+
     def _with_frozen_ranks(self, candidate: Candidate, limit: int) -> Candidate | None:
         """None where some component's weights have room on no rank."""
-        component_bytes = self._costs.component_bytes
-        num_samples = self._num_samples(candidate)
-        nowhere = replace(candidate.placed, frozen_ranks=((),) * len(component_bytes))
-        schedule = self._schedule(candidate)
-        room = [limit - peak for peak in self._room.peak_bytes(nowhere, schedule, num_samples)]
-        places = frozen_ranks(room, component_bytes, block_times(self._costs, num_samples).components)
+        num_samples, staged = self._num_samples(candidate), candidate.placed
+        room = [limit - peak for peak in self._peaks_without_frozen_weights(candidate)]
+        seconds = block_times(self._costs, num_samples).components
+        places = frozen_ranks(room, self._costs.component_bytes, seconds)
         if places is None:
             return None
-        alike = [nowhere.alike(rank) for rank in ranks_of(nowhere, schedule)]
+        alike = [staged.alike(rank) for rank in ranks_of(staged, self._estimated(candidate)[1])]
         ranks = tuple(tuple(sorted(rank for p in of_component for rank in alike[p])) for of_component in places)
-        if all(len(of_component) == nowhere.world_size for of_component in ranks):
+        if all(len(of_component) == staged.world_size for of_component in ranks):
             ranks = ()
-        return self._simulated(replace(candidate, staged=replace(nowhere, frozen_ranks=ranks)))
+        return self._simulated(replace(candidate, staged=replace(staged, frozen_ranks=ranks)))
 
     def _cut_by_memory(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """The candidate with the best stages that fit, for several places of frozen weights."""
         if not candidate.shape.is_cut_by_memory:
             return
-        num_samples, staged, schedule = self._num_samples(candidate), candidate.placed, self._schedule(candidate)
+        num_samples, staged, schedule = self._num_samples(candidate), candidate.placed, self._estimated(candidate)[1]
         times = block_times(self._costs, num_samples)
         for frozen in homes(staged, self._costs.component_bytes, ranks_of(staged, schedule)):
             home = replace(staged, frozen_ranks=frozen)
@@ -307,9 +328,14 @@ class _Tuner:
                 continue  # nothing fits
             yield replace(candidate, staged=cut)
 
-    def _schedule(self, candidate: Candidate) -> Schedule:
-        times = block_times(self._costs, self._num_samples(candidate))
-        return simulated_step(self._graph, times, candidate.placed, candidate.microbatches, *self._setting)[1]
+    def _estimated(self, candidate: Candidate) -> tuple[float, Schedule]:
+        """Seconds of a step, and its order."""
+        key = candidate.placed, candidate.microbatches
+        if key not in self._steps:
+            times = block_times(self._costs, self._num_samples(candidate))
+            found = simulated_step(self._graph, times, candidate.placed, candidate.microbatches, *self._setting)
+            self._steps = {key: found}  # the last one is enough
+        return self._steps[key]
 
     def _place(self, candidate: Candidate, times: BlockTimes) -> Staged:
         """The stages of a shape depend on its places, their links, and how blocks share the time: they are the same for
@@ -334,17 +360,25 @@ class _Tuner:
         limit = self._wishes.memory_limit_bytes
         if limit is None:
             return True
-        staged, num_samples = candidate.placed, self._num_samples(candidate)
+        least = self._least_bytes(candidate)
+        together = sum(least) + sum(self._costs.component_bytes) <= limit * len(least)
+        return together and (candidate.shape.is_cut_by_memory or max(least) <= limit)
+
+    def needs(self, candidate: Candidate) -> int:
+        """At least so many bytes on the fullest rank."""
+        return max(self._least_bytes(candidate))
+
+    def _least_bytes(self, candidate: Candidate) -> list[int]:
+        """Of every place, with one micro-batch at a time and no frozen weights, which may be on other ranks."""
+        num_samples = self._num_samples(candidate)
+        staged = replace(candidate.placed, frozen_ranks=((),) * len(self._costs.component_bytes))
         if self._wishes.recompute is not False:
             staged = replace(staged, recompute=frozenset(range(staged.num_stages)))
-        staged = replace(staged, frozen_ranks=((),) * len(self._costs.component_bytes))  # they may be on other ranks
         saved = saved_bytes(self._costs, staged, num_samples)
         places = candidate.shape.place_of_stage
         of_place = [[s for s, p in enumerate(places) if p == place] for place in range(candidate.shape.places)]
-        return all(
-            self._room.held_bytes(staged, 0, stages, num_samples) + sum(saved[s] for s in stages) <= limit
-            for stages in of_place
-        )
+        held = (self._room.held_bytes(staged, 0, stages, num_samples) for stages in of_place)
+        return [most + sum(saved[s] for s in stages) for most, stages in zip(held, of_place, strict=True)]
 
     def _port_seconds(self, staged: Staged) -> float:
         batch_size, gradients = self._wishes.batch_size, self._costs.trained_bytes
