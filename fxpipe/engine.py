@@ -15,7 +15,7 @@ from torch import fx, nn
 from fxpipe.errors import RunError
 from fxpipe.observe import Observe
 from fxpipe.read_ahead import Tensors
-from fxpipe.run_rank import Ahead, Draws, RankResult, run_rank
+from fxpipe.run_rank import Ahead, Draws, RankResult, SharedDraws, run_rank
 from fxpipe.step import FilledPlan, StepPlan
 from fxpipe.training import Training
 from fxpipe.transport import Transport, run_ranks
@@ -56,8 +56,8 @@ class LocalEngine(Training):
         self, plan: StepPlan, tensors: Tensors, step: int, ahead: tuple[int, Tensors] | None, carried: Any
     ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
         modules = self._bound(plan)
-        draws = Draws(plan, self.seed, step, plan.device)
-        nexts = None if ahead is None else Ahead(Draws(plan, self.seed, ahead[0], plan.device), ahead[1])
+        draws = SharedDraws(plan, self.seed, step, plan.device)
+        nexts = None if ahead is None else Ahead(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
 
         def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
             rank = transport.rank

@@ -59,16 +59,25 @@ def run_rank(
 
 
 class Draws:
-    """The random draws of one step, each made once and shared by all ranks of the process that ask."""
+    """The random draws of one step, made when a rank asks, which it does once for each."""
 
     def __init__(self, plan: StepPlan, seed: int, step: int, device: torch.device) -> None:
         self._plan, self._seed, self._step, self._device = plan, seed, step, device
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return self._plan.draws[index].sample(self._plan.batch_size, self._seed, self._step, self._device)
+
+
+class SharedDraws(Draws):
+    """The same, each made once for all ranks of the process, and kept for them."""
+
+    def __init__(self, plan: StepPlan, seed: int, step: int, device: torch.device) -> None:
+        super().__init__(plan, seed, step, device)
         self._made: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def __call__(self, index: int) -> torch.Tensor:
         with self._lock:
             if index not in self._made:
-                draw = self._plan.draws[index]
-                self._made[index] = draw.sample(self._plan.batch_size, self._seed, self._step, self._device)
+                self._made[index] = super().__call__(index)
             return self._made[index]

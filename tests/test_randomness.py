@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CaptureError
+from fxpipe.run_rank import Draws, SharedDraws
 from tests.steps import Middle, Step, batch, exact
 
 
@@ -156,3 +157,13 @@ def numpy_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
 def test_draws_that_a_graph_cannot_say_are_refused(middle: Middle, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         fxpipe.compile(Step(middle), 2, example_inputs=batch())
+
+
+def test_draws_are_shared_among_the_ranks_of_a_process_and_not_kept_by_one_alone() -> None:
+    step = Step(lambda s, h, y: h + torch.randn_like(h))
+    program = fxpipe.compile(step, 2, example_inputs=batch(4), microbatches=2)
+    (index,) = program.step.draws
+    alone, shared = (kind(program.step, 3, 5, torch.device("cpu")) for kind in (Draws, SharedDraws))
+    assert shared(index) is shared(index)
+    assert alone(index) is not alone(index)
+    assert torch.equal(alone(index), shared(index))
