@@ -1,7 +1,7 @@
 """Memory of one rank over a step, from the liveness of its program: FX frees each value after its last use.
 
     wait h_mb0        transfers +h                       held for good: parameters, buffers, optimizer states
-    stage_1_forward   activations +saved +returned       held for the step: whole-batch inputs and draws
+    stage_1_forward   activations +saved +returned       held for the step: whole-batch inputs
     stage_1_backward  gradients +new, saved ones let go  held while in use: all the rest
 
 Counted are tensors by storage. What kernels and the allocator need beside is not: a device needs some more.
@@ -113,9 +113,9 @@ class _Walk:
         self._program, self._calls, self._whole_bytes, self._meter = program, calls, whole_bytes, meter
         self._values: dict[fx.Node, Any] = {}
         self._sent: list[tuple[float, Any]] = []  # a transport keeps what it sends until it has arrived
-        self._kept: list[Buffer] = []  # the caller keeps inputs and draws to the end of the step
+        self._kept: list[Buffer] = []  # the caller keeps inputs to the end of the step
         self._handlers: dict[Any, Callable[[fx.Node], Any]] = {
-            ops.draw: lambda node: self._whole(node.args[1]),  # type: ignore[arg-type]
+            ops.draw: self._drawn,
             ops.slice_batch: self._slice,
             ops.cat_batch: self._joined,
             ops.take: lambda node: self._values[node.all_input_nodes[0]].pop(node.args[1]),
@@ -205,6 +205,12 @@ class _Walk:
     def _whole(self, key: str | int) -> Buffer:
         buffer = Buffer(self._meter, "inputs", self._whole_bytes[key])
         self._kept.append(buffer)
+        return buffer
+
+    def _drawn(self, node: fx.Node) -> Buffer:
+        """A dropout's mask is drawn from as many ones."""
+        buffer = Buffer(self._meter, "inputs", self._whole_bytes[node.args[1]])  # type: ignore[index]
+        self._meter.see(buffer.num_bytes)
         return buffer
 
     def _slice(self, node: fx.Node) -> Buffer:

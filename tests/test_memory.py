@@ -17,6 +17,7 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.graph_memory import Segment, Storage, call_memory
 from fxpipe.links import Link
 from fxpipe.rank_program import RankProgram
+from fxpipe.run_rank import Draws
 from fxpipe.transport import Pending, PendingReduction, Transport
 from tests.live_bytes import LiveBytes
 from tests.models import ZOO
@@ -95,6 +96,7 @@ def measured_peaks(program: fxpipe.Program, batch: dict[str, Tensor], monkeypatc
         return result
 
     monkeypatch.setattr(fxpipe.engine, "run_rank", run_rank)
+    monkeypatch.setattr(fxpipe.engine, "SharedDraws", Draws)  # as in a process of its own
     program.run_local(**batch)  # type: ignore[arg-type]
     return [found[rank] for rank in range(program.world_size)]
 
