@@ -77,6 +77,11 @@ class Cluster:
     def num_ranks(self) -> int:
         return prod(level.size for level in self.levels)
 
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether what is sent stays to the end of the step: gloo, of CPUs, does not tell when a message arrived."""
+        return self.device.upper() == "CPU"
+
     @cached_property
     def routes(self) -> dict[tuple[int, int], tuple[Link, tuple[network.Port, ...]]]:
         """The routes that were asked for, by source and target: `fxpipe.network` keeps them here."""

@@ -150,12 +150,13 @@ def compile(
     case = Case(graph, table, layers, seconds_of, network, world_size, size, divisible=batch.divisible)
     wishes = Wishes(asked, world_size, size, copies, stages, count, collocation, recompute, limit, conditioning, filled)
     back = _BackEnd(step, captured, batch, costs, case, where, budget, fill, "model." if step is not model else "", see)
-    return _within(limit, lambda within: back.program(replace(wishes, memory_limit_bytes=within)))
+    shares = _LEFT[:1] if isinstance(asked, Schedule) else _LEFT
+    return _within(limit, shares, lambda within: back.program(replace(wishes, memory_limit_bytes=within)))
 
 
-def _within(limit: int | None, program_of: Callable[[int | None], Program]) -> Program:
-    """The program whose ranks need no more than a limit. Plans count blocks, programs every tensor: where a program
-    needs more than its plan did, the next plan gets less.
+def _within(limit: int | None, shares: Sequence[float], program_of: Callable[[int | None], Program]) -> Program:
+    """The program whose ranks need no more than a limit for a step. Plans count blocks, programs every tensor: where a
+    program needs more than its plan did, the next plan gets a smaller share.
 
     Raises:
         CompileError: no plan gets that far.
@@ -163,9 +164,9 @@ def _within(limit: int | None, program_of: Callable[[int | None], Program]) -> P
     if limit is None:
         return program_of(None)
     needed: list[int] = []
-    for left in _LEFT:
+    for share in shares:
         try:
-            program = program_of(int(left * limit))
+            program = program_of(int(share * limit))
         except NothingFits:
             if not needed:
                 raise

@@ -208,7 +208,7 @@ class _Walk:
         return buffer
 
     def _drawn(self, node: fx.Node) -> Buffer:
-        """A dropout's mask is drawn from as many ones."""
+        """A dropout's mask is drawn from as many ones; other draws need less than is counted here."""
         buffer = Buffer(self._meter, "inputs", self._whole_bytes[node.args[1]])  # type: ignore[index]
         self._meter.see(buffer.num_bytes)
         return buffer

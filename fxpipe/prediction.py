@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -56,7 +57,7 @@ def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes:
     """The timeline of one step, with memory and the spread under noise."""
     plan = planned(step, capture, costing)
     walked = walk(plan.op_lists, plan.seconds, costing.cluster)
-    memory = _memory(step, capture, walked, optimizer_bytes)
+    memory = _memory(step, capture, costing.cluster, walked, optimizer_bytes)
     spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
     return walked.timeline(memory, spread)
 
@@ -65,13 +66,16 @@ def peak_bytes(step: StepPlan, capture: Capture, costing: Costing, optimizer_byt
     """The most memory that each rank needs at once."""
     plan = planned(step, capture, costing)
     walked = walk(plan.op_lists, plan.seconds, costing.cluster)
-    return [memory.peak_bytes for memory in _memory(step, capture, walked, optimizer_bytes)]
+    return [memory.peak_bytes for memory in _memory(step, capture, costing.cluster, walked, optimizer_bytes)]
 
 
-def _memory(step: StepPlan, capture: Capture, walked: Walked, optimizer_bytes: int) -> tuple[RankMemory, ...]:
+def _memory(
+    step: StepPlan, capture: Capture, cluster: Cluster, walked: Walked, optimizer_bytes: int
+) -> tuple[RankMemory, ...]:
     whole, calls = whole_bytes(capture, step.batch_size), graphs_memory(step.programs)
+    arrivals = dict.fromkeys(walked.arrival_seconds, inf) if cluster.keeps_sent else walked.arrival_seconds
     return tuple(
-        rank_memory(program, calls, whole, Times(nodes, walked.arrival_seconds), optimizer_bytes)
+        rank_memory(program, calls, whole, Times(nodes, arrivals), optimizer_bytes)
         for program, nodes in zip(step.programs, walked.node_seconds, strict=True)
     )
 

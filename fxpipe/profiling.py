@@ -115,8 +115,9 @@ class Profiler:
                 returns, saved = made
                 waiting.append((number, list(saved), returns))
             held = sum(value.nbytes for _, saved, _ in waiting for value in saved if isinstance(value, torch.Tensor))
-            while waiting and (held > _WAITING_BYTES or number == self._mine[-1]):
-                self._time_backward(size, *waiting.pop())
+            if held > _WAITING_BYTES or number == self._mine[-1]:
+                while waiting:
+                    self._time_backward(size, *waiting.pop())
 
     def _time_backward(
         self, size: int, number: int, saved: list[torch.Tensor], returns: Sequence[torch.Tensor]

@@ -51,7 +51,7 @@ def block_costs(
 
     def largest_at(num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         counts = table.counts(num_samples)
-        return owners.most(counts["bytes_read"] + counts["bytes_written"] - held)
+        return owners.most(np.maximum(counts["bytes_read"] - held, 0.0) + counts["bytes_written"])
 
     def seconds_at(num_samples: int) -> BlockSeconds:
         parts = seconds(num_samples)

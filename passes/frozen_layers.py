@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from fxpipe.block_graph import BlockGraph
 from fxpipe.capture import Capture
 from fxpipe.cost_table import CostTable, seconds_of_table
@@ -104,7 +106,7 @@ def frozen_layers(
 
     def largest_at(num_samples: int) -> Table:
         counts = table.counts(num_samples)
-        moved = counts["bytes_read"] + counts["bytes_written"] - held
+        moved = np.maximum(counts["bytes_read"] - held, 0.0) + counts["bytes_written"]
         return tuple(tuple(float(moved[nodes].max(initial=0.0)) for nodes in component) for component in places)
 
     return FrozenLayers(

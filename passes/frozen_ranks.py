@@ -20,7 +20,7 @@ def frozen_ranks(
 
     Args:
         room_bytes: per rank, for weights of frozen components.
-        component_bytes, component_seconds: per component, of its weights and of one sample.
+        component_bytes, component_seconds: per component, of its weights and of a micro-batch.
     """
     largest_first = sorted(range(len(component_bytes)), key=lambda c: -component_bytes[c])
     found = _once_each([component_bytes[c] for c in largest_first], list(room_bytes))

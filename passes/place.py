@@ -164,7 +164,7 @@ def place(
     best = _with_slack(graph, costs, times, wanted, cluster, _SLACKS[0], memory)
     load, port = _busiest(graph, times, best, cluster)
     if port > _BUSY_LINKS * load and memory is None:
-        others = [_with_slack(graph, costs, times, wanted, cluster, slack, memory) for slack in _SLACKS[1:]]
+        others = [_with_slack(graph, costs, times, wanted, cluster, slack, None) for slack in _SLACKS[1:]]
         best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
     return best
 

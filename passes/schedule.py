@@ -62,7 +62,7 @@ def make_schedule(
     `stage_rank`, `forward_seconds` and `backward_seconds` are per stage, `frozen_seconds` per component; I and W take
     half a backward each. A stage with several ranks has replicas, which take its micro-batches in turn and end with a
     gradient reduction. Frozen work comes first, on the ranks in turn, or with replicas on those that a micro-batch
-    passes through; with `frozen_ranks`, per component, on these only.
+    passes through; with `frozen_ranks`, per component, on those of these, or on any of these where it passes none.
     Raises CompileError for an unknown name.
     """
     if name not in POLICIES:
@@ -111,8 +111,8 @@ def _rank(action: Action, replicas: Replicas, world_size: int, frozen_ranks: Seq
     allowed: Sequence[int] = frozen_ranks[action.stage] if frozen_ranks else range(world_size)
     if most == 1:
         return allowed[microbatch % len(allowed)]
-    passed = sorted({ranks[microbatch % len(ranks)] for ranks in replicas} & {*allowed}) or allowed
-    return passed[microbatch // most % len(passed)]
+    passed = sorted({ranks[microbatch % len(ranks)] for ranks in replicas} & {*allowed})
+    return passed[microbatch // most % len(passed)] if passed else allowed[microbatch % len(allowed)]
 
 
 Needs = dict[Action, set[Action]]

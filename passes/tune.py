@@ -98,7 +98,8 @@ def tune(
         estimated, ruled_out = tuner.estimated(ruled_out)
         best = search.best(estimated)
         if best is None:  # of the fastest; of the others, what needs least
-            thrifty, search.skipped = sorted(search.skipped, key=tuner.needs), []
+            thrifty = sorted(search.skipped, key=tuner.needs)
+            search.skipped = thrifty[_MOST_FAILING:]
             best = search.best(thrifty[:_MOST_FAILING])
     if best is None:
         raise _nothing_fits(search.lost, wishes)
@@ -127,7 +128,7 @@ class _Search:
 
     def best(self, estimated: Sequence[Candidate]) -> Candidate | None:
         """The fastest of these that fits; None where none does, of as many as are looked at."""
-        self._num_failing = 0
+        self._num_failing = self._tuner.num_cut = 0
         for candidate in estimated:
             self._push(_ESTIMATED, candidate)
         while self._queue and self._queue[0][2] != _KNOWN:
@@ -218,7 +219,7 @@ class _Tuner:
         self._room = Room(costs, wishes.batch_size, wishes.filled)
         self._placed: dict[tuple[object, ...], list[tuple[_Shares, Staged]]] = {}
         self._ports: dict[tuple[object, ...], float] = {}
-        self._num_cut = 0
+        self.num_cut = 0
         self._steps: dict[tuple[Staged, int], tuple[float, Schedule]] = {}
 
     def estimated(self, waiting: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -293,8 +294,9 @@ class _Tuner:
         return candidate
 
     def _peaks_without_frozen_weights(self, candidate: Candidate) -> list[int]:
-        nowhere = replace(candidate.placed, frozen_ranks=((),) * len(self._costs.component_bytes))
-        return self._room.peak_bytes(nowhere, self._estimated(candidate)[1], self._num_samples(candidate))
+        return self._room.peak_bytes(
+            self._nowhere(candidate.placed), self._estimated(candidate)[1], self._num_samples(candidate)
+        )
 
     def _with_frozen_ranks(self, candidate: Candidate, limit: int) -> Candidate | None:
         """None where some component's weights have room on no rank."""
@@ -319,9 +321,9 @@ class _Tuner:
         for frozen in homes(staged, self._costs.component_bytes, ranks_of(staged, schedule)):
             home = replace(staged, frozen_ranks=frozen)
             memory = stage_memory(self._room, home, schedule, num_samples, limit)
-            if memory is None or self._num_cut >= _MOST_CUT:
+            if memory is None or self.num_cut >= _MOST_CUT:
                 continue
-            self._num_cut += 1
+            self.num_cut += 1
             try:
                 cut = place(self._graph, self._costs, times, candidate.shape, self._cluster, memory=memory)
             except CompileError:
@@ -360,25 +362,36 @@ class _Tuner:
         limit = self._wishes.memory_limit_bytes
         if limit is None:
             return True
-        least = self._least_bytes(candidate)
-        together = sum(least) + sum(self._costs.component_bytes) <= limit * len(least)
-        return together and (candidate.shape.is_cut_by_memory or max(least) <= limit)
+        if candidate.shape.is_cut_by_memory:  # elsewhere, where it is too much here
+            least = self._least_bytes(candidate)
+            return sum(least) + sum(self._costs.component_bytes) <= limit * len(least)
+        return self.needs(candidate) <= limit
 
     def needs(self, candidate: Candidate) -> int:
-        """At least so many bytes on the fullest rank."""
-        return max(self._least_bytes(candidate))
+        """Bytes on the fullest rank, or on the average one where frozen weights make that more; as stages are now."""
+        least = self._least_bytes(candidate)
+        return max(*least, -(-(sum(least) + sum(self._costs.component_bytes)) // len(least)))
 
     def _least_bytes(self, candidate: Candidate) -> list[int]:
-        """Of every place, with one micro-batch at a time and no frozen weights, which may be on other ranks."""
-        num_samples = self._num_samples(candidate)
-        staged = replace(candidate.placed, frozen_ranks=((),) * len(self._costs.component_bytes))
-        if self._wishes.recompute is not False:
-            staged = replace(staged, recompute=frozenset(range(staged.num_stages)))
-        saved = saved_bytes(self._costs, staged, num_samples)
+        """Of every place, with one micro-batch at a time, the thriftier of recomputed and not where both are allowed;
+        without frozen weights, which may be on other ranks."""
+        num_samples, wanted = self._num_samples(candidate), self._wishes.recompute
+        plain = replace(candidate.placed, recompute=frozenset())
+        again = replace(plain, recompute=frozenset(range(plain.num_stages)))
+        ways = [plain] * (wanted is not True) + [again] * (wanted is not False)
         places = candidate.shape.place_of_stage
         of_place = [[s for s, p in enumerate(places) if p == place] for place in range(candidate.shape.places)]
-        held = (self._room.held_bytes(staged, 0, stages, num_samples) for stages in of_place)
-        return [most + sum(saved[s] for s in stages) for most, stages in zip(held, of_place, strict=True)]
+        return [min(self._bytes_of_one(way, stages, num_samples) for way in ways) for stages in of_place]
+
+    def _bytes_of_one(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
+        """With one micro-batch, of a rank with these stages and no frozen weights."""
+        saved = saved_bytes(self._costs, staged, num_samples)
+        held = self._room.held_bytes(self._nowhere(staged), 0, stages, num_samples)
+        return held + sum(saved[s] for s in stages)
+
+    def _nowhere(self, staged: Staged) -> Staged:
+        """Without frozen weights."""
+        return replace(staged, frozen_ranks=((),) * len(self._costs.component_bytes))
 
     def _port_seconds(self, staged: Staged) -> float:
         batch_size, gradients = self._wishes.batch_size, self._costs.trained_bytes

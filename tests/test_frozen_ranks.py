@@ -1,6 +1,7 @@
 """Frozen components too large for every rank: who holds their weights within a memory limit, and exact all the same."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -211,3 +212,27 @@ def test_searched_schedules_keep_to_them() -> None:
     assert on == {(0, 1), (1, 0)}
     with pytest.raises(CompileError, match="give each some of 2 ranks"):
         Problem(chain(2, 4, 2), (0, 1), kinds, frozen_ranks=((2,), (0,)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_more_than_all_ranks_hold_together_is_refused(world_size: int) -> None:
+    """Though every rank would have room for what it trains."""
+    model = LargeText()
+    weights = sum(p.nbytes for p in model.text.parameters())
+    limit = weights * (world_size + 1) // (2 * world_size) if world_size < 3 else weights * 9 // 10
+    with pytest.raises(CompileError, match=r"no plan fits into memory_limit=.*least needed is") as refused:
+        fxpipe.compile(model, world_size, batch_size=6, cost_model=SLOW, memory_limit=limit)
+    (needed,) = re.findall(r"needed is (?:at least )?([\d.]+) MiB", str(refused.value))
+    assert float(needed) * 2**20 > 0.95 * limit
+
+
+def test_an_order_given_by_hand_is_held_to_the_limit_once() -> None:
+    given = make_schedule("1f1b", chain(2, 2), [0, 1], [1.0] * 2, [2.0] * 2)
+    model, seen = Wide(), list[str]()
+    options: dict[str, Any] = {"batch_size": 4, "schedule": given, "observe": lambda name, _: seen.append(name)}
+    needed = max(fxpipe.compile(model, 2, **options).simulate().peak_bytes)
+    fxpipe.compile(model, 2, memory_limit=needed, **options)
+    seen.clear()
+    with pytest.raises(CompileError, match=r"no plan fits into memory_limit=.*a program needed"):
+        fxpipe.compile(model, 2, memory_limit=needed - 1, **options)
+    assert seen.count("plan") == 1

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,17 +27,18 @@ from tests.unet import TinyUNet
 
 class OwnBuffers:
     """A transport between threads with the memory of one between processes whose messages arrive at once: a receive has
-    a buffer of its own from when it is posted, what is sent is kept until the next action."""
+    a buffer of its own from when it is posted, what is sent is kept until the next action, or as by gloo to the end."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, keeps_sent: bool) -> None:
+        self._transport, self._keeps_sent = transport, keeps_sent
         self._sent: list[Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def set_action(self, action: str) -> None:
-        self._sent.clear()
+        if not self._keeps_sent:
+            self._sent.clear()
         self._transport.set_action(action)
 
     def send(self, tensor: Tensor, dst: int, edge: int) -> None:
@@ -75,7 +77,9 @@ class _Reduced:
             return [part.view(tensor.shape).copy_(tensor) for part, tensor in zip(parts, sums, strict=True)]
 
 
-def measured_peaks(program: fxpipe.Program, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def measured_peaks(
+    program: fxpipe.Program, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, keeps_sent: bool = False
+) -> list[int]:
     """The most bytes alive on every rank in one step."""
     found: dict[int, int] = {}
     original = fxpipe.engine.run_rank
@@ -91,7 +95,7 @@ def measured_peaks(program: fxpipe.Program, batch: dict[str, Tensor], monkeypatc
         with LiveBytes() as live:
             live.see([program.state[name] for name in of_rank.state])
             live.see([tensors[name] for name in of_rank.inputs])
-            result = original(module, of_rank, OwnBuffers(transport), random, tensors, *options)
+            result = original(module, of_rank, OwnBuffers(transport, keeps_sent), random, tensors, *options)
         found[of_rank.rank] = live.peak
         return result
 
@@ -149,6 +153,21 @@ def test_prediction_against_run(
     for memory in timeline.memory:
         assert max(size for _, size in memory.points) <= memory.peak_bytes
         assert memory.at_peak["state"] == sum(t.nbytes for t in program.step.programs[memory.rank].state.values())
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("wide", "1f1b"), ("unet", "1f1b"), ("unet", "wave")])
+def test_prediction_against_a_run_that_keeps_what_it_sends(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]()
+    program = fxpipe.compile(model, 2, batch_size=12, microbatches=6, schedule=schedule)
+    timeline, kept = (
+        program.simulate(cluster=replace(IDLE_NETWORK, device=device), optimizer_bytes=0)
+        for device in (IDLE_NETWORK.device, "CPU")
+    )
+    measured = measured_peaks(program, model.example_inputs(12), monkeypatch, keeps_sent=True)
+    assert list(kept.peak_bytes) == pytest.approx(measured, rel=0.1)
+    assert sum(kept.peak_bytes) > sum(timeline.peak_bytes)
 
 
 def graph_of(function: Callable[..., Any], *args: Tensor) -> fx.Graph:
