@@ -381,13 +381,13 @@ class _Tuner:
         ways = [plain] * (wanted is not True) + [again] * (wanted is not False)
         places = candidate.shape.place_of_stage
         of_place = [[s for s, p in enumerate(places) if p == place] for place in range(candidate.shape.places)]
-        return [min(self._bytes_of_one(way, stages, num_samples) for way in ways) for stages in of_place]
+        found = [self._bytes_of_one(self._nowhere(way), of_place, num_samples) for way in ways]
+        return [min(of_ways) for of_ways in zip(*found, strict=True)]
 
-    def _bytes_of_one(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
-        """With one micro-batch, of a rank with these stages and no frozen weights."""
-        saved = saved_bytes(self._costs, staged, num_samples)
-        held = self._room.held_bytes(self._nowhere(staged), 0, stages, num_samples)
-        return held + sum(saved[s] for s in stages)
+    def _bytes_of_one(self, staged: Staged, of_place: Sequence[Sequence[int]], num_samples: int) -> list[int]:
+        """With one micro-batch, of ranks with these stages."""
+        saved, held = saved_bytes(self._costs, staged, num_samples), self._room.held_bytes
+        return [held(staged, 0, stages, num_samples) + sum(saved[s] for s in stages) for stages in of_place]
 
     def _nowhere(self, staged: Staged) -> Staged:
         """Without frozen weights."""
