@@ -7,11 +7,11 @@ blocks   0 1 2 3 4 5 6     S = 3, k = 2, q = 1: blocks [2, 7) in two stages; eve
          [0 ][.........]   table[b, problem, i]: a stage of 1 + b blocks that begins at block i
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from passes.chains.boxes import TIE, Boxes
@@ -76,7 +76,7 @@ class _Nodes:
         values = np.where(self.allowed[:width], table[:width], np.inf)
         best = np.full((most + 1, len(self.problem), 2 * num), np.inf)
         best[0, :, num - 1] = 0.0 if adds else -np.inf
-        after = sliding_window_view(best, num, axis=-1).transpose(0, 2, 1, 3)
+        after = _windows(best, num)
         combine = np.add if adds else np.maximum
         for k, (low, end) in enumerate(ranges, start=1):
             here = slice(most - k + low, most - k + end)
@@ -100,11 +100,12 @@ class _Nodes:
         """
         num, most = len(self.allowed), self.problems.num_stages
         lengths = (self.allowed.any(axis=1) * np.arange(1, num + 1)[:, None]).max(axis=0)
-        far = np.maximum.accumulate(np.arange(len(lengths)) + lengths)  # the furthest end of stages up to here
-        late, early = [0], [len(far)]
+        size = len(lengths)
+        far = np.maximum.accumulate(np.arange(size) + lengths).tolist()  # the furthest end of stages up to here
+        late, early = [0], [size]
         for _ in range(most - 1):
-            late.append(int(far[min(late[-1], len(far) - 1)]))
-            early.append(int(np.searchsorted(far, early[-1])))
+            late.append(far[min(late[-1], size - 1)])
+            early.append(bisect_left(far, early[-1]))
         ranges = []
         for k in range(1, most + 1):
             low = max(0, (early[k] if k < most else 0) - (most - k))
@@ -115,6 +116,12 @@ class _Nodes:
     def take(self, some: Bools) -> "_Nodes":
         criteria = [table[:, some] for table in self.criteria]
         return _Nodes(self.problems, self.problem[some], self.main[:, some], criteria, self.allowed[:, some])
+
+
+def _windows(best: Floats, num: int) -> Floats:
+    """[k, b, node, q]: best[k, node, q + b]; `sliding_window_view` does the same in ten times the time."""
+    layer, node, one = best.strides
+    return np.ndarray((len(best), num, best.shape[1], num), best.dtype, best, strides=(layer, one, node, one))
 
 
 def high(value: Floats) -> Floats:
