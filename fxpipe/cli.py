@@ -67,9 +67,11 @@ def compile_command(
     dump: Annotated[
         Path | None, typer.Option(file_okay=False, help="folder for plan, schedule and rank graphs")
     ] = None,
-    filled: Annotated[bool, typer.Option(help="dump the steps that do frozen work ahead, too")] = False,
+    filled: Annotated[bool, typer.Option(help="with --dump: the steps that do frozen work ahead, too")] = False,
 ) -> None:
     """Compile MODEL; print its plan and schedule, and leave every rank's graph in the dump folder."""
+    if filled and dump is None:
+        raise CompileError("--filled says what to dump: add --dump DIR, or leave it out")
     program, _ = planning.compiled()
     if dump is None:
         _print_text("plan", str(program.plan))

@@ -34,13 +34,14 @@ class _Question:
     model: "CostModel"
     cluster: "Cluster"
     wishes: "Wishes"
+    budget: float
 
     @cached_property
     def plan(self) -> "Planned":
         """As `fxpipe.compile` chooses it."""
         from passes.plan import make_plan
 
-        return make_plan(self.case, self.wishes, self.device_bytes)
+        return make_plan(self.case, self.wishes, self.device_bytes, self.budget)
 
     @cached_property
     def case(self) -> "Case":
@@ -85,7 +86,7 @@ def _question(planning: Planning) -> _Question:
         planning.collocation, planning.recompute, limit, conditioning,
         filled=planning.fill != "none" and bool(step.graph.components),
     )  # fmt: skip
-    return _Question(step, model, cluster, wishes)
+    return _Question(step, model, cluster, wishes, planning.budget)
 
 
 def _head(planning: Planning, asked: _Question, limit_bytes: int | None) -> str:

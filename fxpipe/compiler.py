@@ -30,7 +30,7 @@ from fxpipe.options import (
     training_step,
     unwrapped,
 )
-from fxpipe.prediction import Costing, peak_bytes
+from fxpipe.prediction import Costing
 from fxpipe.program import Plan, Program
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require as require_schedule
@@ -54,7 +54,8 @@ from passes.room import Room
 from passes.tune import NothingFits
 
 Observe = Callable[[str, Any], None]
-_LEFT = 1.0, 0.995, 0.985, 0.96, 0.9  # of a memory limit for plans, where programs needed more than those before
+_TRIES = 5  # plans whose programs are held against a memory limit
+_LESS = 0.995  # of what should be little enough for the next one
 
 
 @torch.enable_grad()  # what surrounds the call is not part of the step
@@ -150,30 +151,33 @@ def compile(
     case = Case(graph, table, layers, seconds_of, network, world_size, size, divisible=batch.divisible)
     wishes = Wishes(asked, world_size, size, copies, stages, count, collocation, recompute, limit, conditioning, filled)
     back = _BackEnd(step, captured, batch, costs, case, where, budget, fill, "model." if step is not model else "", see)
-    shares = _LEFT[:1] if isinstance(asked, Schedule) else _LEFT
-    return _within(limit, shares, lambda within: back.program(replace(wishes, memory_limit_bytes=within)))
+    tries = 1 if isinstance(asked, Schedule) else _TRIES
+    return _within(limit, tries, lambda within: back.program(replace(wishes, memory_limit_bytes=within)))
 
 
-def _within(limit: int | None, shares: Sequence[float], program_of: Callable[[int | None], Program]) -> Program:
-    """The program whose ranks need no more than a limit for a step. Plans count blocks, programs every tensor: where a
-    program needs more than its plan did, the next plan gets a smaller share.
+def _within(limit: int | None, tries: int, program_of: Callable[[int | None], Program]) -> Program:
+    """The program whose ranks need no more than a limit for a step, filled or not. Plans count blocks, programs every
+    tensor: where a program needs more than its plan counted, the next plan gets so much less.
 
     Raises:
-        CompileError: no plan gets that far.
+        CompileError: no plan gets that far in so many tries.
     """
     if limit is None:
         return program_of(None)
     needed: list[int] = []
-    for share in shares:
+    within = float(limit)
+    for _ in range(tries):
         try:
-            program = program_of(int(share * limit))
+            program = program_of(int(within))
         except NothingFits:
             if not needed:
                 raise
             break
-        needed.append(max(peak_bytes(program.step, program.capture, program.costing)))
+        needed.append(program.needed_bytes)
         if needed[-1] <= limit:
             return program
+        counted = min([within, *(outcome.peak_bytes or within for outcome in program.plan.outcomes[:1])])
+        within = _LESS * counted * limit / needed[-1]
     raise NothingFits(
         f"no plan fits into memory_limit={human_bytes(limit)} per rank: the least a program needed is "
         f"{human_bytes(min(needed))}; use more ranks, smaller batches, or a higher limit"
@@ -205,7 +209,7 @@ class _BackEnd:
             self.case.model,
         )
         size, see = self.case.batch_size, self.see
-        plan = make_plan(self.case, wishes, _device_bytes(seconds_of))
+        plan = make_plan(self.case, wishes, _device_bytes(seconds_of), self.budget)
         sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
         see("plan", plan)
 
@@ -214,7 +218,7 @@ class _BackEnd:
         see("stage graphs", traced)
 
         # schedule: the order of every rank's actions
-        search = self.budget if asked == "auto" else None
+        search = plan.search_seconds or None
         room = Room(table, size, wishes.filled)
         resources = Resources.of(room, staged, plan.times, network, plan.limit_bytes)
         ordered = (

@@ -85,7 +85,13 @@ class Profiler:
             self._time(("add", "", 0), partial(total.add_, addend))
 
     def profile(self) -> profiled.Profile:
-        """What is to be expected after the rounds until now."""
+        """What is to be expected after the rounds until now.
+
+        Raises:
+            CompileError: there were none.
+        """
+        if not self._taken:
+            raise CompileError("nothing has been timed yet; call round() before profile()")
         taken = {label: profiled.expected(seconds[1:] or seconds) for label, seconds in self._taken.items()}
 
         def of(kind: str, number: int) -> tuple[float, ...]:

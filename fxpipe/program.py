@@ -17,7 +17,7 @@ from fxpipe.engine import Engine, LocalEngine
 from fxpipe.errors import CompileError
 from fxpipe.memory import ADAMW_BYTES
 from fxpipe.observe import Observe
-from fxpipe.prediction import Costing, predict
+from fxpipe.prediction import Costing, peak_bytes, predict
 from fxpipe.rank_program import Traffic
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
@@ -137,11 +137,20 @@ class Program:
         """
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.costing.cluster
         network.require(self.world_size)
-        costing = replace(self.costing, model=cost_model or self.costing.model, cluster=network)
-        if filled and self.filled is not None:
-            costing = replace(costing, calls={**costing.calls, **self.filled.calls})
-            return predict(self.filled.steady, self.capture, costing, optimizer_bytes)
-        return predict(self.step, self.capture, costing, optimizer_bytes)
+        step, costing = self._priced(filled)
+        costing = replace(costing, model=cost_model or costing.model, cluster=network)
+        return predict(step, self.capture, costing, optimizer_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most memory that any rank needs at once, in a step alone or with the next batch's frozen work."""
+        return max(max(peak_bytes(step, self.capture, costing)) for step, costing in map(self._priced, (False, True)))
+
+    def _priced(self, filled: bool) -> tuple[StepPlan, Costing]:
+        """One of the two steps, where there are two, and what prices it."""
+        if not filled or self.filled is None:
+            return self.step, self.costing
+        return self.filled.steady, replace(self.costing, calls={**self.costing.calls, **self.filled.calls})
 
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is.

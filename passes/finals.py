@@ -2,31 +2,41 @@
 
 tuned          3.738   3.741   3.741   3.744   3.815 s      the pipeline, or the ranks' average load
 rehearsed      4.562   4.624   3.751   3.766     -          links that are shared, and bubbles as they are
-                                 ^ chosen      no longer in reach
+searched       4.401     -     3.749   3.612                the best of these, their orders searched for
+                                         ^ chosen
 """
 
 from dataclasses import replace
+from math import inf
 
 from passes.candidates import Candidate, Wishes
 from passes.rehearsal.case import Case
 from passes.rehearsal.rehearse import Rehearsal
-from passes.tune import Tuned, tune
+from passes.tune import Tuned, told, tune
 
 _MOST, _MOST_STEPS = 16, 6144  # candidates; ranks x micro-batches of all of them together
 _FEWEST = 4  # candidates: rehearsing fewer than that decides nothing
+_MOST_SEARCHED = 4  # placements whose orders are searched for
+_SLOWEST, _WORTH = 1.2, 0.99  # of the best's seconds: what theirs may be by a named order, and without bubbles
 
 
-def finals(case: Case, wishes: Wishes) -> Tuned:
-    """The candidate that is fastest when rehearsed.
+def finals(case: Case, wishes: Wishes, budget_seconds: float = 0.0) -> Tuned:
+    """The candidate that is fastest when rehearsed, by the order it is named after or one that is searched for.
 
     Steps of very many ranks and micro-batches count as estimated, and so do self-conditioned ones, of which there are
     two.
 
+    Args:
+        budget_seconds: to search in, for all candidates together.
+
     Raises:
         CompileError: none fits; says which would need least.
     """
-    rehearse = None if wishes.conditioning is not None else _Rehearsals(case, wishes.filled)
-    return tune(case.graph, case.costs, case.cluster, wishes, rehearse)
+    if wishes.conditioning is not None:
+        return tune(case.graph, case.costs, case.cluster, wishes)
+    rehearsals = _Rehearsals(case, wishes.filled)
+    tuned = tune(case.graph, case.costs, case.cluster, wishes, rehearsals)
+    return rehearsals.searched(tuned, budget_seconds) if budget_seconds else tuned
 
 
 class _Rehearsals:
@@ -35,17 +45,67 @@ class _Rehearsals:
     def __init__(self, case: Case, filled: bool) -> None:
         self._case, self._filled = case, filled and bool(case.frozen.names)
         self._left, self._steps, self._more = _MOST, _MOST_STEPS, 1.0
+        self._best = inf
 
     def __call__(self, candidate: Candidate) -> Candidate | None:
         """The candidate as rehearsed; None if there were enough. One too long for that takes as much more than was
         estimated as any that was rehearsed."""
         steps = self._case.world_size * candidate.microbatches
-        if _FEWEST * steps > _MOST_STEPS:
+        if self._is_long(candidate):
             return replace(candidate, seconds=self._more * candidate.likely_seconds)
         self._left, self._steps = self._left - 1, self._steps - steps
         if self._left < 0 or self._steps < 0:
             return None
-        found = Rehearsal(self._case, candidate).run(self._filled)
-        seconds = found.timeline.makespan_seconds
-        self._more = max(self._more, seconds / candidate.likely_seconds if candidate.likely_seconds else 1.0)
-        return replace(candidate, seconds=seconds, peak_bytes=found.peak_bytes)
+        found = self._rehearsed(candidate, None)
+        assert found.seconds is not None
+        self._more = max(self._more, found.seconds / candidate.likely_seconds if candidate.likely_seconds else 1.0)
+        if found.seconds >= self._best:
+            self._steps += steps // 2  # not filled
+        elif self._fits(found):
+            self._best = found.seconds
+        return found
+
+    def searched(self, tuned: Tuned, budget_seconds: float) -> Tuned:
+        """The best with orders that are searched for, for so long in all, where that helps."""
+        best, seconds = tuned.chosen, None
+        if self._is_long(best):
+            return tuned
+        contenders = self._contenders(tuned)
+        tries = [(candidate, budget_seconds / len(contenders)) for candidate in contenders]
+        while tries:
+            candidate, budget = tries.pop(0)
+            found = self._rehearsed(candidate, budget)
+            if self._fits(found) and found.likely_seconds < best.likely_seconds:
+                best, seconds, self._best = found, budget, found.likely_seconds
+            if not tries and seconds is not None and budget < budget_seconds:
+                tries.append((best, budget_seconds))
+        others = [c for c in tuned.ranked if _key(c) != _key(best)]
+        limit = self._case.limit_bytes
+        ranked = [best, *(told(replace(c, why=""), best, limit) for c in others)]
+        return replace(tuned, ranked=tuple(ranked), search_seconds=seconds or 0.0)
+
+    def _contenders(self, tuned: Tuned) -> list[Candidate]:
+        """Candidates that an order without bubbles would make the best, one of every placement."""
+        best = tuned.chosen.likely_seconds
+        found: dict[tuple[object, ...], Candidate] = {}
+        for candidate in sorted(tuned.ranked, key=lambda c: c.estimated_seconds or inf):
+            if candidate.seconds is None or candidate.shape.places == 1 or self._is_long(candidate):
+                continue
+            if self._fits(candidate) and candidate.seconds <= _SLOWEST * best:
+                if candidate.estimated_seconds is not None and candidate.estimated_seconds < _WORTH * best:
+                    found.setdefault((replace(candidate.placed, schedule=""), candidate.microbatches), candidate)
+        return list(found.values())[:_MOST_SEARCHED]
+
+    def _is_long(self, candidate: Candidate) -> bool:
+        return _FEWEST * self._case.world_size * candidate.microbatches > _MOST_STEPS
+
+    def _rehearsed(self, candidate: Candidate, budget_seconds: float | None) -> Candidate:
+        found = Rehearsal(self._case, candidate).run(self._filled, budget_seconds, self._best)
+        return replace(candidate, seconds=found.timeline.makespan_seconds, peak_bytes=found.peak_bytes, why="")
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return candidate.peak_bytes is not None and self._case.fits(candidate.peak_bytes)
+
+
+def _key(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.staged, candidate.microbatches

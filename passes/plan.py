@@ -24,7 +24,8 @@ _USABLE = 0.95  # of a device's memory: kernels and the allocator need some more
 class Planned:
     """Stages on ranks for `microbatches` micro-batches of all pipelines together, and their blocks' times.
 
-    `outcomes` are the tuner's candidates, the chosen one first; `limit_bytes` is what a rank may need.
+    `outcomes` are the tuner's candidates, the chosen one first; `limit_bytes` is what a rank may need; an order is
+    to be searched for in `search_seconds`, if any.
     """
 
     staged: Staged
@@ -33,13 +34,15 @@ class Planned:
     outcomes: tuple[Outcome, ...] = ()
     limit_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    search_seconds: float | None = None
 
 
-def make_plan(case: Case, wishes: Wishes, device_bytes: int | None) -> Planned:
+def make_plan(case: Case, wishes: Wishes, device_bytes: int | None, budget_seconds: float) -> Planned:
     """The plan for a step that serves the wishes.
 
     Args:
         device_bytes: memory of the device planned for; a limit where the user gave none, unless nothing fits.
+        budget_seconds: to search for orders of the best candidates, where the order is open.
 
     Raises:
         CompileError: the wishes exclude each other, or nothing fits into the user's memory limit.
@@ -49,23 +52,27 @@ def make_plan(case: Case, wishes: Wishes, device_bytes: int | None) -> Planned:
         times = block_times(case.costs, -(-wishes.batch_size // wishes.microbatches))
         staged = place_schedule(case.graph, times, wishes.schedule, case.cluster)
         notes = (*fold_notes(case.graph, times, staged), *_empty(case.graph, staged))
-        return Planned(staged, wishes.microbatches, times, notes=notes)
-    wishes, tuned, notes = _tuned(case, wishes, device_bytes)
+        return Planned(staged, wishes.microbatches, times, limit_bytes=wishes.memory_limit_bytes, notes=notes)
+    budget_seconds = budget_seconds if wishes.schedule == "auto" else 0.0
+    wishes, tuned, notes = _tuned(case, wishes, device_bytes, budget_seconds)
     staged, count = tuned.chosen.placed, tuned.chosen.microbatches
+    search = tuned.search_seconds if tuned.search_seconds is not None else budget_seconds
     times = block_times(case.costs, -(-wishes.batch_size // count))
     notes = (*notes, *fold_notes(case.graph, times, staged), *_empty(case.graph, staged), *_runner_up(tuned))
-    return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes)
+    return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes, search)
 
 
-def _tuned(case: Case, wishes: Wishes, device_bytes: int | None) -> tuple[Wishes, Tuned, tuple[str, ...]]:
+def _tuned(
+    case: Case, wishes: Wishes, device_bytes: int | None, budget_seconds: float
+) -> tuple[Wishes, Tuned, tuple[str, ...]]:
     if wishes.memory_limit_bytes is not None or device_bytes is None:
-        return wishes, finals(replace(case, limit_bytes=wishes.memory_limit_bytes), wishes), ()
+        return wishes, finals(replace(case, limit_bytes=wishes.memory_limit_bytes), wishes, budget_seconds), ()
     limit = usable_bytes(device_bytes)
     within = replace(wishes, memory_limit_bytes=limit)
     try:
-        return within, finals(replace(case, limit_bytes=limit), within), ()
+        return within, finals(replace(case, limit_bytes=limit), within, budget_seconds), ()
     except NothingFits:
-        tuned = finals(replace(case, limit_bytes=None), wishes)
+        tuned = finals(replace(case, limit_bytes=None), wishes, budget_seconds)
         needed = human_bytes(tuned.chosen.peak_bytes or 0)
         note = f"a rank needs {needed}, more than the {human_bytes(device_bytes)} of a {case.cluster.device}"
         return wishes, tuned, (note,)

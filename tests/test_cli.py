@@ -46,6 +46,7 @@ WRONG = [
     (["compile", f"{TOY}:toy", "--world-size", "2", "--batch-size", "-1"], "--batch-size"),
     (["compile", f"{TOY}:toy", "--world-size", "2", "--fast"], "--fast"),
     (["compile", f"{TOY}:toy", "--world-size", "2", "--schedule", "/nowhere/my.txt"], "/nowhere/my.txt"),
+    (["compile", f"{TOY}:toy", "--world-size", "2", "--filled"], "--filled says what to dump: add --dump DIR"),
     (["compile", TOY, "--world-size", "2"], "file.py:factory or module:factory"),
     (["compile", "nowhere.py:toy", "--world-size", "2"], "no file nowhere.py"),
     (["compile", "no_such_module:toy", "--world-size", "2"], "No module named 'no_such_module'"),

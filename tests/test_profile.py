@@ -212,6 +212,11 @@ def test_what_cannot_be_cut_is_costed_all_the_same() -> None:
     assert sum(sum(entry.backward_seconds) for entry in made.entries) > 0
 
 
+def test_there_is_no_profile_before_the_first_round(step: Costed) -> None:
+    with pytest.raises(CompileError, match=r"nothing has been timed yet; call round\(\)"):
+        Profiler(step, [1], CPU).profile()
+
+
 def test_sizes_must_be_positive(step: Costed) -> None:
     with pytest.raises(CompileError, match=r"must be positive, got \[0, 2\]"):
         measure(step, [0, 2], CPU)

@@ -48,9 +48,9 @@ def case() -> Case:
     found: list[Case] = []
     original = plan.finals
 
-    def spy(of: Case, wishes: Wishes) -> Tuned:
+    def spy(of: Case, wishes: Wishes, budget_seconds: float) -> Tuned:
         found.append(of)
-        return original(of, wishes)
+        return original(of, wishes, budget_seconds)
 
     plan.finals = spy
     try:
@@ -143,6 +143,50 @@ def test_the_plan_is_the_fastest_of_all_that_were_rehearsed(cluster: str, filled
     seconds = [Rehearsal(of, candidate).run(filled).timeline.makespan_seconds for candidate in (chosen, first)]
     assert chosen.seconds == pytest.approx(seconds[0], rel=1e-9)
     assert seconds[0] <= seconds[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cluster", ["2x2xV100+Ethernet-10", "4xA100-PCIe"])
+def test_orders_are_searched_for_where_that_helps(cluster: str) -> None:
+    of = replace(case(), cluster=Cluster.parse(cluster), world_size=4, batch_size=16)
+    wishes = Wishes("auto", 4, 16, data_parallel=1, filled=True)
+    named, found = finals(of, wishes), finals(of, wishes, 0.5)
+    assert named.search_seconds is None
+    assert found.search_seconds is not None
+    again = Rehearsal(of, found.chosen).run(True, found.search_seconds or None)
+    assert found.chosen.seconds == pytest.approx(again.timeline.makespan_seconds, rel=1e-9)
+    assert again.timeline.makespan_seconds <= (named.chosen.seconds or 0.0) * (1 + 1e-9)
+    assert found.chosen.why == ""
+    assert all(candidate.why for candidate in found.ranked[1:])
+    assert len(found.ranked) == len(named.ranked)
+
+
+@pytest.mark.parametrize("search_seconds", [0.0, 0.3])
+def test_compiled_orders_are_searched_for_as_the_plan_says(
+    search_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from passes import plan
+
+    def decided(of: Case, wishes: Wishes, budget_seconds: float) -> Tuned:
+        return replace(finals(of, wishes), search_seconds=search_seconds)
+
+    monkeypatch.setattr(plan, "finals", decided)
+    seen: dict[str, Any] = {}
+    program = fxpipe.compile(
+        TinyUNet("no_grad"), 2, batch_size=8, data_parallel=1, cost_model=Slow(), observe=seen.__setitem__
+    )
+    (how,) = (note for note in program.plan.notes if "one pipeline's schedule" in note)
+    assert ("by its name" in how) == (search_seconds == 0.0), how
+
+
+def test_what_cannot_win_is_not_filled() -> None:
+    of = replace(case(), cluster=Cluster.parse("4xA100-PCIe"), world_size=4, batch_size=16)
+    rehearsal = Rehearsal(of, finals(of, Wishes("auto", 4, 16, data_parallel=1, filled=True)).chosen)
+    whole = rehearsal.run(True)
+    assert rehearsal.run(True, worth_seconds=2 * whole.timeline.makespan_seconds).timeline == whole.timeline
+    short = rehearsal.run(True, worth_seconds=0.0)
+    assert short.timeline.makespan_seconds <= whole.timeline.makespan_seconds
+    assert not any(action.action.startswith("text") for action in short.timeline.actions)
+    assert short.peak_bytes <= whole.peak_bytes
 
 
 def test_rehearsals_end_the_search_or_are_left_out() -> None:

@@ -19,17 +19,18 @@ def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:
     Raises:
         CompileError: nothing fits.
     """
-    search = budget_seconds if wishes.schedule == "auto" else None  # an order asked for by name stays as it is
+    search = budget_seconds if wishes.schedule == "auto" else 0.0  # an order asked for by name stays as it is
     found = [_planned(case, wishes, search, False)]
     return [*found, _planned(case, wishes, search, True)] if case.frozen.names else found
 
 
-def _planned(case: Case, wishes: Wishes, budget_seconds: float | None, filled: bool) -> Contestant:
+def _planned(case: Case, wishes: Wishes, budget_seconds: float, filled: bool) -> Contestant:
     """The plan that `fxpipe.compile` makes, with its order searched for if that helps."""
-    chosen = finals(case, replace(wishes, memory_limit_bytes=case.limit_bytes, filled=filled)).chosen
-    rehearsal = Rehearsal(case, chosen)
-    runs = [rehearsal.run(filled, seconds) for seconds in dict.fromkeys((None, budget_seconds))]
-    best = min(runs, key=lambda run: (not case.fits(run.peak_bytes), run.timeline.makespan_seconds))
+    within = replace(wishes, memory_limit_bytes=case.limit_bytes, filled=filled)
+    tuned = finals(case, within, budget_seconds)
+    chosen = tuned.chosen
+    search = tuned.search_seconds if tuned.search_seconds is not None else budget_seconds
+    best = Rehearsal(case, chosen).run(filled, search or None)
     timeline = best.timeline
     return Contestant(
         f"{OURS}, filled" if filled else OURS, str(chosen.outcome), timeline.makespan_seconds, case.batch_size,

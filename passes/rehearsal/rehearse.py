@@ -6,6 +6,7 @@ where they are in rank programs, and frozen work is fitted into the bubbles ther
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from fxpipe.options import microbatch_sizes
 from fxpipe.schedule import Schedule
@@ -48,14 +49,22 @@ class Rehearsal:
     def sizes(self) -> tuple[int, ...]:
         return microbatch_sizes(self.case.batch_size, self.candidate.microbatches)
 
-    def run(self, filled: bool, budget_seconds: float | None = None) -> Rehearsed:
-        """One step, `filled` with the next batch's frozen work; its order is searched for where there is a budget."""
-        return self._filled(budget_seconds) if filled else self._walked(self._schedule(budget_seconds, frozen=True), ())
+    def run(self, filled: bool, budget_seconds: float | None = None, worth_seconds: float = inf) -> Rehearsed:
+        """One step, `filled` with the next batch's frozen work; its order is searched for where there is a budget.
 
-    def _filled(self, budget_seconds: float | None) -> Rehearsed:
+        A step that takes `worth_seconds` or more by its training alone is not filled: it is no rival.
+        """
+        if filled:
+            return self._filled(budget_seconds, worth_seconds)
+        return self._walked(self._schedule(budget_seconds, frozen=True), ())
+
+    def _filled(self, budget_seconds: float | None, worth_seconds: float) -> Rehearsed:
         """The next batch's frozen work in the idle time of the training alone."""
         case, schedule = self.case, self._schedule(budget_seconds, frozen=False)
-        alone = walk(pipeline_ops(case, self.staged, schedule, self.sizes).ops, {}, case.cluster).timeline()
+        plain = self._walked(schedule, ())
+        alone = plain.timeline
+        if alone.makespan_seconds >= worth_seconds:
+            return plain
         limit, left = case.limit_bytes, None
         if limit is not None:
             left = Room(case.costs, case.batch_size, True).for_frozen_work(self.staged, schedule, self.sizes[0], limit)
