@@ -31,7 +31,7 @@ from fxpipe.schedule import Schedule
 from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import human_seconds
-from passes.estimate import estimated_work
+from passes.estimate import BlockTimes, estimated_work
 from passes.frozen_layers import frozen_layers
 from passes.order import Resources, order
 from passes.partition import wave
@@ -40,7 +40,6 @@ from passes.rehearsal.case import Case
 from passes.rehearsal.flows import Flows
 from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.room import Room
-from passes.tune import block_times
 
 DEVICE, NUM_BLOCKS, BUDGET = "A100-80GB", 128, 2.0
 SLACKS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -72,11 +71,11 @@ def captured(batch_size: int) -> Case:
 def placed(case: Case, schedule: str, hard: bool) -> Staged:
     stages = case.world_size * (2 if schedule == "wave" else 1)
     shape = Shape(schedule, stages, pipelines(case.world_size, 1), hard)
-    return place(case.graph, case.costs, block_times(case.costs, 1), shape, case.cluster, case.batch_size)
+    return place(case.graph, case.costs, BlockTimes.of(case.costs, 1), shape, case.cluster, case.batch_size)
 
 
 def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule:
-    times, room = block_times(case.costs, 1), Room(case.costs, case.batch_size)
+    times, room = BlockTimes.of(case.costs, 1), Room(case.costs, case.batch_size)
     resources = Resources.of(room, staged, times, case.cluster, None)
     return order(case.graph, staged, estimated_work(case.graph, staged, case.batch_size), resources, budget).schedule
 
@@ -94,7 +93,7 @@ def bytes_per_sample(case: Case, staged: Staged, schedule: Schedule, relayed: bo
 
 
 def max_over_mean(case: Case, staged: Staged) -> float:
-    total, loads = block_times(case.costs, 1).total, [0.0] * case.world_size
+    total, loads = BlockTimes.of(case.costs, 1).total, [0.0] * case.world_size
     for stage, (rank,) in enumerate(staged.stage_ranks):
         loads[rank] += sum(total[block] for block in staged.blocks(stage))
     return max(loads) * case.world_size / sum(loads)
@@ -130,7 +129,7 @@ def frontier(case: Case, ranks: int) -> Table:
     for column in ("max/mean", "bytes a sample", "less than relays"):
         found.add_column(column, justify="right")
     here = replace(case, world_size=ranks)
-    line, times = placed(here, "1f1b", True), block_times(case.costs, 1)
+    line, times = placed(here, "1f1b", True), BlockTimes.of(case.costs, 1)
     relayed = bytes_per_sample(here, line, ordered(here, line), True)
     skips, cuts = list(skip_pairs(case.graph)), cut_bytes(case.graph, skips=False)
     for slack in SLACKS:

@@ -99,7 +99,7 @@ def compile(
             where left out, the faster one with "auto", else "hard".
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
             only if nothing fits otherwise.
-        budget: seconds to look for a schedule where that is "auto".
+        budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
         fill: how frozen work of the next batch gets into idle time: "per-device", "greedy", "exact" or "none".
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
         cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the

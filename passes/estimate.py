@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.collectives import ring_ports
@@ -34,6 +35,13 @@ class BlockTimes:
     components: tuple[float, ...]
     num_samples: int
     input_gradient: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(costs: BlockCosts, num_samples: int) -> "BlockTimes":
+        """Times for a micro-batch of so many samples."""
+        times = costs.at(num_samples)
+        whole = times.forward_seconds, times.backward_seconds, times.component_seconds
+        return BlockTimes(*whole, num_samples, times.input_gradient_seconds)
 
     @property
     def total(self) -> tuple[float, ...]:

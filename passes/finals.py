@@ -27,7 +27,7 @@ def finals(case: Case, wishes: Wishes, budget_seconds: float = 0.0) -> Tuned:
     two.
 
     Args:
-        budget_seconds: to search in, for all candidates together.
+        budget_seconds: to search in; twice as much may be taken in all.
 
     Raises:
         CompileError: none fits; says which would need least.
@@ -66,23 +66,26 @@ class _Rehearsals:
         return found
 
     def searched(self, tuned: Tuned, budget_seconds: float) -> Tuned:
-        """The best with orders that are searched for, for so long in all, where that helps."""
-        best, seconds = tuned.chosen, None
-        if self._is_long(best):
+        """The best with orders that are searched for, where that helps: half of the time for all that come near, and
+        all of it for the best of them."""
+        chosen = tuned.chosen
+        if self._is_long(chosen):
             return tuned
         contenders = self._contenders(tuned)
-        tries = [(candidate, budget_seconds / len(contenders)) for candidate in contenders]
-        while tries:
-            candidate, budget = tries.pop(0)
-            found = self._rehearsed(candidate, budget)
-            if self._fits(found) and found.likely_seconds < best.likely_seconds:
-                best, seconds, self._best = found, budget, found.likely_seconds
-            if not tries and seconds is not None and budget < budget_seconds:
-                tries.append((best, budget_seconds))
-        others = [c for c in tuned.ranked if _key(c) != _key(best)]
-        limit = self._case.limit_bytes
-        ranked = [best, *(told(replace(c, why=""), best, limit) for c in others)]
-        return replace(tuned, ranked=tuple(ranked), search_seconds=seconds or 0.0)
+        tries = [(chosen, 0.0)]
+        for candidate in contenders:
+            some = budget_seconds / 2 / len(contenders)
+            tries.append((self._rehearsed(candidate, some), some))
+        best, seconds = min(tries, key=self._rank)
+        if seconds:
+            tries.append((self._rehearsed(best, budget_seconds), budget_seconds))
+            best, seconds = min(tries, key=self._rank)
+        others = [replace(c, why="") for c in tuned.ranked if _key(c) != _key(best)]
+        ranked = best, *(told(c, best, self._case.limit_bytes) for c in others)
+        return replace(tuned, ranked=ranked, search_seconds=seconds)
+
+    def _rank(self, tried: tuple[Candidate, float]) -> tuple[bool, float]:
+        return not self._fits(tried[0]), tried[0].likely_seconds
 
     def _contenders(self, tuned: Tuned) -> list[Candidate]:
         """Candidates that an order without bubbles would make the best, one of every placement."""
@@ -91,9 +94,10 @@ class _Rehearsals:
         for candidate in sorted(tuned.ranked, key=lambda c: c.estimated_seconds or inf):
             if candidate.seconds is None or candidate.shape.places == 1 or self._is_long(candidate):
                 continue
-            if self._fits(candidate) and candidate.seconds <= _SLOWEST * best:
-                if candidate.estimated_seconds is not None and candidate.estimated_seconds < _WORTH * best:
-                    found.setdefault((replace(candidate.placed, schedule=""), candidate.microbatches), candidate)
+            worth = best * (1.0 if candidate is tuned.chosen else _WORTH)
+            near = candidate.seconds <= _SLOWEST * best and (candidate.estimated_seconds or 0.0) < worth
+            if near and self._fits(candidate):
+                found.setdefault((replace(candidate.placed, schedule=""), candidate.microbatches), candidate)
         return list(found.values())[:_MOST_SEARCHED]
 
     def _is_long(self, candidate: Candidate) -> bool:

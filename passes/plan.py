@@ -15,7 +15,7 @@ from passes.estimate import BlockTimes
 from passes.finals import finals
 from passes.place import fold_notes, place_schedule
 from passes.rehearsal.case import Case
-from passes.tune import NothingFits, Tuned, block_times
+from passes.tune import NothingFits, Tuned
 
 _USABLE = 0.95  # of a device's memory: kernels and the allocator need some more than is counted
 
@@ -49,7 +49,7 @@ def make_plan(case: Case, wishes: Wishes, device_bytes: int | None, budget_secon
     """
     if isinstance(wishes.schedule, Schedule):
         assert wishes.microbatches is not None
-        times = block_times(case.costs, -(-wishes.batch_size // wishes.microbatches))
+        times = BlockTimes.of(case.costs, -(-wishes.batch_size // wishes.microbatches))
         staged = place_schedule(case.graph, times, wishes.schedule, case.cluster)
         notes = (*fold_notes(case.graph, times, staged), *_empty(case.graph, staged))
         return Planned(staged, wishes.microbatches, times, limit_bytes=wishes.memory_limit_bytes, notes=notes)
@@ -57,7 +57,7 @@ def make_plan(case: Case, wishes: Wishes, device_bytes: int | None, budget_secon
     wishes, tuned, notes = _tuned(case, wishes, device_bytes, budget_seconds)
     staged, count = tuned.chosen.placed, tuned.chosen.microbatches
     search = tuned.search_seconds if tuned.search_seconds is not None else budget_seconds
-    times = block_times(case.costs, -(-wishes.batch_size // count))
+    times = BlockTimes.of(case.costs, -(-wishes.batch_size // count))
     notes = (*notes, *fold_notes(case.graph, times, staged), *_empty(case.graph, staged), *_runner_up(tuned))
     return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes, search)
 

@@ -17,6 +17,7 @@ from fxpipe.errors import CompileError
 from fxpipe.links import Link
 from passes.candidates import Wishes, candidates
 from passes.finals import finals
+from passes.predictions import Predictions
 from passes.rehearsal.case import Case
 from passes.rehearsal.rehearse import Rehearsal
 from passes.tune import NothingFits, Tuned, tune
@@ -90,11 +91,9 @@ def test_bounds_hold_and_the_fastest_is_chosen(world_size: int, batch_size: int,
 
 def test_nothing_left_out_by_a_bound_is_faster() -> None:
     """Every candidate simulated, against the tuner that stops early."""
-    from passes.tune import _Tuner
-
     graph, costs = planned()
     cluster, wishes = Cluster.parse("4xA100-80GB"), Wishes("auto", 4, 8)
-    tuner = _Tuner(graph, costs, cluster, wishes)
+    tuner = Predictions(graph, costs, cluster, wishes)
     every = [next(tuner.simulated(tuner._first_estimate(c))) for c in candidates(graph, costs, wishes)]
     best = min(c.seconds or inf for c in every)
     assert (tuned(4, 8).chosen.seconds or inf) <= best * 1.05

@@ -22,7 +22,7 @@ from fxpipe.staged import Staged
 from passes.comparison.contest import Attempt, Built, best
 from passes.comparison.data_parallel import ddp, zero, zero_seconds
 from passes.comparison.memory import ddp_peak_bytes, zero_peak_bytes
-from passes.estimate import estimated_work, recomputed_seconds, stage_seconds, without_components
+from passes.estimate import BlockTimes, estimated_work, recomputed_seconds, stage_seconds, without_components
 from passes.partition import linear
 from passes.place import cut_bytes, pipelines
 from passes.ports import busiest_port_seconds, relayed_port_seconds
@@ -32,7 +32,6 @@ from passes.rehearsal.op_writer import OpWriter
 from passes.rehearsal.pieces import Piece, shared_out
 from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.schedule import make_schedule
-from passes.tune import block_times
 
 Ops = Callable[[Case, int, bool], OpWriter]
 Peak = Callable[[Case, int, bool], int]
@@ -142,7 +141,7 @@ class _Line:
         return Built(peak, partial(pipeline_ops, case, staged, schedule, sizes, relayed=self.relayed, pieces=pieces))
 
     def _staged(self, size: int) -> Staged:
-        times = block_times(self.case.costs, size)
+        times = BlockTimes.of(self.case.costs, size)
         boundaries = linear(times.total, self.stages, cut_bytes(self.case.graph))
         ways = pipelines(self.stages, self.copies, self.strided)
         ranks = tuple(tuple(way[stage] for way in ways) for stage in range(self.stages))
@@ -150,14 +149,14 @@ class _Line:
         return Staged(boundaries, ranks, self.schedule, False, self.case.world_size, again)
 
     def _schedule(self, staged: Staged, num_microbatches: int, size: int) -> Schedule:
-        times = block_times(self.case.costs, size)
+        times = BlockTimes.of(self.case.costs, size)
         work = without_components(estimated_work(self.case.graph, staged, num_microbatches))
         seconds = stage_seconds(staged, times.forward), recomputed_seconds(staged, times)
         return make_schedule(self.schedule, work, staged.stage_ranks, *seconds, world_size=self.case.world_size)
 
     def _bound(self, staged: Staged, count: int, size: int) -> float:
         """The busiest stage's compute, or the busiest port's bytes."""
-        case, times = self.case, block_times(self.case.costs, size)
+        case, times = self.case, BlockTimes.of(self.case.costs, size)
         seconds = zip(stage_seconds(staged, times.forward), recomputed_seconds(staged, times), strict=True)
         ports = relayed_port_seconds if self.relayed else busiest_port_seconds
         sent = ports(case.graph, staged, case.batch_size, case.cluster, case.costs.trained_bytes)

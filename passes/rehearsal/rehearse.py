@@ -14,7 +14,7 @@ from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
 from passes.candidates import Candidate
-from passes.estimate import estimated_work, without_components
+from passes.estimate import BlockTimes, estimated_work, without_components
 from passes.fill import FillProblem, idle_of_timeline, per_device
 from passes.order import Resources, order
 from passes.rehearsal.case import Case
@@ -22,7 +22,6 @@ from passes.rehearsal.memory import pipeline_peak_bytes
 from passes.rehearsal.pieces import Piece, filled
 from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.room import Room
-from passes.tune import block_times
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Rehearsal:
 
     def _schedule(self, budget_seconds: float | None, frozen: bool) -> Schedule:
         case = self.case
-        times = block_times(case.costs, self.sizes[0])
+        times = BlockTimes.of(case.costs, self.sizes[0])
         work = estimated_work(case.graph, self.staged, len(self.sizes))
         room = Room(case.costs, case.batch_size, filled=not frozen)
         resources = Resources.of(room, self.staged, times, case.cluster, case.limit_bytes)
