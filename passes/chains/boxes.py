@@ -56,15 +56,15 @@ Evaluate = Callable[[Boxes, Floats], tuple[Floats, Floats]]
 criteria [N, criteria] of a solution with that value, all within a relative `TIE`."""
 
 
-def search(evaluate: Evaluate, main: Floats, lower: Floats, cutoff: float = np.inf) -> tuple[Floats, Floats]:
+def search(evaluate: Evaluate, main: Floats, lower: Floats, cutoff: float | Floats = np.inf) -> tuple[Floats, Floats]:
     """The least main value plus sum of criteria of every problem, and the criteria of a solution that has it.
 
     Args:
         main: lower bounds of the main value [problems], infinite where a problem has no solution.
         lower: lower bounds of the criteria [problems, criteria].
-        cutoff: a value that is known from elsewhere; what does not beat it stays infinite.
+        cutoff: a value that is known from elsewhere, or one of every problem; what does not beat it stays infinite.
     """
-    best, found = np.full(len(main), cutoff), np.full_like(lower, np.inf)
+    best, found = np.broadcast_to(cutoff, len(main)).copy(), np.full_like(lower, np.inf)
     boxes = Boxes(np.arange(len(main)), np.full_like(lower, np.inf), lower, main).take(np.isfinite(main))
     # One end of the first criterion's range to begin with: its best solution is seldom far off.
     seeds = Boxes(boxes.problem, boxes.limit.copy(), boxes.lower, boxes.main)

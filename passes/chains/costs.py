@@ -61,6 +61,9 @@ class CostTable:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self._block_seconds = cache(chain.block_seconds)
+        self._gradients, self._state = prefix(chain.gradient_bytes), prefix(chain.state_bytes)
+        self._saved = prefix(chain.saved_bytes)
+        self._crossing = np.asarray(chain.forward_bytes), np.asarray(chain.backward_bytes)
         self.at = cache(self._at)
 
     def of(self, batch_size: int, num_microbatches: int, replicas: int) -> Costs:
@@ -70,21 +73,21 @@ class CostTable:
         chain = self.chain
         forward, backward = self._block_seconds(num_samples)
         p2p, all_reduce = chain.links(replicas)
-        sync = prefix(chain.gradient_bytes)
+        sync, (forth, back) = self._gradients, self._crossing
         return Costs(
             prefix(forward),
             prefix(backward),
-            _message_seconds(chain.forward_bytes, num_samples, p2p),
-            _message_seconds(chain.backward_bytes, num_samples, p2p),
+            _message_seconds(forth, num_samples, p2p),
+            _message_seconds(back, num_samples, p2p),
             sync / all_reduce.bandwidth_bytes_per_second if all_reduce else np.zeros_like(sync),
             all_reduce.latency_seconds if all_reduce else 0.0,
-            prefix(chain.state_bytes),
-            prefix(chain.saved_bytes) * num_samples,
+            self._state,
+            self._saved * num_samples,
         )
 
 
-def _message_seconds(crossing: Sequence[float], num_samples: int, link: Link) -> Floats:
-    seconds = np.asarray(crossing) * num_samples / link.bandwidth_bytes_per_second + link.latency_seconds
+def _message_seconds(crossing: Floats, num_samples: int, link: Link) -> Floats:
+    seconds = crossing * num_samples / link.bandwidth_bytes_per_second + link.latency_seconds
     seconds[[0, -1]] = 0.0
     return np.asarray(seconds)
 

@@ -22,6 +22,9 @@ Bools = NDArray[np.bool_]
 Masks = dict[int, tuple[int, Bools]]
 """By number of stages from the end: the first q of a mask, and the mask [lengths, nodes, q]."""
 
+Extent = tuple[int, Sequence[tuple[int, int]]]
+"""The most blocks in an allowed stage, and for k = 1, 2, .. stages from the end the range of q that any can reach."""
+
 _LARGEST = np.finfo(np.float64).max
 
 
@@ -57,6 +60,7 @@ class _Nodes:
     main: Floats
     criteria: Sequence[Floats]
     allowed: Bools  # [L - S + 1, N, L], as the tables
+    extent: Extent
 
     @staticmethod
     def of(problems: ChainProblems, problem: Ints, limit: Floats, ceiling: Floats | None = None) -> "_Nodes":
@@ -64,7 +68,7 @@ class _Nodes:
         allowed = main < np.inf if ceiling is None else main <= np.minimum(ceiling, _LARGEST)[:, None]
         for k, table in enumerate(criteria):
             allowed &= table <= limit[:, k, None]
-        return _Nodes(problems, problem, main, criteria, allowed)
+        return _Nodes(problems, problem, main, criteria, allowed, _extent(allowed, problems.num_stages))
 
     def layers(self, table: Floats, adds: bool, skip: Masks | None = None, note: Masks | None = None) -> Floats:
         """The best value of every node, infinite where there is no solution.
@@ -72,7 +76,7 @@ class _Nodes:
         Stages in `skip` are not used, if given; `note` receives those in none of the best solutions.
         """
         num, most = len(table), self.problems.num_stages
-        width, ranges = self._extent()
+        width, ranges = self.extent
         values = np.where(self.allowed[:width], table[:width], np.inf)
         best = np.full((most + 1, len(self.problem), 2 * num), np.inf)
         best[0, :, num - 1] = 0.0 if adds else -np.inf
@@ -92,30 +96,28 @@ class _Nodes:
                 note[k] = low, total > high(least)
         return np.asarray(best[most, :, 0])
 
-    def _extent(self) -> tuple[int, list[tuple[int, int]]]:
-        """The most blocks in an allowed stage, and for k = 1, 2, .. the range of q that stages of all nodes can reach.
-
-        k stages from the end begin no earlier than k longest stages would, and no later than S - k longest ones from
-        the first block would end.
-        """
-        num, most = len(self.allowed), self.problems.num_stages
-        lengths = (self.allowed.any(axis=1) * np.arange(1, num + 1)[:, None]).max(axis=0)
-        size = len(lengths)
-        far = np.maximum.accumulate(np.arange(size) + lengths).tolist()  # the furthest end of stages up to here
-        late, early = [0], [size]
-        for _ in range(most - 1):
-            late.append(far[min(late[-1], size - 1)])
-            early.append(bisect_left(far, early[-1]))
-        ranges = []
-        for k in range(1, most + 1):
-            low = max(0, (early[k] if k < most else 0) - (most - k))
-            end = min(num if k < most else 1, late[most - k] - (most - k) + 1)
-            ranges.append((low, max(end, low)))
-        return max(int(lengths.max()), 1), ranges
-
     def take(self, some: Bools) -> "_Nodes":
         criteria = [table[:, some] for table in self.criteria]
-        return _Nodes(self.problems, self.problem[some], self.main[:, some], criteria, self.allowed[:, some])
+        main, allowed = self.main[:, some], self.allowed[:, some]
+        return _Nodes(self.problems, self.problem[some], main, criteria, allowed, self.extent)
+
+
+def _extent(allowed: Bools, num_stages: int) -> Extent:
+    """Of all nodes together: k stages from the end begin no earlier than k longest stages would, and no later than
+    S - k longest ones from the first block would end."""
+    num, _, size = allowed.shape
+    lengths = (allowed.any(axis=1) * np.arange(1, num + 1)[:, None]).max(axis=0)
+    far = np.maximum.accumulate(np.arange(size) + lengths).tolist()  # the furthest end of stages up to here
+    late, early = [0], [size]
+    for _ in range(num_stages - 1):
+        late.append(far[min(late[-1], size - 1)])
+        early.append(bisect_left(far, early[-1]))
+    ranges = []
+    for k in range(1, num_stages + 1):
+        low = max(0, (early[k] if k < num_stages else 0) - (num_stages - k))
+        end = min(num if k < num_stages else 1, late[num_stages - k] - (num_stages - k) + 1)
+        ranges.append((low, max(end, low)))
+    return max(int(lengths.max()), 1), ranges
 
 
 def _windows(best: Floats, num: int) -> Floats:
@@ -158,10 +160,18 @@ def _each_in_turn(nodes: _Nodes, main: Floats, skip: Masks | None) -> Floats:
     return np.stack(found, axis=1)
 
 
-def lower_bounds(problems: ChainProblems) -> tuple[Floats, Floats]:
-    """The least main value and the least of every criterion, each on its own: [P] and [P, criteria]."""
-    problem = np.arange(problems.main.shape[1])
-    nodes = _Nodes.of(problems, problem, np.full((len(problem), len(problems.criteria)), np.inf))
+def lower_bounds(problems: ChainProblems, known: Floats) -> tuple[Floats, Floats]:
+    """The least main value and the least of every criterion, each on its own: [P] and [P, criteria].
+
+    They hold for solutions that beat the `known` values [P]; infinite where there can be none.
+    """
+    tables = [problems.main, *problems.criteria]
+    least = np.stack([table.min(axis=(0, 2)) for table in tables], axis=1)
+    if problems.main_adds:
+        least[:, 0] *= problems.num_stages
+    limit = high(known[:, None] - (least.sum(axis=1, keepdims=True) - least))
+    ceiling = None if problems.main_adds else limit[:, 0]
+    nodes = _Nodes.of(problems, np.arange(len(known)), limit[:, 1:], ceiling)
     main = nodes.layers(nodes.main, problems.main_adds)
     return main, np.stack([nodes.layers(table, False) for table in nodes.criteria], axis=1)
 

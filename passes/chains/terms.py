@@ -20,6 +20,7 @@ from passes.chains.layers import ChainProblems, band, lower_bounds, paths
 from passes.chains.layers import evaluate as evaluate_boxes
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,39 @@ def solve_problems(problems: ChainProblems) -> list[tuple[int, ...] | None]:
     """The boundaries of an optimal solution of every problem; None where there is none."""
     if problems.num_stages <= 2:
         return _tried(problems)
-    best, criteria = search(lambda boxes, ceiling: evaluate_boxes(problems, boxes, ceiling), *lower_bounds(problems))
+    cuts = _balanced(problems)
+    known = _values(problems, cuts)
+    best, criteria = search(
+        lambda boxes, ceiling: evaluate_boxes(problems, boxes, ceiling), *lower_bounds(problems, known), known
+    )
     solved = np.flatnonzero(np.isfinite(best))
-    found = dict(zip(solved.tolist(), paths(problems, solved, criteria[solved]), strict=True))
-    return [found.get(p) for p in range(len(best))]
+    found = {p: tuple(cuts[p].tolist()) for p in np.flatnonzero(np.isfinite(known)).tolist()}
+    found |= zip(solved.tolist(), paths(problems, solved, criteria[solved]), strict=True)
+    return [found.get(p) for p in range(len(known))]
+
+
+def _balanced(problems: ChainProblems) -> Ints:
+    """Boundaries [P, S + 1] of stages that share the blocks' periods, as well as that goes block by block."""
+    period = problems.criteria[0] if problems.main_adds else problems.main
+    before = np.cumsum(period[0], axis=1)
+    num, size, most = *before.shape, problems.num_stages
+    k = np.arange(1, most)
+    inner = (before[:, :, None] <= before[:, -1:, None] * (k / most)).sum(axis=1)
+    inner = np.minimum(np.maximum.accumulate(np.maximum(inner - k, 0), axis=1), size - most) + k
+    return np.column_stack([np.zeros(num, dtype=np.int64), inner, np.full(num, size)])
+
+
+def _values(problems: ChainProblems, cuts: Ints) -> Floats:
+    """What every problem's boundaries come to; infinite where they do not fit into memory."""
+    rows, start, longer = np.arange(len(cuts))[:, None], cuts[:, :-1], np.diff(cuts) - 1
+    main = problems.main[longer, rows, start]
+    total = main.sum(axis=1) if problems.main_adds else main.max(axis=1)
+    for table in problems.criteria:
+        total = total + table[longer, rows, start].max(axis=1)
+    for k, mask in problems.too_large.items():
+        stage = problems.num_stages - k
+        total[mask[longer[:, stage], rows[:, 0], start[:, stage]]] = np.inf
+    return np.asarray(total)
 
 
 def _tried(problems: ChainProblems) -> list[tuple[int, ...] | None]:
