@@ -1,15 +1,15 @@
 """What the stages of Stable Diffusion 2.1's U-Net send each other, and what a step takes, where skips go each way.
 
     python benchmarks/traffic.py
-    python benchmarks/traffic.py --ranks 4 --batch-size 64
+    python benchmarks/traffic.py --ranks 4 --samples 1
 
     line, relayed     a stage per rank, balanced exactly; what a later stage reads is handed on from rank to rank
     line, direct      the same stages, every value sent once to every rank that reads it
     wave, soft        two stages per rank, folded; a skip may cross ranks where that balances better than it costs
     wave, hard        the same, every skip on its rank
 
-A pipeline per row, one sample per micro-batch, 512x512; bytes are activations and their gradients between stages, per
-sample. Steps are simulated on A100s, frozen work of each micro-batch before it: joined by NVSwitch, by PCIe, and one to
+A pipeline per row, 32 micro-batches, 512x512; bytes are activations and their gradients between stages, per sample.
+Steps are simulated on A100s, frozen work of each micro-batch before it: joined by NVSwitch, by PCIe, and one to
 a node over 10 Gbit/s Ethernet, where stages are cut where little crosses. "searched" is the wave's order as fxpipe
 finds it in two seconds for that very network. A second table trades balance for bytes: loads up to 1 + slack times the
 mean count as equal.
@@ -27,6 +27,7 @@ from cost_models.devices import device
 from fxpipe.block_graph import human_bytes
 from fxpipe.cluster import Cluster
 from fxpipe.costing import costed
+from fxpipe.options import microbatch_sizes
 from fxpipe.schedule import Schedule
 from fxpipe.simulation import walk
 from fxpipe.staged import Staged
@@ -42,6 +43,7 @@ from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.room import Room
 
 DEVICE, NUM_BLOCKS, BUDGET = "A100-80GB", 128, 2.0
+MICROBATCHES = 32
 SLACKS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 ROWS = (
     ("line, relayed", "1f1b", True, True),
@@ -59,48 +61,61 @@ def networks(ranks: int) -> dict[str, Cluster]:
     }
 
 
-def captured(batch_size: int) -> Case:
+def captured(samples: int) -> Case:
     model = device(DEVICE)
     with torch.device("meta"):
         step = StableDiffusion21Step()
-    found = costed(step, None, batch_size, model, NUM_BLOCKS, 1)
+    batch_size = MICROBATCHES * samples
+    found = costed(step, None, batch_size, model, NUM_BLOCKS, samples)
     layers = frozen_layers(found.captured, found.graph, found.costs, model)
     return Case(found.graph, found.blocks, layers, model, Cluster.parse(f"8x{DEVICE}"), 8, batch_size)
+
+
+def sizes_of(case: Case) -> tuple[int, ...]:
+    return microbatch_sizes(case.batch_size, MICROBATCHES)
+
+
+def times_of(case: Case) -> BlockTimes:
+    return BlockTimes.of(case.costs, case.batch_size // MICROBATCHES)
 
 
 def placed(case: Case, schedule: str, hard: bool) -> Staged:
     stages = case.world_size * (2 if schedule == "wave" else 1)
     shape = Shape(schedule, stages, pipelines(case.world_size, 1), hard)
-    return place(case.graph, case.costs, BlockTimes.of(case.costs, 1), shape, case.cluster, case.batch_size)
+    return place(case.graph, case.costs, times_of(case), shape, case.cluster, MICROBATCHES)
 
 
 def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule:
-    times, room = BlockTimes.of(case.costs, 1), Room(case.costs, case.batch_size)
+    times, room = times_of(case), Room(case.costs, case.batch_size)
     resources = Resources.of(room, staged, times, case.cluster, None)
-    return order(case.graph, staged, estimated_work(case.graph, staged, case.batch_size), resources, budget).schedule
+    return order(case.graph, staged, estimated_work(case.graph, staged, MICROBATCHES), resources, budget).schedule
 
 
 def seconds(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
-    ops = pipeline_ops(case, staged, schedule, (1,) * case.batch_size, relayed=relayed).ops
+    ops = pipeline_ops(case, staged, schedule, sizes_of(case), relayed=relayed).ops
     return walk(ops, {}, case.cluster).timeline().makespan_seconds
 
 
 def bytes_per_sample(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
     """Activations and gradients between stages."""
-    flows = Flows(case, staged, schedule, (1,) * case.batch_size, relayed)
+    flows = Flows(case, staged, schedule, sizes_of(case), relayed)
     made = {"main", "gradient"}
     return sum(size for (*_, kind), size in flows.num_bytes.items() if kind in made) / case.batch_size
 
 
 def max_over_mean(case: Case, staged: Staged) -> float:
-    total, loads = BlockTimes.of(case.costs, 1).total, [0.0] * case.world_size
+    total, loads = times_of(case).total, [0.0] * case.world_size
     for stage, (rank,) in enumerate(staged.stage_ranks):
         loads[rank] += sum(total[block] for block in staged.blocks(stage))
     return max(loads) * case.world_size / sum(loads)
 
 
 def table(case: Case, ranks: int) -> Table:
-    found = Table("", title=f"{ranks} ranks, {case.batch_size} micro-batches", title_justify="left")
+    found = Table(
+        "",
+        title=f"{ranks} ranks, {MICROBATCHES} micro-batches of {case.batch_size // MICROBATCHES}",
+        title_justify="left",
+    )
     for column in ("max/mean", "bytes a sample", "less than relays", "less than direct", *networks(ranks)):
         found.add_column(column, justify="right")
     sent: dict[str, float] = {}
@@ -129,7 +144,7 @@ def frontier(case: Case, ranks: int) -> Table:
     for column in ("max/mean", "bytes a sample", "less than relays"):
         found.add_column(column, justify="right")
     here = replace(case, world_size=ranks)
-    line, times = placed(here, "1f1b", True), BlockTimes.of(case.costs, 1)
+    line, times = placed(here, "1f1b", True), times_of(case)
     relayed = bytes_per_sample(here, line, ordered(here, line), True)
     skips, cuts = list(skip_pairs(case.graph)), cut_bytes(case.graph, skips=False)
     for slack in SLACKS:
@@ -145,10 +160,10 @@ def frontier(case: Case, ranks: int) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, action="append", help="2, 4 and 8 where left out")
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8, help="of a micro-batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    case = captured(options.batch_size)
+    case = captured(options.samples)
     for ranks in options.ranks or (2, 4, 8):
         Console().print(table(case, ranks))
         Console().print(frontier(case, ranks))
