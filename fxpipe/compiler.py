@@ -54,7 +54,7 @@ from passes.room import Room
 from passes.tune import NothingFits
 
 Observe = Callable[[str, Any], None]
-_TRIES = 5  # plans whose programs are held against a memory limit
+_TRIES = 6  # plans whose programs are held against a memory limit
 _LESS = 0.995  # of what should be little enough for the next one
 
 
@@ -93,8 +93,8 @@ def compile(
         data_parallel: number of pipelines, which divides `world_size`; 1 where left out with a named schedule.
         schedule: "auto" tries them all and looks for a better one; a name of `passes.schedule.POLICIES` ("gpipe",
             "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
-        memory_limit: bytes per rank that a plan may need, a number or a text ("40GiB"); where left out, what the device
-            planned for has, unless nothing fits into that.
+        memory_limit: bytes per rank that a step may need, alone or with the next batch's frozen work, a number or a
+            text ("40GiB"); where left out, what the device planned for has, unless nothing fits into that.
         collocation: of a wave's skips: "hard" keeps both ends of each on one rank, "soft" only where balance allows;
             where left out, the faster one with "auto", else "hard".
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
@@ -165,22 +165,25 @@ def _within(limit: int | None, tries: int, program_of: Callable[[int | None], Pr
     if limit is None:
         return program_of(None)
     needed: list[int] = []
-    within = float(limit)
+    within, too_little, too_much = float(limit), 0.0, float(limit)
     for _ in range(tries):
         try:
             program = program_of(int(within))
         except NothingFits:
             if not needed:
                 raise
-            break
-        needed.append(program.needed_bytes)
-        if needed[-1] <= limit:
-            return program
-        counted = min([within, *(outcome.peak_bytes or within for outcome in program.plan.outcomes[:1])])
-        within = _LESS * counted * limit / needed[-1]
+            too_little = within
+        else:
+            needed.append(program.needed_bytes)
+            if needed[-1] <= limit:
+                return program
+            too_much = min([within, *(outcome.peak_bytes or within for outcome in program.plan.outcomes[:1])])
+            within = _LESS * too_much * limit / needed[-1]
+        if within <= too_little:
+            within = (too_little + too_much) / 2
     raise NothingFits(
-        f"no plan fits into memory_limit={human_bytes(limit)} per rank: the least a program needed is "
-        f"{human_bytes(min(needed))}; use more ranks, smaller batches, or a higher limit"
+        f"no plan fits into memory_limit={human_bytes(limit)} per rank: of {len(needed)} programs that were tried, the "
+        f"least needed is {human_bytes(min(needed))}; use more ranks, smaller batches, or a higher limit"
     )
 
 
@@ -218,7 +221,7 @@ class _BackEnd:
         see("stage graphs", traced)
 
         # schedule: the order of every rank's actions
-        search = plan.search_seconds or None
+        search = plan.search_seconds
         room = Room(table, size, wishes.filled)
         resources = Resources.of(room, staged, plan.times, network, plan.limit_bytes)
         ordered = (

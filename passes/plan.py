@@ -25,7 +25,7 @@ class Planned:
     """Stages on ranks for `microbatches` micro-batches of all pipelines together, and their blocks' times.
 
     `outcomes` are the tuner's candidates, the chosen one first; `limit_bytes` is what a rank may need; an order is
-    to be searched for in `search_seconds`, if any.
+    to be searched for in `search_seconds`, the named one taken where that is None.
     """
 
     staged: Staged
@@ -53,17 +53,16 @@ def make_plan(case: Case, wishes: Wishes, device_bytes: int | None, budget_secon
         staged = place_schedule(case.graph, times, wishes.schedule, case.cluster)
         notes = (*fold_notes(case.graph, times, staged), *_empty(case.graph, staged))
         return Planned(staged, wishes.microbatches, times, limit_bytes=wishes.memory_limit_bytes, notes=notes)
-    budget_seconds = budget_seconds if wishes.schedule == "auto" else 0.0
-    wishes, tuned, notes = _tuned(case, wishes, device_bytes, budget_seconds)
+    search = budget_seconds if wishes.schedule == "auto" else None
+    wishes, tuned, notes = _tuned(case, wishes, device_bytes, search)
     staged, count = tuned.chosen.placed, tuned.chosen.microbatches
-    search = tuned.search_seconds if tuned.search_seconds is not None else budget_seconds
     times = BlockTimes.of(case.costs, -(-wishes.batch_size // count))
     notes = (*notes, *fold_notes(case.graph, times, staged), *_empty(case.graph, staged), *_runner_up(tuned))
-    return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes, search)
+    return Planned(staged, count, times, tuned.outcomes, wishes.memory_limit_bytes, notes, tuned.search_seconds)
 
 
 def _tuned(
-    case: Case, wishes: Wishes, device_bytes: int | None, budget_seconds: float
+    case: Case, wishes: Wishes, device_bytes: int | None, budget_seconds: float | None
 ) -> tuple[Wishes, Tuned, tuple[str, ...]]:
     if wishes.memory_limit_bytes is not None or device_bytes is None:
         return wishes, finals(replace(case, limit_bytes=wishes.memory_limit_bytes), wishes, budget_seconds), ()

@@ -36,8 +36,7 @@ class NothingFits(CompileError):
 class Tuned:
     """The chosen candidate first, then the others, the fastest first.
 
-    `search_seconds`: how long to search for an order of the chosen one; 0 where its named one is better than what that
-    finds, None where nothing was searched.
+    `search_seconds`: how long to search for an order of the chosen one; None where it is to have its named one.
     """
 
     ranked: tuple[Candidate, ...]

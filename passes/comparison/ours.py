@@ -19,18 +19,17 @@ def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:
     Raises:
         CompileError: nothing fits.
     """
-    search = budget_seconds if wishes.schedule == "auto" else 0.0  # an order asked for by name stays as it is
+    search = budget_seconds if wishes.schedule == "auto" else None  # an order asked for by name stays as it is
     found = [_planned(case, wishes, search, False)]
     return [*found, _planned(case, wishes, search, True)] if case.frozen.names else found
 
 
-def _planned(case: Case, wishes: Wishes, budget_seconds: float, filled: bool) -> Contestant:
+def _planned(case: Case, wishes: Wishes, budget_seconds: float | None, filled: bool) -> Contestant:
     """The plan that `fxpipe.compile` makes, with its order searched for if that helps."""
     within = replace(wishes, memory_limit_bytes=case.limit_bytes, filled=filled)
     tuned = finals(case, within, budget_seconds)
     chosen = tuned.chosen
-    search = tuned.search_seconds if tuned.search_seconds is not None else budget_seconds
-    best = Rehearsal(case, chosen).run(filled, search or None)
+    best = Rehearsal(case, chosen).run(filled, tuned.search_seconds)
     timeline = best.timeline
     return Contestant(
         f"{OURS}, filled" if filled else OURS, str(chosen.outcome), timeline.makespan_seconds, case.batch_size,

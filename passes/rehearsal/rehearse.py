@@ -5,7 +5,7 @@ where they are in rank programs, and frozen work is fitted into the bubbles ther
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from fxpipe.options import microbatch_sizes
@@ -31,6 +31,7 @@ class Rehearsed:
     timeline: Timeline
     wire_bytes: int
     peak_bytes: int
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Rehearsal:
         layers = case.frozen.components(case.batch_size, left, not case.divisible, self.staged.frozen_ranks)
         idle = idle_of_timeline(alone)
         problem = FillProblem(alone.makespan_seconds, idle, layers, case.batch_size)
-        return self._walked(schedule, filled(problem, per_device(problem), _starts(alone)))
+        return replace(self._walked(schedule, filled(problem, per_device(problem), _starts(alone))), filled=True)
 
     def _schedule(self, budget_seconds: float | None, frozen: bool) -> Schedule:
         case = self.case
