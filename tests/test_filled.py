@@ -17,7 +17,6 @@ from fxpipe.rank_program import Message
 from fxpipe.verification import reference_step
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
-from tests.models import ZOO
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
 from tests.test_fuzz import compiled, trains
 
@@ -154,6 +153,8 @@ def test_without_draws_it_is_what_plain_autograd_trains() -> None:
 )
 def test_diffusion_steps(name: str, case: Case) -> None:
     """VAE samples, noise and time are drawn in the frozen part, a step early."""
+    from tests.models import ZOO  # not at the top: ranks in processes would wait for diffusers
+
     model = ZOO[name](torch.float64)
     batches = batches_of(model, case.batch_size)
     program = case.program(model)

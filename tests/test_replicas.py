@@ -14,7 +14,7 @@ from fxpipe.schedule_check import check
 from passes.replicas import tile
 from passes.schedule import make_schedule
 from tests.distributed import run_processes
-from tests.models import PEER_CASES
+from tests.peer_cases import PEER_CASES
 from tests.test_schedules_exact import assert_exact, unet
 
 WORK = Work(
