@@ -32,6 +32,7 @@ SETTINGS = (
     "8x8xA100-80GB+EFA:256",
     "2x8xV100+Ethernet-10:128",
     "2x8xV100+Ethernet-10:64",
+    "2x8xV100+Ethernet-5:64",
     "4x4xV100+Ethernet-10:64",
 )
 
