@@ -100,30 +100,22 @@ def _balanced(problems: ChainProblems) -> Ints:
 
 
 def _values(problems: ChainProblems, cuts: Ints) -> Floats:
-    """What every problem's boundaries come to; infinite where they do not fit into memory."""
-    rows, start, longer = np.arange(len(cuts))[:, None], cuts[:, :-1], np.diff(cuts) - 1
-    main = problems.main[longer, rows, start]
-    total = main.sum(axis=1) if problems.main_adds else main.max(axis=1)
+    """What boundaries [.., P, S + 1] of every problem come to; infinite where they do not fit into memory."""
+    row, start, longer = np.arange(cuts.shape[-2]), cuts[..., :-1], np.diff(cuts) - 1
+    main = problems.main[longer, row[:, None], start]
+    total = main.sum(axis=-1) if problems.main_adds else main.max(axis=-1)
     for table in problems.criteria:
-        total = total + table[longer, rows, start].max(axis=1)
+        total = total + table[longer, row[:, None], start].max(axis=-1)
     for k, mask in problems.too_large.items():
         stage = problems.num_stages - k
-        total[mask[longer[:, stage], rows[:, 0], start[:, stage]]] = np.inf
+        total[mask[longer[..., stage], row, start[..., stage]]] = np.inf
     return np.asarray(total)
 
 
 def _tried(problems: ChainProblems) -> list[tuple[int, ...] | None]:
     """One stage, or two: all cuts there are."""
-    size, most = problems.main.shape[2], problems.num_stages
-    inner = np.arange(1, size) if most == 2 else np.empty((1, 0), dtype=np.int64)
+    _, num, size = problems.main.shape
+    inner = np.arange(1, size) if problems.num_stages == 2 else np.empty((1, 0), dtype=np.int64)
     cuts = np.column_stack([np.zeros(len(inner), dtype=np.int64), inner, np.full(len(inner), size)])
-    start, longer = cuts[:, :-1], np.diff(cuts) - 1
-    total = problems.main[longer, :, start]
-    total = total.sum(axis=1) if problems.main_adds else total.max(axis=1)
-    for table in problems.criteria:
-        total = total + table[longer, :, start].max(axis=1)
-    for stage in range(most):
-        if most - stage in problems.too_large:
-            total[problems.too_large[most - stage][longer[:, stage], :, start[:, stage]]] = np.inf
-    best = total.argmin(axis=0)
-    return [tuple(cuts[c].tolist()) if np.isfinite(total[c, p]) else None for p, c in enumerate(best)]
+    total = _values(problems, np.broadcast_to(cuts[:, None], (len(cuts), num, cuts.shape[1])))
+    return [tuple(cuts[c].tolist()) if np.isfinite(total[c, p]) else None for p, c in enumerate(total.argmin(axis=0))]
