@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe import ops
 from fxpipe.capture import Capture
 from fxpipe.costs import CostModel, NodeCost, Seconds, node_seconds
 from fxpipe.emulated_network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
@@ -61,15 +62,17 @@ def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
 
 
 def emulated(
-    program: RankProgram, ops: Sequence[Op], seconds: Mapping[str, float], device: EmulatedDevice
+    program: RankProgram, op_list: Sequence[Op], seconds: Mapping[str, float], device: EmulatedDevice
 ) -> fx.GraphModule:
-    """The program with a sleep wherever the simulator lets time pass on its rank: stage graphs, sums of gradients."""
+    """The program with a sleep wherever the simulator lets time pass on its rank: stage graphs, sums of gradients,
+    random draws."""
     graph, root = copy.deepcopy(program.graph), nn.Module()
     results = {name: _results(of_stage) for name, of_stage in program.modules.items()}
-    for index, (node, op) in enumerate(zip(list(graph.nodes), ops, strict=True)):
+    for index, (node, op) in enumerate(zip(list(graph.nodes), op_list, strict=True)):
         if op.kind == "run":
             planned_seconds = op.seconds + (seconds[op.call] if op.call else 0.0)
-            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(op.call)))
+            drawn = node.target is ops.draw
+            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(op.call), drawn))
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.call_module(f"sleep_{index}", node.args))
             graph.erase_node(node)
@@ -90,14 +93,17 @@ def _results(graph: fx.Graph) -> list[list[Any]]:
 
 
 class _Sleep(nn.Module):
-    """Takes a while and returns `results`, or where there are none what it was given first: a sum, still zero."""
+    """Takes a while and returns `results`, or where there are none what is `drawn`, or else what it was given first: a
+    sum, still zero."""
 
-    def __init__(self, device: EmulatedDevice, seconds: float, results: list[list[Any]] | None) -> None:
+    def __init__(self, device: EmulatedDevice, seconds: float, results: list[list[Any]] | None, drawn: bool) -> None:
         super().__init__()
-        self._device, self._seconds, self._results = device, seconds, results
+        self._device, self._seconds, self._results, self._drawn = device, seconds, results, drawn
 
     def forward(self, *args: Any) -> Any:
         self._device.compute(self._seconds)
+        if self._drawn:
+            return ops.draw(*args)
         return args[0] if self._results is None else tuple(map(list, self._results))
 
 

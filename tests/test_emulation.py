@@ -19,17 +19,20 @@ from fxpipe.prediction import Costing, planned, predict
 from fxpipe.run_rank import run_rank
 from fxpipe.timeline import Event, Timeline
 from fxpipe.transport import run_ranks
+from tests.frozen_steps import FrozenStep
 from tests.unet import TinyUNet
 
 ACTION_SECONDS = 4e-3
 
 
 @pytest.fixture(
-    scope="module", params=[("wave", 2, 1), ("zero-bubble", 3, 1), ("1f1b", 4, 2)], ids=lambda p: f"{p[0]}-{p[1]}"
+    scope="module",
+    params=[("wave", 2, 1, ""), ("zero-bubble", 3, 1, ""), ("1f1b", 4, 2, ""), ("1f1b", 2, 1, "draws")],
+    ids=lambda p: f"{p[0]}-{p[1]}{p[3]}",
 )
 def program(request: Any) -> fxpipe.Program:
-    schedule, ranks, replicas = request.param
-    model = TinyUNet("no_grad")
+    schedule, ranks, replicas, draws = request.param
+    model = FrozenStep() if draws else TinyUNet("no_grad")
     return fxpipe.compile(model, ranks, batch_size=4, microbatches=4, schedule=schedule, data_parallel=replicas)
 
 
