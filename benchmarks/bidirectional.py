@@ -25,8 +25,8 @@ from torch import nn
 
 from fxpipe.cluster import Cluster
 from fxpipe.links import Link
-from passes.backbone_groups import joined, two_groups
-from passes.bidirectional import BidirectionalPlan, all_bidirectional
+from passes.chains.backbone_groups import joined, two_groups
+from passes.chains.bidirectional import BidirectionalPlan, all_bidirectional
 from passes.chains.chain import Chain
 
 RUNS, CLUSTER, NUM_BLOCKS = 3, "8x8xA100-80GB+EFA", 48

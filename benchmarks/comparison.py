@@ -20,11 +20,11 @@ from fxpipe.cli_planning import print_wide
 from fxpipe.cluster import Cluster
 from fxpipe.comparison import comparison_table
 from fxpipe.costing import costed, num_blocks
-from passes.candidates import Wishes
 from passes.comparison import compare
 from passes.frozen_layers import frozen_layers
 from passes.plan import usable_bytes
 from passes.rehearsal.case import Case
+from passes.tuner.candidates import Wishes
 
 SETTINGS = (
     "8xA100-80GB:256",

@@ -44,7 +44,7 @@ from passes.fill import (
     require,
 )
 from passes.partition import linear
-from passes.schedule import make_schedule
+from passes.schedules.named import make_schedule
 
 NUM_DEVICES, NUM_BLOCKS, REPEATS = 8, 46, 3
 CLUSTER = Cluster.parse("8xA100-80GB")

@@ -36,7 +36,7 @@ from passes.estimate import BlockTimes, estimated_work
 from passes.frozen_layers import frozen_layers
 from passes.order import Resources, order
 from passes.partition import wave
-from passes.place import Shape, cut_bytes, pipelines, place, skip_pairs
+from passes.placement.place import Shape, cut_bytes, pipelines, place, skip_pairs
 from passes.rehearsal.case import Case
 from passes.rehearsal.flows import Flows
 from passes.rehearsal.pipeline_ops import pipeline_ops

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.cost_rows import Costed
     from fxpipe.costs import CostModel
-    from passes.candidates import Wishes
     from passes.plan import Planned
     from passes.rehearsal.case import Case
+    from passes.tuner.candidates import Wishes
 
 Out = Annotated[Path, typer.Option(dir_okay=False, help="file to write")]
 Filled = Annotated[bool, typer.Option(help="the step that does the next batch's frozen work in its idle time")]
@@ -64,7 +64,7 @@ def _question(planning: Planning) -> _Question:
     from fxpipe.costing import costed, given_cost_model, num_blocks
     from fxpipe.options import asked_microbatches, check_collocation, check_fill, given_bytes, given_cluster
     from fxpipe.self_conditioning import SelfConditioning
-    from passes.candidates import Wishes
+    from passes.tuner.candidates import Wishes
 
     if planning.schedule.endswith(".txt"):
         raise CompileError(f"--schedule {planning.schedule} is an order already; fxpipe simulate tells what it takes")

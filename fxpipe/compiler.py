@@ -40,18 +40,18 @@ from passes.batch import analyse as analyse_batch
 from passes.block_costs import block_costs
 from passes.blocks import analyse as analyse_blocks
 from passes.call_costs import call_costs
-from passes.candidates import Wishes
-from passes.cascade import first_stages
 from passes.estimate import without_components
 from passes.filled import FORMS, Filled, Frozen, fill_step
 from passes.frozen_layers import frozen_layers
 from passes.lowering import Lowered, lower, require_lowered
 from passes.lowering.trace import trace
 from passes.order import Ordered, Resources, order
+from passes.placement.cascade import first_stages
 from passes.plan import make_plan
 from passes.rehearsal.case import Case
 from passes.room import Room
-from passes.tune import NothingFits
+from passes.tuner.candidates import Wishes
+from passes.tuner.tune import NothingFits
 
 Observe = Callable[[str, Any], None]
 _TRIES = 6  # plans whose programs are held against a memory limit
@@ -91,8 +91,8 @@ def compile(
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of the ranks of a pipeline.
         data_parallel: number of pipelines, which divides `world_size`; 1 where left out with a named schedule.
-        schedule: "auto" tries them all and looks for a better one; a name of `passes.schedule.POLICIES` ("gpipe",
-            "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
+        schedule: "auto" tries them all and looks for a better one; a name of `passes.schedules.named.POLICIES`
+            ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
         memory_limit: bytes per rank that a step may need, alone or with the next batch's frozen work, a number or a
             text ("40GiB"); where left out, what the device planned for has, unless nothing fits into that.
         collocation: of a wave's skips: "hard" keeps both ends of each on one rank, "soft" only where balance allows;

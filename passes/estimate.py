@@ -16,7 +16,7 @@ from fxpipe.network import Port, route
 from fxpipe.schedule import Schedule, Work
 from fxpipe.simulator import ActionTimes, simulate
 from fxpipe.staged import Staged
-from passes.schedule import make_schedule
+from passes.schedules.named import make_schedule
 
 Pair = tuple[int, int]
 _LEFT_IDLE = 0.02

@@ -10,14 +10,14 @@ from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.schedule import Schedule, Work
 from fxpipe.staged import Staged
-from passes.bounds import lower_bound_ticks
 from passes.estimate import BlockTimes, Lags, action_seconds, recomputed_seconds, stage_seconds
-from passes.job_shop import job_shop
-from passes.problem import Problem
-from passes.replicas import tile
+from passes.placement.replicas import tile
 from passes.room import Room, saved_bytes
-from passes.schedule import make_schedule
-from passes.synthesis import Synthesis, synthesise
+from passes.schedules.bounds import lower_bound_ticks
+from passes.schedules.job_shop import job_shop
+from passes.schedules.named import make_schedule
+from passes.schedules.problem import Problem
+from passes.schedules.synthesis import Synthesis, synthesise
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
-from passes.candidates import Wishes
 from passes.estimate import BlockTimes
-from passes.finals import finals
-from passes.place import fold_notes, place_schedule
+from passes.placement.place import fold_notes, place_schedule
 from passes.rehearsal.case import Case
-from passes.tune import NothingFits, Tuned
+from passes.tuner.candidates import Wishes
+from passes.tuner.finals import finals
+from passes.tuner.tune import NothingFits, Tuned
 
 _USABLE = 0.95  # of a device's memory: kernels and the allocator need some more than is counted
 

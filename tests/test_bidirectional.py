@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
 from fxpipe.links import Link
-from passes.backbone_groups import joined, two_groups
-from passes.bidirectional import BidirectionalObjective, TwoWays, all_bidirectional, solve_bidirectional
+from passes.chains.backbone_groups import joined, two_groups
+from passes.chains.bidirectional import BidirectionalObjective, TwoWays, all_bidirectional, solve_bidirectional
 from passes.chains.chain import Chain
 
 P2P, ALL_REDUCE = Link("p2p", 4.0, 1.0), Link("all-reduce", 2.0, 3.0)

@@ -8,13 +8,13 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.links import Link
 from fxpipe.simulation import walk
 from passes.block_costs import block_costs
-from passes.candidates import Wishes
 from passes.comparison import ours
 from passes.frozen_layers import frozen_layers
-from passes.ports import busiest_port_seconds
+from passes.placement.ports import busiest_port_seconds
 from passes.rehearsal.case import Case
 from passes.rehearsal.op_writer import OpWriter
 from passes.rehearsal.pipeline_ops import pipeline_ops
+from passes.tuner.candidates import Wishes
 from tests.test_block_costs import Tied
 from tests.unet import TinyUNet
 

@@ -19,7 +19,6 @@ from fxpipe.links import Link
 from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
-from passes.candidates import Wishes
 from passes.comparison import baselines, compare
 from passes.comparison.contest import Attempt, Built, best
 from passes.comparison.data_parallel import BUCKET_BYTES, ddp, zero, zero_seconds
@@ -30,7 +29,8 @@ from passes.rehearsal.case import Case
 from passes.rehearsal.op_writer import OpWriter
 from passes.rehearsal.pieces import shared_out
 from passes.rehearsal.pipeline_ops import pipeline_ops
-from passes.schedule import make_schedule
+from passes.schedules.named import make_schedule
+from passes.tuner.candidates import Wishes
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 

@@ -17,7 +17,7 @@ from passes.fill.bubbles import Bubble, common_bubbles
 from passes.fill.greedy import greedy_choices
 from passes.fill.savings import LeastTail, possible_savings
 from passes.fill.spans import after, choices, initial, tail_seconds
-from passes.schedule import make_schedule
+from passes.schedules.named import make_schedule
 from tests.fill_problems import problems
 
 Progress = tuple[tuple[int, int], ...]

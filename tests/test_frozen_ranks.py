@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import CompileError
-from passes.frozen_ranks import frozen_ranks
-from passes.problem import Problem
-from passes.schedule import POLICIES, make_schedule
-from passes.synthesis import synthesise
+from passes.placement.frozen_ranks import frozen_ranks
+from passes.schedules.named import POLICIES, make_schedule
+from passes.schedules.problem import Problem
+from passes.schedules.synthesis import synthesise
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW
 from tests.test_filled import ahead, assert_same, batches_of, one_device

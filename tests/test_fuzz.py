@@ -18,7 +18,7 @@ from fxpipe.capture import loss_of
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Program
 from fxpipe.schedule import Action, Schedule, Work
-from passes.replicas import with_reductions
+from passes.placement.replicas import with_reductions
 from tests.dumped import assert_text_runs
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
 

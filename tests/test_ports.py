@@ -6,7 +6,7 @@ from fxpipe.block_graph import Block, BlockGraph, Edge
 from fxpipe.cluster import Cluster, Level
 from fxpipe.links import Link
 from fxpipe.staged import Staged
-from passes.ports import busiest_port_seconds
+from passes.placement.ports import busiest_port_seconds
 
 NODES = Cluster("toy", (Level(2, Link("inside", 1000.0, 0.0)), Level(2, Link("across", 100.0, 0.0))))
 NUM_BLOCKS = 4

@@ -11,8 +11,8 @@ from fxpipe import ops
 from fxpipe.program_check import check_programs
 from fxpipe.schedule import Schedule, Work
 from fxpipe.schedule_check import check
-from passes.replicas import tile
-from passes.schedule import make_schedule
+from passes.placement.replicas import tile
+from passes.schedules.named import make_schedule
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
 from tests.test_schedules_exact import assert_exact, unet

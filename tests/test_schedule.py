@@ -12,7 +12,7 @@ from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.schedule import Action, Schedule, Work
 from fxpipe.schedule_check import check, require
 from fxpipe.simulator import simulate
-from passes.schedule import POLICIES, make_schedule
+from passes.schedules.named import POLICIES, make_schedule
 
 
 def chain(num_stages: int, num_microbatches: int, num_components: int = 0) -> Work:

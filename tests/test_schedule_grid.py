@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_grid import STYLES, grid, painted, rich_grid
-from passes.schedule import POLICIES, make_schedule
+from passes.schedules.named import POLICIES, make_schedule
 from tests.test_schedule import chain
 
 

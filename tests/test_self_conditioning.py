@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
 from passes.chains import all_plans
-from passes.self_conditioning import (
+from passes.chains.self_conditioning import (
     SelfConditionedPlan,
     SelfConditioning,
     all_self_conditioned,

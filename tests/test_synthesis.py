@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Action, Schedule, Work
 from fxpipe.schedule_check import check
-from passes import schedule_cache
-from passes.bounds import jackson, lower_bound_ticks
-from passes.job_shop import job_shop, tick_seconds
-from passes.problem import Problem
-from passes.synthesis import Synthesis, references, synthesise
-from passes.waves import interleaved_ranks, wave_ranks
-from passes.window_bound import window_bound_ticks
+from passes.placement.waves import interleaved_ranks, wave_ranks
+from passes.schedules import schedule_cache
+from passes.schedules.bounds import jackson, lower_bound_ticks
+from passes.schedules.job_shop import job_shop, tick_seconds
+from passes.schedules.problem import Problem
+from passes.schedules.synthesis import Synthesis, references, synthesise
+from passes.schedules.window_bound import window_bound_ticks
 from tests.test_schedule import chain, works
 
 SLOW = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])

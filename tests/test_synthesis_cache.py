@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import schedule_cache, synthesis
-from passes.problem import Problem
-from passes.synthesis import references, synthesise
-from passes.waves import wave_ranks
+from passes.placement.waves import wave_ranks
+from passes.schedules import schedule_cache, synthesis
+from passes.schedules.problem import Problem
+from passes.schedules.synthesis import references, synthesise
 from tests.test_schedule import chain
 
 LIMIT = (7, 7, 7)

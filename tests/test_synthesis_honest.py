@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
-from passes import schedule_cache, solver
-from passes.problem import Problem
-from passes.synthesis import synthesise
-from passes.waves import wave_ranks
+from passes.placement.waves import wave_ranks
+from passes.schedules import schedule_cache, solver
+from passes.schedules.problem import Problem
+from passes.schedules.synthesis import synthesise
 from tests.test_schedule import chain
 from tests.test_synthesis import problems, uniform
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from fxpipe.schedule import Action, Work
 from fxpipe.schedule_check import check
 from fxpipe.simulator import simulate
-from passes.problem import Problem, peak_bytes
-from passes.schedule import POLICIES, make_schedule
-from passes.synthesis import references, synthesise
-from passes.waves import interleaved_ranks, wave_ranks
+from passes.placement.waves import interleaved_ranks, wave_ranks
+from passes.schedules.named import POLICIES, make_schedule
+from passes.schedules.problem import Problem, peak_bytes
+from passes.schedules.synthesis import references, synthesise
 from tests.test_schedule import chain, peak, unit, works
 
 

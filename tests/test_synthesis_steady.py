@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.schedule_check import check
-from passes.building_block import Operation, placed, shortest_block
-from passes.job_shop import JobShop, job_shop, run, within_limits
-from passes.periodic import repeating
-from passes.problem import Problem, fits
-from passes.ramps import short_count, squeezed
-from passes.steady import greedy_patterns, least_period, peak_bytes, tight_patterns
-from passes.unrolling import Pattern, estimated_ticks, one_microbatch, sample, unrolled_orders
-from passes.waves import wave_ranks
+from passes.placement.waves import wave_ranks
+from passes.schedules.building_block import Operation, placed, shortest_block
+from passes.schedules.job_shop import JobShop, job_shop, run, within_limits
+from passes.schedules.periodic import repeating
+from passes.schedules.problem import Problem, fits
+from passes.schedules.ramps import short_count, squeezed
+from passes.schedules.steady import greedy_patterns, least_period, peak_bytes, tight_patterns
+from passes.schedules.unrolling import Pattern, estimated_ticks, one_microbatch, sample, unrolled_orders
 from tests.test_schedule import chain
 from tests.test_synthesis import held, uniform
 

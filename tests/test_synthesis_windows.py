@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.bounds import lower_bound_ticks
-from passes.exact import reorder
-from passes.job_shop import JobShop, Orders, job_shop, run, within_limits
-from passes.list_rules import list_orders, rules
-from passes.waves import wave_ranks
-from passes.window_bound import least_idle, reversed_shop, window_bound_ticks
-from passes.windows import improve
+from passes.placement.waves import wave_ranks
+from passes.schedules.bounds import lower_bound_ticks
+from passes.schedules.exact import reorder
+from passes.schedules.job_shop import JobShop, Orders, job_shop, run, within_limits
+from passes.schedules.list_rules import list_orders, rules
+from passes.schedules.window_bound import least_idle, reversed_shop, window_bound_ticks
+from passes.schedules.windows import improve
 from tests.test_synthesis import small_chains, uniform
 
 

@@ -15,12 +15,12 @@ from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster, Level
 from fxpipe.errors import CompileError
 from fxpipe.links import Link
-from passes.candidates import Wishes, candidates
-from passes.finals import finals
-from passes.predictions import Predictions
 from passes.rehearsal.case import Case
 from passes.rehearsal.rehearse import Rehearsal
-from passes.tune import NothingFits, Tuned, tune
+from passes.tuner.candidates import Wishes, candidates
+from passes.tuner.finals import finals
+from passes.tuner.predictions import Predictions
+from passes.tuner.tune import NothingFits, Tuned, tune
 from tests.unet import TinyUNet
 
 

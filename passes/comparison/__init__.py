@@ -8,10 +8,10 @@ Pipelines are `passes.rehearsal`'s.
 """
 
 from fxpipe.comparison import Contestant
-from passes.candidates import Wishes
 from passes.comparison.baselines import baselines
 from passes.comparison.ours import ours
 from passes.rehearsal.case import Case
+from passes.tuner.candidates import Wishes
 
 __all__ = ["baselines", "compare", "ours"]
 

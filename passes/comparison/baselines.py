@@ -24,14 +24,14 @@ from passes.comparison.data_parallel import ddp, zero, zero_seconds
 from passes.comparison.memory import ddp_peak_bytes, zero_peak_bytes
 from passes.estimate import BlockTimes, estimated_work, recomputed_seconds, stage_seconds, without_components
 from passes.partition import linear
-from passes.place import cut_bytes, pipelines
-from passes.ports import busiest_port_seconds, relayed_port_seconds
+from passes.placement.place import cut_bytes, pipelines
+from passes.placement.ports import busiest_port_seconds, relayed_port_seconds
 from passes.rehearsal.case import Case
 from passes.rehearsal.memory import frozen_bytes, held_bytes, pipeline_peak_bytes
 from passes.rehearsal.op_writer import OpWriter
 from passes.rehearsal.pieces import Piece, shared_out
 from passes.rehearsal.pipeline_ops import pipeline_ops
-from passes.schedule import make_schedule
+from passes.schedules.named import make_schedule
 
 Ops = Callable[[Case, int, bool], OpWriter]
 Peak = Callable[[Case, int, bool], int]

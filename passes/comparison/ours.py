@@ -7,10 +7,10 @@ fxpipe, filled    the plan tuned for it, frozen work of the next batch in idle t
 from dataclasses import replace
 
 from fxpipe.comparison import OURS, Contestant
-from passes.candidates import Wishes
-from passes.finals import finals
 from passes.rehearsal.case import Case
 from passes.rehearsal.rehearse import Rehearsal
+from passes.tuner.candidates import Wishes
+from passes.tuner.finals import finals
 
 
 def ours(case: Case, wishes: Wishes, budget_seconds: float) -> list[Contestant]:

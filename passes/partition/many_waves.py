@@ -20,7 +20,7 @@ from passes.partition.layout import Layout
 from passes.partition.levels import TOLERANCE, Floats
 from passes.partition.memory import StageMemory, gibibytes
 from passes.partition.wave import wave
-from passes.waves import wave_ranks
+from passes.placement.waves import wave_ranks
 
 
 @dataclass(frozen=True)

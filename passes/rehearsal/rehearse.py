@@ -13,7 +13,6 @@ from fxpipe.schedule import Schedule
 from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
-from passes.candidates import Candidate
 from passes.estimate import BlockTimes, estimated_work, without_components
 from passes.fill import FillProblem, idle_of_timeline, per_device
 from passes.order import Resources, order
@@ -22,6 +21,7 @@ from passes.rehearsal.memory import pipeline_peak_bytes
 from passes.rehearsal.pieces import Piece, filled
 from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.room import Room
+from passes.tuner.candidates import Candidate
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from math import lcm
 
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Action, Schedule, Work
-from passes.hanayo import wave_orders
-from passes.repetition import keep_blocks
-from passes.replicas import with_reductions
+from passes.placement.replicas import with_reductions
+from passes.schedules.hanayo import wave_orders
+from passes.schedules.repetition import keep_blocks
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ With W waves a rank owns 2 W stages and holds at most 2 W x ranks activations of
 from collections.abc import Mapping, Sequence
 
 from fxpipe.schedule import Action, Work
-from passes.job_shop import job_shop, run
-from passes.list_rules import list_orders, rules
-from passes.problem import Problem
+from passes.schedules.job_shop import job_shop, run
+from passes.schedules.list_rules import list_orders, rules
+from passes.schedules.problem import Problem
 
 _RULES = "forward first, in flight 1.0", "backward first, in flight 1.0"
 

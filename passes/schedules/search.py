@@ -12,16 +12,16 @@ All limits are in steps of the solver, so that a seed and a budget give one resu
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.bounds import lower_bound_ticks
-from passes.exact import reorder
-from passes.job_shop import JobShop, Orders, run
-from passes.portfolio import Found, evaluated
-from passes.problem import Problem
-from passes.ramps import short_count, squeezed
-from passes.steady import tight_patterns
-from passes.unrolling import Pattern, estimated_ticks, one_microbatch, sample, unrolled_orders
-from passes.window_bound import window_bound_ticks
-from passes.windows import SECONDS_PER_SOLVER_SECOND, improve
+from passes.schedules.bounds import lower_bound_ticks
+from passes.schedules.exact import reorder
+from passes.schedules.job_shop import JobShop, Orders, run
+from passes.schedules.portfolio import Found, evaluated
+from passes.schedules.problem import Problem
+from passes.schedules.ramps import short_count, squeezed
+from passes.schedules.steady import tight_patterns
+from passes.schedules.unrolling import Pattern, estimated_ticks, one_microbatch, sample, unrolled_orders
+from passes.schedules.window_bound import window_bound_ticks
+from passes.schedules.windows import SECONDS_PER_SOLVER_SECOND, improve
 
 _EXACT_OPERATIONS = 256  # the full model's size: above, windows do more with the same time
 _AT_ONCE_OPERATIONS = 96  # that are solved as they are, mostly

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import require
-from passes import schedule_cache
-from passes.bounds import lower_bound_ticks
-from passes.job_shop import JobShop, job_shop, within_limits
-from passes.portfolio import Found, is_closed, listed, named, references, repeated
-from passes.problem import Problem, fits
-from passes.schedule_cache import Entry
-from passes.solver import require_solver
+from passes.schedules import schedule_cache
+from passes.schedules.bounds import lower_bound_ticks
+from passes.schedules.job_shop import JobShop, job_shop, within_limits
+from passes.schedules.portfolio import Found, is_closed, listed, named, references, repeated
+from passes.schedules.problem import Problem, fits
+from passes.schedules.schedule_cache import Entry
+from passes.schedules.solver import require_solver
 
 __all__ = ["Synthesis", "references", "synthesise"]
 
@@ -110,7 +110,7 @@ def _searched(
 
     # the solver, on backwards as the best schedule has them
     require_solver()
-    from passes.search import improved
+    from passes.schedules.search import improved
 
     split = problem.splittable if known[0].schedule.is_split else frozenset[int]()
     shop = shops[split]

@@ -9,10 +9,10 @@ searched       4.401     -     3.749   3.612                the best of these, t
 from dataclasses import replace
 from math import inf
 
-from passes.candidates import Candidate, Wishes
 from passes.rehearsal.case import Case
 from passes.rehearsal.rehearse import Rehearsal
-from passes.tune import Tuned, told, tune
+from passes.tuner.candidates import Candidate, Wishes
+from passes.tuner.tune import Tuned, told, tune
 
 _MOST, _MOST_STEPS = 16, 6144  # candidates; ranks x micro-batches of all of them together
 _FEWEST = 4  # candidates: rehearsing fewer than that decides nothing

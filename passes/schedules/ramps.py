@@ -9,11 +9,11 @@ The search costs what a few micro-batches cost, whatever their number.
 from dataclasses import replace
 from math import ceil
 
-from passes.bounds import lower_bound_ticks
-from passes.job_shop import JobShop, Orders, job_shop
-from passes.problem import Problem
-from passes.unrolling import Pattern, unrolled, unrolled_starts
-from passes.windows import improve
+from passes.schedules.bounds import lower_bound_ticks
+from passes.schedules.job_shop import JobShop, Orders, job_shop
+from passes.schedules.problem import Problem
+from passes.schedules.unrolling import Pattern, unrolled, unrolled_starts
+from passes.schedules.windows import improve
 
 _KEPT = 2  # periods that stay as they are
 _RAMP = 2.0  # of what moves at either side, in flights of a micro-batch

@@ -9,9 +9,9 @@ from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from fxpipe.tuning import Outcome
-from passes.cascade import borders, first_pass
-from passes.place import TWO_PER_RANK, Shape, shape
-from passes.schedule import POLICIES
+from passes.placement.cascade import borders, first_pass
+from passes.placement.place import TWO_PER_RANK, Shape, shape
+from passes.schedules.named import POLICIES
 
 _OVERLAPPED = (1, 4)  # stages of a pipeline of one rank: the last one's gradients are reduced while others compute
 _FEW = (2, 3, 4)  # stages that do not divide the ranks, and get replicas in uneven numbers

@@ -5,7 +5,7 @@
 
     4 ranks, two replicas     linear   ranks 0 2: [0-4]       ranks 1 3: [5-9]
 
-How many replicas, stages and micro-batches is `passes.tune`'s choice where the user leaves it open.
+How many replicas, stages and micro-batches is `passes.tuner.tune`'s choice where the user leaves it open.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
-from passes.cascade import first_pass, opposite, two_passes
 from passes.chains import solve_unequal
 from passes.chains.of_blocks import chain_of
 from passes.estimate import BlockTimes
 from passes.partition import StageMemory, WavePartition, WavesPartition, linear, wave, waves
-from passes.ports import busiest_port_seconds
-from passes.schedule import POLICIES
+from passes.placement.cascade import first_pass, opposite, two_passes
+from passes.placement.ports import busiest_port_seconds
+from passes.schedules.named import POLICIES
 
 _SLACKS = (0.03, 0.15, 0.5)
 """Of the mean load: more balance is worth less than cheaper cuts. The first, unless links are slow."""

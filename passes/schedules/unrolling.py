@@ -7,8 +7,8 @@ starts 0 10 | 24 38, period 30        rank 0: F0 F1 B0 F2 B1 ...      in the ord
 from dataclasses import dataclass, replace
 
 from fxpipe.schedule import Action
-from passes.job_shop import JobShop, Orders, job_shop, run
-from passes.problem import Problem
+from passes.schedules.job_shop import JobShop, Orders, job_shop, run
+from passes.schedules.problem import Problem
 
 _SAMPLE, _SAMPLE_PER_RANK = 24, 4  # micro-batches that show how a pattern goes on
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
 
-from passes.building_block import Operation, placed
-from passes.job_shop import JobShop
-from passes.unrolling import Pattern
+from passes.schedules.building_block import Operation, placed
+from passes.schedules.job_shop import JobShop
+from passes.schedules.unrolling import Pattern
 
 _HOPS = tuple(k / 20 for k in range(11))  # from as soon as possible to half a period between stages
 _PERIODS = 1.0, 1.02, 1.04, 1.07, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6  # in multiples of the least
@@ -114,7 +114,7 @@ class _Search:
     found: list[Pattern] = field(default_factory=list)
 
     def attempt(self, copies: int, period: int) -> bool:
-        from passes.periodic import repeating
+        from passes.schedules.periodic import repeating
 
         limit = min(_SUB_LIMIT, self.limit - self.spent)
         pattern, cost = repeating(self.one, copies, period, limit=limit, seed=self.seed)

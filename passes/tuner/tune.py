@@ -19,8 +19,8 @@ from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.tuning import Outcome
-from passes.candidates import Candidate, Wishes, candidates
-from passes.predictions import Predictions
+from passes.tuner.candidates import Candidate, Wishes, candidates
+from passes.tuner.predictions import Predictions
 
 _MOST_SIMULATED = 40  # candidates that fit
 _MOST_FAILING = 40  # simulated candidates that do not fit, before what needs least memory is tried

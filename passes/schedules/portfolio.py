@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fxpipe.schedule import Schedule
-from passes.job_shop import JobShop, Orders, run
-from passes.list_rules import list_orders, rules
-from passes.problem import Problem, fits
-from passes.schedule import POLICIES, make_schedule
-from passes.steady import greedy_patterns
-from passes.unrolling import Pattern, estimated_ticks, one_microbatch, sample, unrolled_orders
+from passes.schedules.job_shop import JobShop, Orders, run
+from passes.schedules.list_rules import list_orders, rules
+from passes.schedules.named import POLICIES, make_schedule
+from passes.schedules.problem import Problem, fits
+from passes.schedules.steady import greedy_patterns
+from passes.schedules.unrolling import Pattern, estimated_ticks, one_microbatch, sample, unrolled_orders
 
 _SECONDS_PER_OPERATION = 15e-6  # of one such schedule, measured
 _CLOSED = 1e-5  # a gap that is rounding

@@ -17,13 +17,13 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
-from passes.candidates import Candidate, Wishes
 from passes.estimate import BlockTimes, first_estimate, simulated_step
-from passes.frozen_ranks import frozen_ranks
-from passes.place import TWO_PER_RANK, place
-from passes.ports import busiest_port_seconds
+from passes.placement.frozen_ranks import frozen_ranks
+from passes.placement.place import TWO_PER_RANK, place
+from passes.placement.ports import busiest_port_seconds
 from passes.room import Room, ranks_of, saved_bytes, wire_bytes
-from passes.within_memory import homes, stage_memory
+from passes.tuner.candidates import Candidate, Wishes
+from passes.tuner.within_memory import homes, stage_memory
 
 _TRUSTED = 1.25  # a bound this much above the best first estimate rules a candidate out
 _MOST_CUT = 32  # partitions within memory, of candidates that do not fit as they are

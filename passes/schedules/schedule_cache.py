@@ -19,7 +19,7 @@ from typing import Any
 
 from fxpipe.schedule import Schedule
 from fxpipe.schedule_check import check
-from passes.problem import Problem, fits
+from passes.schedules.problem import Problem, fits
 
 ENVIRONMENT = "FXPIPE_CACHE"
 _FORMAT = 1  # of a file, and of the search: a better search is worth a new number

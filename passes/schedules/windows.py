@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from passes.exact import Solved, reorder
-from passes.job_shop import JobShop, Orders, Run, run
+from passes.schedules.exact import Solved, reorder
+from passes.schedules.job_shop import JobShop, Orders, Run, run
 
 _SMALLEST, _FIRST_SIZE = 16, 64.0  # operations of a window
 _GROWTH, _EASY = 1.1, 0.25  # a window that took less than this share of its limit may grow

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from graphlib import TopologicalSorter
 
 from fxpipe.schedule import Action
-from passes.building_block import Block, Operation, shortest_block
+from passes.schedules.building_block import Block, Operation, shortest_block
 
 _MOST_HOPS = 2  # shares of a period between stages: less than half of one would not hold 1F1B's micro-batches
 

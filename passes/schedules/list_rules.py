@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from passes.job_shop import JobShop, Orders
+from passes.schedules.job_shop import JobShop, Orders
 
 _TURNS = {  # which kind goes first
     "forward": {"T": 0, "F": 1, "B": 2, "I": 2, "W": 3},

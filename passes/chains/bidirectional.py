@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from fxpipe.errors import CompileError
 from passes.chains.chain import Chain, check_stages
 from passes.chains.costs import Costs, CostTable, in_flight
-from passes.two_maxima import least_largest_cuts, least_sum
-from passes.two_ways import BidirectionalObjective, BidirectionalPlan, TwoWays, check_objective
+from passes.chains.two_maxima import least_largest_cuts, least_sum
+from passes.chains.two_ways import BidirectionalObjective, BidirectionalPlan, TwoWays, check_objective
 
 __all__ = ["BidirectionalObjective", "BidirectionalPlan", "TwoWays", "all_bidirectional", "solve_bidirectional"]
 

@@ -10,7 +10,7 @@ has arrived and has the longest tail.
 import heapq
 from collections.abc import Iterable
 
-from passes.job_shop import JobShop
+from passes.schedules.job_shop import JobShop
 
 
 def lower_bound_ticks(shop: JobShop) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from passes.job_shop import JobShop, Orders, Run, run, within_limits
+from passes.schedules.job_shop import JobShop, Orders, Run, run, within_limits
 
 
 @dataclass(frozen=True)

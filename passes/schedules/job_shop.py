@@ -12,7 +12,7 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 
 from fxpipe.schedule import Action, Schedule
-from passes.problem import Problem
+from passes.schedules.problem import Problem
 
 Orders = tuple[tuple[int, ...], ...]
 _MOST_TICKS = 100_000  # of the longest operation, where durations have no common unit

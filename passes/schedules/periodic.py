@@ -17,8 +17,8 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from passes.job_shop import JobShop
-from passes.unrolling import Pattern
+from passes.schedules.job_shop import JobShop
+from passes.schedules.unrolling import Pattern
 
 _MOST_SPAN = 2.5  # of a micro-batch, in multiples of the least
 _Place = tuple[int, int]  # micro-batch of the period, operation

@@ -14,8 +14,8 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from passes.bounds import jackson
-from passes.job_shop import JobShop
+from passes.schedules.bounds import jackson
+from passes.schedules.job_shop import JobShop
 
 _SPANS = 0.5, 0.6, 0.7, 0.85, 1.0, 1.4  # lengths of an end, in longest paths of one micro-batch
 _SUB_LIMIT = 0.1  # deterministic seconds for one end, or half of what is left where that is more
