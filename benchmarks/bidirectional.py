@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from fxpipe.cluster import Cluster
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
 from passes.chains.backbone_groups import joined, two_groups
 from passes.chains.bidirectional import BidirectionalPlan, all_bidirectional
 from passes.chains.chain import Chain

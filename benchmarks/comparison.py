@@ -16,7 +16,7 @@ from compile_sd21 import StableDiffusion21Step
 from rich.console import Console
 
 from cost_models.devices import device
-from fxpipe.cli_planning import print_wide
+from fxpipe.cli.planning import print_wide
 from fxpipe.cluster import Cluster
 from fxpipe.comparison import comparison_table
 from fxpipe.costing import costed, num_blocks

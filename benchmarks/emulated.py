@@ -19,9 +19,9 @@ from rich.table import Table
 import fxpipe
 from examples.stable_diffusion import step
 from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.deviation import Deviation, deviation
 from fxpipe.emulation import Slower, emulate
-from fxpipe.links import Link
 from fxpipe.prediction import Costing, predict
 from fxpipe.timeline import human_seconds
 

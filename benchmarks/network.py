@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist  # noqa: TID251 (measures what the transport runs on)
 
 from fxpipe.cluster import Cluster, Level
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
 
 SMALL, LARGE = 4, 1 << 24
 WARM_UP, SMALL_ROUNDS, LARGE_ROUNDS = 20, 300, 30

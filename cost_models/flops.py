@@ -24,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
 from cost_models.measured import EXTRA, UNKNOWN, Measured, Uncounted, is_composite, measure, require_counted
-from fxpipe.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs import COUNT_NAMES, Kind, NodeCost, total_cost
+from fxpipe.costs.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.errors import CompileError
 
 FREE = NodeCost()

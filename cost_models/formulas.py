@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.calls import Call, Dim, Operand, product
 from fxpipe.costs import Kind
+from fxpipe.costs.calls import Call, Dim, Operand, product
 
 Flops = Callable[[tuple[Any, ...], Operand], Dim]
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from cost_models.factorisations import FACTORISATIONS
-from fxpipe.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument, tensors_in
+from fxpipe.costs.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument, tensors_in
 
 BATCHES = (2, 3, 4, 5)
 

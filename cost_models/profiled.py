@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from cost_models.roofline import Roofline
-from fxpipe.cost_table import CostTable, PartSeconds, SecondsAt, shared_out
 from fxpipe.costs import NodeCost, Seconds
+from fxpipe.costs.table import CostTable, PartSeconds, SecondsAt, shared_out
 from fxpipe.errors import CompileError
 
 

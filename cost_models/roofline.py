@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpipe.cost_table import CostTable, PartSeconds, SecondsAt
 from fxpipe.costs import Kind, NodeCost, evaluate
+from fxpipe.costs.polynomials import Floats
+from fxpipe.costs.table import CostTable, PartSeconds, SecondsAt
 from fxpipe.errors import CompileError
-from fxpipe.polynomials import Floats
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds from FLOPs and bytes; implements `fxpipe.costs.CostModel` and `fxpipe.cost_table.TableCostModel`.
+    """Seconds from FLOPs and bytes; implements `fxpipe.costs.CostModel` and `fxpipe.costs.table.TableCostModel`.
 
     `peak_flops` is FLOP/s, one number or one per dtype; `bandwidth` is bytes/s of the device's memory, `memory_bytes`
     its size where known. The efficiencies are the parts of the two that large kernels reach; convolutions and attention

@@ -10,8 +10,8 @@ from cost_models import devices, profiled
 from cost_models.flops import node_costs
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
-from fxpipe.cost_rows import Costed
 from fxpipe.costs import CostModel, node_seconds
+from fxpipe.costs.rows import Costed
 from fxpipe.errors import CompileError
 from fxpipe.options import training_step
 from passes.batch import BatchPlan

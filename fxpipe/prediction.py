@@ -6,13 +6,13 @@ from math import inf
 
 import torch
 
-from fxpipe.call_costs import Block, CallCost, drawing_seconds
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel, NodeCost, node_seconds
+from fxpipe.costs.call_costs import Block, CallCost, drawing_seconds
 from fxpipe.memory import ADAMW_BYTES, Times, graphs_memory, rank_memory
-from fxpipe.op_lists import Op, program_ops
 from fxpipe.simulation import Walked, noisy_makespans, walk
+from fxpipe.simulation.op_lists import Op, program_ops
 from fxpipe.sizes import concrete
 from fxpipe.step import StepPlan
 from fxpipe.timeline import RankMemory, Timeline

@@ -19,8 +19,8 @@ from torch import fx
 
 from cost_models import devices, profiled
 from fxpipe.capture.randomness import Draw
-from fxpipe.cost_rows import Costed
 from fxpipe.costing import batch_plan
+from fxpipe.costs.rows import Costed
 from fxpipe.errors import CompileError
 from fxpipe.prediction import whole_bytes
 from fxpipe.rank_program import nest

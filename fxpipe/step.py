@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fxpipe.call_costs import CallCost
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
+from fxpipe.costs.call_costs import CallCost
 from fxpipe.errors import CompileError
 from fxpipe.rank_program import Message, RankProgram, Reduction
 from fxpipe.schedule import Schedule

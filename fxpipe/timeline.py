@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.block_graph import human_bytes
-from fxpipe.collectives import COLLECTIVES
+from fxpipe.simulation.collectives import COLLECTIVES
 
 NOT_ACTIONS = ("wait", "transfer", *COLLECTIVES)
 END = "end of step"

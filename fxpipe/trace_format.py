@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxpipe.collectives import COLLECTIVES
 from fxpipe.schedule import KINDS
+from fxpipe.simulation.collectives import COLLECTIVES
 from fxpipe.timeline import Event, Timeline
 
 COMPUTE = 0

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from fxpipe.block_costs import BlockCosts, BlockSeconds
 from fxpipe.block_graph import BlockGraph, Owner
-from fxpipe.block_values import Given, Values, Weight
 from fxpipe.capture import Capture
-from fxpipe.cost_table import CostTable, seconds_of_table
 from fxpipe.costs import CostModel, NodeCost
-from fxpipe.polynomials import Floats
+from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
+from fxpipe.costs.block_values import Given, Values, Weight
+from fxpipe.costs.polynomials import Floats
+from fxpipe.costs.table import CostTable, seconds_of_table
 from fxpipe.sizes import expression
 from passes.saved import saved_activations
 

@@ -5,7 +5,7 @@ stage_1 = [conv, silu | linear]      stage_1_forward    {block 4: (conv, silu), 
 """
 
 from fxpipe.block_graph import BlockGraph
-from fxpipe.call_costs import PARTS, Block, CallCost
+from fxpipe.costs.call_costs import PARTS, Block, CallCost
 from passes.lowering import graph_name
 from passes.lowering.messages import Layout
 from passes.lowering.rank_writer import Sources

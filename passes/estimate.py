@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
-from fxpipe.collectives import ring_ports
-from fxpipe.network import Port, route
+from fxpipe.cluster.network import Port, route
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.schedule import Schedule, Work
+from fxpipe.simulation.collectives import ring_ports
 from fxpipe.simulator import ActionTimes, simulate
 from fxpipe.staged import Staged
 from passes.schedules.named import make_schedule

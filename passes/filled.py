@@ -15,8 +15,8 @@ from itertools import accumulate
 import torch
 
 from fxpipe.block_graph import BlockGraph
-from fxpipe.call_costs import CallCost
 from fxpipe.capture import Capture
+from fxpipe.costs.call_costs import CallCost
 from fxpipe.schedule import Schedule, Work
 from fxpipe.simulator import ActionTimes, simulate
 from fxpipe.staged import Staged

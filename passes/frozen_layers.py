@@ -14,8 +14,8 @@ import numpy as np
 
 from fxpipe.block_graph import BlockGraph
 from fxpipe.capture import Capture
-from fxpipe.cost_table import CostTable, seconds_of_table
 from fxpipe.costs import CostModel, NodeCost, node_seconds
+from fxpipe.costs.table import CostTable, seconds_of_table
 from passes.block_costs import weight_bytes_read
 from passes.blocks import layers as cut_layers
 from passes.fill import FrozenComponent, Layer

@@ -17,8 +17,8 @@ import sympy
 import torch
 
 from fxpipe import private
-from fxpipe.calls import Call, Operand, concrete, concrete_argument, product, tensors_in
 from fxpipe.costs import evaluate
+from fxpipe.costs.calls import Call, Operand, concrete, concrete_argument, product, tensors_in
 
 Autocast = tuple[str, torch.dtype, bool] | None
 """Device, type and whether enabled, where a region of the model sets them."""

@@ -9,8 +9,8 @@ rank 0 of a 1F1B line    weights, gradients, optimizer state, frozen weights, in
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.memory import ADAMW_BYTES
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged

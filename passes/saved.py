@@ -16,8 +16,8 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.calls import Gradient, call_of, operand_nodes, tensors_in
 from fxpipe.capture import Capture
+from fxpipe.costs.calls import Gradient, call_of, operand_nodes, tensors_in
 from passes.kept import kept_by
 
 

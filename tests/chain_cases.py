@@ -8,7 +8,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
 from passes.chains import Chain
 
 OBJECTIVES = ("simulated", "paper", "paper-clamped")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
-from fxpipe.links import Link
 from passes.chains.backbone_groups import joined, two_groups
 from passes.chains.bidirectional import BidirectionalObjective, TwoWays, all_bidirectional, solve_bidirectional
 from passes.chains.chain import Chain

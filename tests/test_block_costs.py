@@ -17,14 +17,14 @@ from cost_models.devices import device
 from cost_models.flops import node_costs
 from cost_models.profiled import Entry, key_of, with_measurements
 from cost_models.roofline import Roofline
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.capture import Capture
-from fxpipe.cost_table import CostTable, seconds_of_table
 from fxpipe.costs import CostModel, NodeCost, Seconds, evaluate, node_seconds
+from fxpipe.costs.block_costs import BlockCosts
+from fxpipe.costs.polynomials import Polynomials
+from fxpipe.costs.table import CostTable, seconds_of_table
 from fxpipe.errors import CompileError
 from fxpipe.memory import ADAMW_BYTES
-from fxpipe.polynomials import Polynomials
 from passes.block_costs import block_costs
 from passes.blocks import analyse
 from tests.captured import captured, work

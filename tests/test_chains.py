@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
-from fxpipe.links import Link
 from passes.chains import Chain, ChainPlan, all_plans, best_unequal, solve_equal, solve_unequal, tabulated
 from tests.chain_cases import LIMITS, OBJECTIVES, Case, best_of_all, cases, judge, random_case
 

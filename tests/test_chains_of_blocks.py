@@ -6,9 +6,9 @@ import torch
 
 from cost_models.devices import device
 from cost_models.flops import node_costs
-from fxpipe.block_costs import BlockCosts, BlockSeconds, Values, Weight
 from fxpipe.block_graph import Block, BlockGraph, Component, Edge, Kind
 from fxpipe.cluster import Cluster
+from fxpipe.costs.block_costs import BlockCosts, BlockSeconds, Values, Weight
 from fxpipe.errors import CompileError
 from passes.block_costs import block_costs
 from passes.blocks import analyse

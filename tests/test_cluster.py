@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cost_models.devices import DEVICES
 from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import FAMILIES, INSIDE, LINKS, Link
+from fxpipe.cluster.network import fair_rates, route
 from fxpipe.errors import CompileError
-from fxpipe.links import FAMILIES, INSIDE, LINKS, Link
-from fxpipe.network import fair_rates, route
 
 FAST, SLOW = Link("fast", 100.0, 1.0), Link("slow", 10.0, 5.0)
 TWO_NODES = Cluster("toy", (Level(4, FAST), Level(2, SLOW)))

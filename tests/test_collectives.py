@@ -3,11 +3,11 @@
 import pytest
 
 from fxpipe.cluster import Cluster, Level
-from fxpipe.collectives import Collective, Collectives, Span, ring_ports
-from fxpipe.figures import timeline_figure
-from fxpipe.links import Link
-from fxpipe.op_lists import Op
+from fxpipe.cluster.links import Link
+from fxpipe.report.figures import timeline_figure
 from fxpipe.simulation import walk
+from fxpipe.simulation.collectives import Collective, Collectives, Span, ring_ports
+from fxpipe.simulation.op_lists import Op
 from fxpipe.timeline import END, Event, Timeline
 from fxpipe.trace_format import trace_events
 

@@ -5,7 +5,7 @@ import torch
 
 import fxpipe
 from fxpipe.cluster import Cluster, Level
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
 from fxpipe.simulation import walk
 from passes.block_costs import block_costs
 from passes.comparison import ours

@@ -8,14 +8,14 @@ import pytest
 import sympy
 from rich.console import Console
 
-from fxpipe.block_costs import BlockCosts, BlockSeconds
 from fxpipe.block_graph import Block, BlockGraph, Component, Edge
-from fxpipe.block_values import Given, Values, Weight
 from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.comparison import Contestant, best_baseline, comparison_table
 from fxpipe.costs import NodeCost
+from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
+from fxpipe.costs.block_values import Given, Values, Weight
 from fxpipe.errors import CompileError
-from fxpipe.links import Link
 from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline

@@ -9,14 +9,14 @@ import torch
 
 import fxpipe
 from fxpipe.cluster import Cluster, Level
-from fxpipe.collectives import Collective
+from fxpipe.cluster.links import Link
 from fxpipe.deviation import ActionTimes, deviation
-from fxpipe.emulated_network import EmulatedDevice, EmulatedNetwork
 from fxpipe.emulation import Slower, emulate, emulated
+from fxpipe.emulation.network import EmulatedDevice, EmulatedNetwork
 from fxpipe.errors import CompileError, RunError
-from fxpipe.links import Link
 from fxpipe.prediction import Costing, planned, predict
 from fxpipe.run_rank import run_rank
+from fxpipe.simulation.collectives import Collective
 from fxpipe.timeline import Event, Timeline
 from fxpipe.transport import run_ranks
 from tests.frozen_steps import FrozenStep

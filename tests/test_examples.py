@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples import demo
-from fxpipe.user_model import example_inputs, load_model
+from fxpipe.cli.user_model import example_inputs, load_model
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

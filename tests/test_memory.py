@@ -15,8 +15,8 @@ import fxpipe
 import fxpipe.engine
 from fxpipe import ops, private
 from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.graph_memory import Segment, Storage, call_memory
-from fxpipe.links import Link
 from fxpipe.rank_program import RankProgram
 from fxpipe.run_rank import Draws
 from fxpipe.transport import Pending, PendingReduction, Transport

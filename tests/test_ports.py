@@ -4,7 +4,7 @@ import pytest
 
 from fxpipe.block_graph import Block, BlockGraph, Edge
 from fxpipe.cluster import Cluster, Level
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
 from fxpipe.staged import Staged
 from passes.placement.ports import busiest_port_seconds
 

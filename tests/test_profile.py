@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import fxpipe
 from cost_models.devices import device
 from cost_models.profiled import Entry, Key, Profile, Speeds, expected, interpolated, key_of, load, with_measurements
-from fxpipe.call_costs import drawing_seconds, moving_seconds
-from fxpipe.cost_report import cost_data, formula
-from fxpipe.cost_rows import Costed, rows
 from fxpipe.costing import costed
+from fxpipe.costs.call_costs import drawing_seconds, moving_seconds
+from fxpipe.costs.report import cost_data, formula
+from fxpipe.costs.rows import Costed, rows
 from fxpipe.errors import CompileError
 from fxpipe.profiling import Profiler, gathered
 from fxpipe.profiling import profile as measure

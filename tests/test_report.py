@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fxpipe
-from fxpipe.figures import (
+from fxpipe.report.figures import (
     blocks_figure,
     busy_spans,
     frontier_figure,

@@ -12,12 +12,12 @@ from torch import fx
 
 import fxpipe
 from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.costs import NodeCost, Seconds, node_seconds
-from fxpipe.links import Link
-from fxpipe.op_lists import Op
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action
 from fxpipe.simulation import noisy_makespans, walk
+from fxpipe.simulation.op_lists import Op
 from fxpipe.timeline import END, Event, RankMemory, Timeline
 from tests.unet import TinyUNet
 

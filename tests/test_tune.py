@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
-from fxpipe.links import Link
 from passes.rehearsal.case import Case
 from passes.rehearsal.rehearse import Rehearsal
 from passes.tuner.candidates import Wishes, candidates

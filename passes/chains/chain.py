@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Literal, get_args
 
+from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
-from fxpipe.links import Link
 
 Objective = Literal["simulated", "paper", "paper-clamped"]
 SecondsOf = Callable[[int], tuple[Sequence[float], Sequence[float]]]

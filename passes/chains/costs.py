@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
 from passes.chains.chain import Chain, ChainPlan, Objective, local_batch
 
 Floats = NDArray[np.float64]

@@ -10,10 +10,10 @@ each of them.
 
 from collections.abc import Iterable
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
-from fxpipe.links import Link
+from fxpipe.cluster.links import Link
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.memory import ADAMW_BYTES
 from passes.chains.chain import Chain
 

@@ -11,8 +11,8 @@ Zhao et al., "PyTorch FSDP", VLDB 2023 (prefetch).
 
 from collections.abc import Iterator, Sequence
 
-from fxpipe.collectives import Collective
 from fxpipe.options import microbatch_sizes
+from fxpipe.simulation.collectives import Collective
 from passes.rehearsal.case import Case
 from passes.rehearsal.op_writer import OpWriter
 

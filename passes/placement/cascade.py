@@ -13,8 +13,8 @@ Methods: DiffusionPipe (Tian et al., MLSys 2024), sections 4.2 and 4.3.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from passes.partition import linear
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
-from fxpipe.collectives import ring_ports
-from fxpipe.network import Port, route
+from fxpipe.cluster.network import Port, route
+from fxpipe.simulation.collectives import ring_ports
 from fxpipe.staged import Staged
 
 

@@ -1,17 +1,17 @@
 """What is rehearsed: one costed step, and the machines it runs on.
 
-blocks       seconds, weights, saved bytes at any micro-batch size      `fxpipe.block_costs`
+blocks       seconds, weights, saved bytes at any micro-batch size      `fxpipe.costs.block_costs`
 frozen       seconds and temporaries of every layer of every component  `passes.frozen_layers`
 machines     a cluster, a number of ranks, a memory limit per rank
 """
 
 from dataclasses import dataclass
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
-from fxpipe.call_costs import moving_seconds
 from fxpipe.cluster import Cluster
 from fxpipe.costs import CostModel
+from fxpipe.costs.block_costs import BlockCosts
+from fxpipe.costs.call_costs import moving_seconds
 from fxpipe.options import microbatch_sizes
 from passes.frozen_layers import FrozenLayers
 

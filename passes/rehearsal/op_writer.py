@@ -9,9 +9,9 @@ from itertools import count
 
 import torch
 
-from fxpipe.collectives import Collective
-from fxpipe.op_lists import Op
 from fxpipe.rank_program import Message
+from fxpipe.simulation.collectives import Collective
+from fxpipe.simulation.op_lists import Op
 from fxpipe.timeline import END
 
 _STEPS = {"reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that all bytes pass a rank

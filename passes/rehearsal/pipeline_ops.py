@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fxpipe.collectives import Collective
 from fxpipe.rank_program import Message
 from fxpipe.schedule import Action, Schedule
+from fxpipe.simulation.collectives import Collective
 from fxpipe.staged import Staged
 from passes.fill import among
 from passes.rehearsal.case import Case

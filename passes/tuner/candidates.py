@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged

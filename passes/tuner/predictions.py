@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.cluster import Cluster
+from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from fxpipe.tuning import Outcome
 from passes.tuner.candidates import Candidate, Wishes, candidates

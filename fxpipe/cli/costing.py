@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fxpipe.cli_options import BatchSize, DeviceModel, Model
+from fxpipe.cli.options import BatchSize, DeviceModel, Model
 from fxpipe.errors import CompileError
 
 if TYPE_CHECKING:
     import torch
 
     from cost_models.profiled import Profile
-    from fxpipe.cost_rows import Costed
+    from fxpipe.costs.rows import Costed
     from fxpipe.transport import Transport
 
 Blocks = Annotated[int, typer.Option(min=1, help="about how many blocks to cut the model into")]
@@ -34,9 +34,9 @@ def cost(
     ] = None,
 ) -> None:
     """Print what every block of MODEL costs: formulas in the batch b, seconds on a device."""
-    from fxpipe.cost_report import cost_data, cost_table
+    from fxpipe.cli.user_model import example_inputs, load_model
     from fxpipe.costing import costed, given_cost_model
-    from fxpipe.user_model import example_inputs, load_model
+    from fxpipe.costs.report import cost_data, cost_table
 
     step = load_model(model)
     seconds_of = given_cost_model(device or "A100-80GB")
@@ -83,9 +83,9 @@ def _profile(
 ) -> None:
     """As rank 0 of one, or as one of many `ranks`."""
     from cost_models import devices, profiled
+    from fxpipe.cli.user_model import example_inputs, load_model
     from fxpipe.costing import costed
     from fxpipe.profiling import ROUNDS, Profiler, gathered
-    from fxpipe.user_model import example_inputs, load_model
 
     share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     step, base = load_model(model), devices.device()

@@ -11,13 +11,13 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from fxpipe.block_graph import human_bytes
-from fxpipe.cli_options import Planning, planned
+from fxpipe.cli.options import Planning, planned
 from fxpipe.errors import CompileError
 
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
-    from fxpipe.cost_rows import Costed
     from fxpipe.costs import CostModel
+    from fxpipe.costs.rows import Costed
     from passes.plan import Planned
     from passes.rehearsal.case import Case
     from passes.tuner.candidates import Wishes

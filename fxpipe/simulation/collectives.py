@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from fxpipe.block_graph import human_bytes
 from fxpipe.cluster import Cluster
-from fxpipe.network import Port, route
+from fxpipe.cluster.network import Port, route
 
 COLLECTIVES = {"reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 

@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 from fxpipe import ops
 from fxpipe.capture import Capture
 from fxpipe.costs import CostModel, NodeCost, Seconds, node_seconds
-from fxpipe.emulated_network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
+from fxpipe.emulation.network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
 from fxpipe.errors import CompileError
 from fxpipe.observe import Recording
-from fxpipe.op_lists import Op
 from fxpipe.prediction import Costing, planned, whole_values
 from fxpipe.rank_program import RankProgram
 from fxpipe.run_rank import run_rank
+from fxpipe.simulation.op_lists import Op
 from fxpipe.step import StepPlan
 from fxpipe.timeline import Timeline
 from fxpipe.transport import Transport, run_ranks

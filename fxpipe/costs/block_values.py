@@ -9,7 +9,7 @@ from functools import cached_property
 
 import sympy
 
-from fxpipe.polynomials import Polynomials
+from fxpipe.costs.polynomials import Polynomials
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.call_costs import Block
 from fxpipe.cluster import Cluster
-from fxpipe.collectives import Collective, Span
-from fxpipe.machine import Machine
-from fxpipe.op_lists import Op
+from fxpipe.costs.call_costs import Block
 from fxpipe.rank_program import Message
+from fxpipe.simulation.collectives import Collective, Span
+from fxpipe.simulation.machine import Machine
+from fxpipe.simulation.op_lists import Op
+from fxpipe.simulation.wires import Arrival
 from fxpipe.timeline import NOT_ACTIONS, Event, RankMemory, Timeline, kind_of
-from fxpipe.wires import Arrival
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@
                                                   rank 1  |waits      |3.0s      |
 
 Every rank is one compute stream that keeps the order of its ops. Sends never block, nor does the issue of a collective;
-a wait ends when its message has arrived, or its collective is over. `fxpipe.wires` says how long messages take that
-share links, `fxpipe.collectives` when a collective runs.
+a wait ends when its message has arrived, or its collective is over. `wires` says how long messages take that share
+links, `collectives` when a collective runs.
 """
 
 import heapq
@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from fxpipe.cluster import Cluster
-from fxpipe.collectives import COLLECTIVES, Collective, Collectives, Span
-from fxpipe.op_lists import Op
 from fxpipe.rank_program import Message
-from fxpipe.wires import Arrival, Wires
+from fxpipe.simulation.collectives import COLLECTIVES, Collective, Collectives, Span
+from fxpipe.simulation.op_lists import Op
+from fxpipe.simulation.wires import Arrival, Wires
 
 
 class Machine:

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.call_costs import moving_seconds
-from fxpipe.collectives import COLLECTIVES, Collective
 from fxpipe.costs import CostModel
+from fxpipe.costs.call_costs import moving_seconds
 from fxpipe.rank_program import Message, RankProgram, Reduction
+from fxpipe.simulation.collectives import COLLECTIVES, Collective
 
 _KINDS = {"run", "begin", "send", "wait", "none", *COLLECTIVES, *(f"wait_{kind}" for kind in COLLECTIVES)}
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxpipe.costs import COUNT_NAMES, CostModel, GraphCostModel, Kind, NodeCost
-from fxpipe.polynomials import Floats, Polynomials
+from fxpipe.costs.polynomials import Floats, Polynomials
 
 
 @dataclass(frozen=True, eq=False)

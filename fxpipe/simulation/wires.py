@@ -19,8 +19,8 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
-from fxpipe.links import Link
-from fxpipe.network import Port, fair_rates, route
+from fxpipe.cluster.links import Link
+from fxpipe.cluster.network import Port, fair_rates, route
 
 Channel = tuple[int, int]
 MANY, LATE = 32, 0.05

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fxpipe.cluster import Cluster
-from fxpipe.collectives import Collective, Collectives
+from fxpipe.simulation.collectives import Collective, Collectives
+from fxpipe.simulation.wires import Wires
 from fxpipe.transport import Pending, PendingReduction, Transport, num_bytes
-from fxpipe.wires import Wires
 
 
 class EmulatedNetwork:

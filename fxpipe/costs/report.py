@@ -14,8 +14,8 @@ import sympy
 from rich import box
 from rich.table import Table
 
-from fxpipe.cost_rows import SECONDS, Costed, Row, rows
 from fxpipe.costs import COUNT_NAMES, NodeCost, evaluate, uncosted_ops
+from fxpipe.costs.rows import SECONDS, Costed, Row, rows
 
 _NAME_WIDTH = 30
 

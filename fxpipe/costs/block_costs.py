@@ -14,9 +14,9 @@ from functools import cached_property
 
 import sympy
 
-from fxpipe.block_values import Given, Values, Weight
 from fxpipe.costs import evaluate
-from fxpipe.polynomials import Floats, Polynomials
+from fxpipe.costs.block_values import Given, Values, Weight
+from fxpipe.costs.polynomials import Floats, Polynomials
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from rich.rule import Rule
 from rich.table import Table
 from typer.core import TyperGroup
 
-from fxpipe.cli_costing import cost, profile
-from fxpipe.cli_options import Planning, planned, read
-from fxpipe.cli_planning import compare, report, simulate, trace, tune
+from fxpipe.cli.costing import cost, profile
+from fxpipe.cli.options import Planning, planned, read
+from fxpipe.cli.planning import compare, report, simulate, trace, tune
 from fxpipe.errors import CompileError, FxpipeError
 
 

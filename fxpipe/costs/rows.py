@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import sympy
 
-from fxpipe.block_costs import BlockCosts
 from fxpipe.block_graph import Block, BlockGraph, Component
-from fxpipe.block_values import Weight
 from fxpipe.capture import Capture
 from fxpipe.costs import NodeCost, total_cost
+from fxpipe.costs.block_costs import BlockCosts
+from fxpipe.costs.block_values import Weight
 
 SECONDS = ("forward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
 """The seconds of a row, by name."""

@@ -20,7 +20,7 @@ from fxpipe.errors import CompileError
 
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
-    from fxpipe.links import Link
+    from fxpipe.cluster.links import Link
 
 Transfer = tuple[int, int, float]
 Port = tuple[int, str, int]

@@ -76,7 +76,7 @@ class Planning:
 
     def loaded(self) -> "tuple[nn.Module, Any]":
         """The model, and a batch of its example inputs."""
-        from fxpipe.user_model import example_inputs, load_model
+        from fxpipe.cli.user_model import example_inputs, load_model
 
         step = load_model(self.model)
         return step, example_inputs(step, self.batch_size)

@@ -4,7 +4,7 @@
                             rank 0..7 are node 0's, 8..15 node 1's
 
 A message uses the ports of the lowest level that joins its two ranks: two devices of a node their own, two nodes the
-node's, which all its devices share. `fxpipe.network` turns ports into seconds.
+node's, which all its devices share. `fxpipe.cluster.network` turns ports into seconds.
 """
 
 import re
@@ -16,10 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fxpipe import network
+from fxpipe.cluster import network
+from fxpipe.cluster.links import INSIDE, Link, device_and_link, named_link
+from fxpipe.cluster.links import network as network_link
 from fxpipe.errors import CompileError
-from fxpipe.links import INSIDE, Link, device_and_link, named_link
-from fxpipe.links import network as network_link
 
 _HELP = "write it as 8xA100-80GB, 2x8xV100+Ethernet-10, 4xA100-PCIe, or as TOML with device and [[level]] tables"
 
@@ -84,7 +84,7 @@ class Cluster:
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], tuple[Link, tuple[network.Port, ...]]]:
-        """The routes that were asked for, by source and target: `fxpipe.network` keeps them here."""
+        """The routes that were asked for, by source and target: `fxpipe.cluster.network` keeps them here."""
         return {}
 
     def require(self, world_size: int) -> "Cluster":

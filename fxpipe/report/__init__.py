@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe import figures
 from fxpipe.block_graph import human_bytes
 from fxpipe.errors import CompileError
+from fxpipe.report import figures
 from fxpipe.timeline import Timeline, human_seconds
 
 if TYPE_CHECKING:
     from fxpipe.program import Program
 
-TEMPLATE = Path(__file__).parent / "templates" / "report.html"
+TEMPLATE = Path(__file__).parent / "template.html"
 
 
 def write_report(
