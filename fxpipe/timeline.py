@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.block_graph import human_bytes
-from fxpipe.simulation.collectives import COLLECTIVES
 
+COLLECTIVES = {"reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 NOT_ACTIONS = ("wait", "transfer", *COLLECTIVES)
 END = "end of step"
 

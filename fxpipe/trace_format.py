@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.schedule import KINDS
-from fxpipe.simulation.collectives import COLLECTIVES
-from fxpipe.timeline import Event, Timeline
+from fxpipe.timeline import COLLECTIVES, Event, Timeline
 
 COMPUTE = 0
 NAMES = {**KINDS, "T": "frozen work", "end": "end of step", "wait": "wait", "transfer": "transfer", **COLLECTIVES}

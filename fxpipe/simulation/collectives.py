@@ -15,8 +15,7 @@ from functools import lru_cache
 from fxpipe.block_graph import human_bytes
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Port, route
-
-COLLECTIVES = {"reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+from fxpipe.timeline import COLLECTIVES
 
 _SECONDS: Mapping[str, Callable[[Cluster, Sequence[int], float], float]] = {
     "reduce": Cluster.all_reduce_seconds,

@@ -15,9 +15,10 @@ from math import inf
 
 from fxpipe.cluster import Cluster
 from fxpipe.rank_program import Message
-from fxpipe.simulation.collectives import COLLECTIVES, Collective, Collectives, Span
+from fxpipe.simulation.collectives import Collective, Collectives, Span
 from fxpipe.simulation.op_lists import Op
 from fxpipe.simulation.wires import Arrival, Wires
+from fxpipe.timeline import COLLECTIVES
 
 
 class Machine:

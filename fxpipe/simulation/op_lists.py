@@ -15,7 +15,8 @@ from fxpipe import ops
 from fxpipe.costs import CostModel
 from fxpipe.costs.call_costs import moving_seconds
 from fxpipe.rank_program import Message, RankProgram, Reduction
-from fxpipe.simulation.collectives import COLLECTIVES, Collective
+from fxpipe.simulation.collectives import Collective
+from fxpipe.timeline import COLLECTIVES
 
 _KINDS = {"run", "begin", "send", "wait", "none", *COLLECTIVES, *(f"wait_{kind}" for kind in COLLECTIVES)}
 
