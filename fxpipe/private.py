@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -93,7 +94,8 @@ def fake_result(target: Any, args: Any, kwargs: Any, like: torch.Tensor) -> Any:
     """What an operation gives on its arguments' fake values; `like` is any tensor of the trace."""
     mode: Any = like.fake_mode  # type: ignore[attr-defined]
     given, named = fx.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
-    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext(), torch.no_grad():
+    unguarded = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
+    with mode, unguarded, enable_python_dispatcher(), torch.no_grad():  # torch 2.11's matmul in C++ makes sizes numbers
         return target(*given, **named)
 
 

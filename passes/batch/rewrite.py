@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe import private
 from fxpipe.sizes import is_symbolic
 from passes.batch.layout import bind
 
@@ -103,10 +104,6 @@ def add(
     node.meta = {**at.meta, "requires_grad": False}
     if value is None:
         tensors = [n.meta["val"] for n in (at, *node.all_input_nodes) if isinstance(n.meta["val"], torch.Tensor)]
-        mode: Any = getattr(tensors[0], "fake_mode", None)
-        assert mode is not None
-        given, named = fx.map_arg((tuple(args), dict(kwargs or {})), lambda n: n.meta["val"])
-        with mode, mode.shape_env.suppress_guards():
-            value = target(*given, **named)
+        value = private.fake_result(target, args, kwargs or {}, tensors[0])
     node.meta["val"] = value
     return node
