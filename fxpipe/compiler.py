@@ -244,8 +244,8 @@ class _BackEnd:
         def make_filled() -> FilledPlan:
             alone = without_components(traced.work)
             plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
-            ahead = Room(table, size, filled=True)
-            left = plan.limit_bytes and ahead.for_frozen_work(staged, plain.schedule, sizes[0], plan.limit_bytes)
+            limit, ahead = plan.limit_bytes, Room(table, size, filled=True)
+            left = None if limit is None else ahead.for_frozen_work(staged, plain.schedule, sizes[0], limit)
             frozen = Frozen(captured, batch, graph, self.case.frozen, left)
             reduced = table.trained_bytes
             found = fill_step(

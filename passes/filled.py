@@ -10,6 +10,7 @@ Method: DiffusionPipe (Tian et al., MLSys 2024), section 5, with fillers of `pas
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -22,9 +23,9 @@ from fxpipe.simulator import ActionTimes, simulate
 from fxpipe.staged import Staged
 from passes.batch import BatchPlan
 from passes.estimate import Lags, action_seconds, reduction_ends, without_components
-from passes.fill import Fill, FillProblem, fill, idle_of_schedule, parts
+from passes.fill import Fill, fill, idle_of_schedule, parts
 from passes.fill import Piece as FillPiece
-from passes.frozen_layers import FrozenLayers
+from passes.frozen_layers import Ahead, FrozenLayers
 from passes.lowering import Form, Lowered, lower, require_lowered
 from passes.lowering.frozen import FrozenWork, Piece, one_sample
 from passes.lowering.trace import Traced, trace_layers
@@ -35,13 +36,14 @@ FORMS: tuple[Form, ...] = ("prologue", "steady", "epilogue")
 
 @dataclass(frozen=True)
 class Frozen:
-    """The frozen part of a step: layers of every component, and what a rank has for the operands of one of them."""
+    """The frozen part of a step: layers of every component, and what a rank has for the operands of one of them, at any
+    moment and after the rest of the step."""
 
     capture: Capture
     batch: BatchPlan
     graph: BlockGraph
     layers: FrozenLayers
-    room_bytes: float | None = None
+    room_bytes: tuple[int, int] | None = None
 
     @property
     def flat(self) -> list[tuple[str, ...]]:
@@ -93,11 +95,8 @@ def fill_step(
     length = max([timeline.makespan_seconds, *ends])
     batch_size = sum(traced.sizes)
     idle = idle_of_schedule(schedule, timeline, length)
-    components = frozen.layers.components(
-        batch_size, frozen.room_bytes, not frozen.batch.divisible, staged.frozen_ranks
-    )
-    problem = FillProblem(length, idle, components, batch_size)
-    found = fill(problem, how)
+    ahead = Ahead(frozen.layers, batch_size, frozen.room_bytes, not frozen.batch.divisible, staged.frozen_ranks)
+    problem, found = ahead.filled(length, idle, partial(fill, how=how), free=how in ("per-device", "none"))
     pieces = tuple(
         tuple(
             _piece(frozen, piece, samples, [timeline.start_seconds[a] for a in actions])

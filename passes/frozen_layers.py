@@ -18,7 +18,7 @@ from fxpipe.costs import CostModel, NodeCost, node_seconds
 from fxpipe.costs.table import CostTable, seconds_of_table
 from passes.block_costs import weight_bytes_read
 from passes.blocks import layers as cut_layers
-from passes.fill import FrozenComponent, Layer
+from passes.fill import Fill, FillProblem, FrozenComponent, Interval, Layer, no_fill
 
 NUM_LAYERS = 16  # per component
 
@@ -86,6 +86,42 @@ class FrozenLayers:
                 size = -(-size // 2)
             found.append(None if size == batch_size else size)
         return found
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The next batch's frozen work, to be put into a step.
+
+    Args:
+        room_bytes: what a rank has for an operation, at any moment and after the rest of the step; None: enough.
+        whole: samples can't be taken apart.
+        ranks: per component, those that may run it; all where left out.
+    """
+
+    layers: FrozenLayers
+    batch_size: int
+    room_bytes: tuple[float, float] | None = None
+    whole: bool = False
+    ranks: tuple[tuple[int, ...], ...] = ()
+
+    def filled(
+        self, seconds: float, idle: tuple[tuple[Interval, ...], ...], how: Callable[[FillProblem], Fill], free: bool
+    ) -> tuple[FillProblem, Fill]:
+        """In the idle time of a step of so many seconds; where the filler is `free` to, after it if that is faster, for
+        there is room for more samples at once."""
+        always, after = self.room_bytes or (None, None)
+        problem = self._problem(seconds, idle, always)
+        found = how(problem)
+        if free and after != always:
+            later = self._problem(seconds, idle, after)
+            last = no_fill(later)
+            if last.iteration_seconds < found.iteration_seconds:
+                return later, last
+        return problem, found
+
+    def _problem(self, seconds: float, idle: tuple[tuple[Interval, ...], ...], room_bytes: float | None) -> FillProblem:
+        components = self.layers.components(self.batch_size, room_bytes, self.whole, self.ranks)
+        return FillProblem(seconds, idle, components, self.batch_size)
 
 
 def frozen_layers(

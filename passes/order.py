@@ -74,8 +74,10 @@ def order(
     problem = _problem(
         graph, staged, replace(work, num_microbatches=work.num_microbatches // len(pipelines)), resources
     )
-    search = budget_seconds is not None and problem.num_ranks > 1
-    known = synthesise(problem, budget_seconds or 0.0) if search else _named(problem, staged.schedule)
+    if budget_seconds is None or problem.num_ranks == 1:
+        known = _named(problem, staged.schedule)
+    else:
+        known = synthesise(_whole(problem) if staged.recompute else problem, budget_seconds)
     return Ordered(tile(known.schedule, pipelines, problem.work), known)
 
 
@@ -114,6 +116,11 @@ def _problem(graph: BlockGraph, staged: Staged, work: Work, resources: Resources
         resources.room_bytes,
         frozen,
     )
+
+
+def _whole(problem: Problem) -> Problem:
+    """No backward in two parts: what the first computes again would be held until the second."""
+    return replace(problem, seconds={kind: each for kind, each in problem.seconds.items() if kind not in "IW"})
 
 
 def _named(problem: Problem, name: str) -> Synthesis:

@@ -1,7 +1,8 @@
 """Block costs against what they stand for: node by node seconds, state, and the simulator's memory."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,9 @@ from fxpipe.errors import CompileError
 from fxpipe.memory import ADAMW_BYTES
 from passes.block_costs import block_costs
 from passes.blocks import analyse
+from passes.estimate import BlockTimes, estimated_work
+from passes.order import Resources, order
+from passes.room import Room
 from tests.captured import captured, work
 from tests.models import ZOO
 from tests.unet import TinyUNet
@@ -256,3 +260,41 @@ def test_memory_agrees_with_the_simulator(name: str) -> None:
         temporary = max(costs.temporary_bytes(num_samples)[block] for block in blocks)
         predicted = state + trained + saved + temporary + costs.given_bytes(blocks, batch_size)
         assert predicted == pytest.approx(simulated, rel=0.25)
+
+
+class Deep(nn.Module):
+    """Stages that save much more than what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.SiLU()) for _ in range(4))) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        return (torch.zeros(batch_size, 64, 16),)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("zero-bubble", 2), ("zb-v", 4), ("1f1b", 2)])
+def test_plans_need_what_their_programs_do_when_recomputed(schedule: str, stages: int) -> None:
+    """What the first part of a backward computes again waits for the second."""
+    options: dict[str, Any] = {"schedule": schedule, "stages": stages, "recompute": True}
+    program = fxpipe.compile(Deep(), 2, batch_size=64, microbatches=4, **options)
+    assert program.plan.outcomes[0].peak_bytes == pytest.approx(program.needed_bytes, rel=0.15)
+
+
+def test_searched_orders_split_no_backward_that_recomputes() -> None:
+    program = fxpipe.compile(Deep(), 2, batch_size=64, microbatches=4, schedule="1f1b")
+    captured, graph, costing = program.capture, program.plan.blocks, program.costing
+    costs = block_costs(captured, graph, costing.costs, costing.model)
+    room, times = Room(costs, 64), BlockTimes.of(costs, 16)
+    for recompute in (frozenset[int](), frozenset({0, 1})):
+        staged = replace(program.plan.staged, recompute=recompute)
+        resources = Resources.of(room, staged, times, costing.cluster, None)
+        found = order(graph, staged, estimated_work(graph, staged, 4), resources, budget_seconds=0.0)
+        assert found.schedule.is_split == (not recompute)

@@ -1,17 +1,22 @@
 """Comparisons: op lists have the times and bytes of rank programs, baselines are those one can work out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.simulation import walk
 from passes.block_costs import block_costs
-from passes.comparison import ours
+from passes.comparison import compare, ours
+from passes.comparison.memory import ddp_peak_bytes
 from passes.frozen_layers import frozen_layers
 from passes.placement.ports import busiest_port_seconds
 from passes.rehearsal.case import Case
+from passes.rehearsal.memory import frozen_bytes
 from passes.rehearsal.op_writer import OpWriter
 from passes.rehearsal.pipeline_ops import pipeline_ops
 from passes.tuner.candidates import Wishes
@@ -74,6 +79,38 @@ def test_no_step_is_shorter_than_its_busiest_port_needs(options: dict[str, objec
     gradients = case_of(program).costs.trained_bytes
     bound = busiest_port_seconds(program.plan.blocks, program.plan.staged, 8, SLOW, gradients)
     assert 0.3 * program.simulate().makespan_seconds < bound <= program.simulate().makespan_seconds
+
+
+class LargePictures(nn.Module):
+    """A frozen convolution whose operands take much memory for a moment, before layers that save even more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Conv2d(3, 32, 3, padding=1).requires_grad_(False)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.SiLU()) for _ in range(8)))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        features = nn.functional.avg_pool2d(self.frozen(pictures), 2).flatten(2).mT
+        return self.layers(features).square().mean()
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        return (torch.empty(batch_size, 3, 16, 16, device="meta"),)
+
+
+def test_frozen_work_needs_no_room_beside_all_that_is_saved() -> None:
+    """Where links are free and micro-batches cost, no plan beats data parallel's; ours has to fit where that fits."""
+    with torch.device("meta"):
+        model = LargePictures()
+    program = fxpipe.compile(model, 2, batch_size=256, microbatches=2, schedule="1f1b", cluster=PROMPT)
+    case = case_of(program)
+    limit = int(1.2 * ddp_peak_bytes(case, 1))
+    case = replace(case, limit_bytes=limit)
+    assert limit < ddp_peak_bytes(case, 1) + frozen_bytes(case, 128)
+    rows = {row.name: row for row in compare(case, Wishes("auto", 2, 256), 0.0)}
+    assert rows["DDP"].setting == "128 samples a rank"
+    for name in ("fxpipe", "fxpipe, filled"):
+        assert rows[name].fits
+        assert rows[name].seconds <= 1.005 * rows["DDP"].seconds
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -24,7 +24,7 @@ from passes.fill.exact import exact
 from passes.fill.greedy import greedy
 from passes.fill.layer import Layer
 from passes.fill.per_device import no_fill, per_device
-from passes.fill.problem import FillProblem, FrozenComponent, published
+from passes.fill.problem import FillProblem, FrozenComponent, Interval, published
 from passes.fill.result import Fill, Piece, among, holders, parts
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Fill",
     "FillProblem",
     "FrozenComponent",
+    "Interval",
     "Layer",
     "Piece",
     "among",
@@ -42,6 +43,7 @@ __all__ = [
     "idle_of_schedule",
     "idle_of_timeline",
     "lower_bound_seconds",
+    "no_fill",
     "parts",
     "per_device",
     "published",

@@ -13,7 +13,7 @@ from fxpipe.staged import Staged
 from passes.fill import among
 from passes.rehearsal.case import Case
 from passes.rehearsal.pieces import Piece
-from passes.room import frozen_weights, saved_bytes, stages_of, state_bytes
+from passes.room import computed_again_bytes, frozen_weights, saved_bytes, stages_of, state_bytes
 
 
 def frozen_bytes(case: Case, size: int) -> int:
@@ -62,8 +62,8 @@ class _Walk:
     def __init__(self, case: Case, staged: Staged, sizes: Sequence[int]) -> None:
         self._case, self._staged, self._sizes = case, staged, sizes
         self._saved = {size: saved_bytes(case.costs, staged, size) for size in set(sizes)}
+        self._again = {size: computed_again_bytes(case.costs, staged, size) for size in set(sizes)}
         self._largest = {size: case.costs.temporary_bytes(size) for size in set(sizes)}
-        self._temporary: dict[tuple[int, int, bool], int] = {}
 
     def most(self, actions: Sequence[Action], pieces: Sequence[Piece]) -> int:
         split = {action.stage for action in actions if action.kind == "W"}
@@ -75,21 +75,20 @@ class _Walk:
                 layers = self._case.frozen.largest_at(self._sizes[item.microbatch])[item.stage]
                 most = max(most, level + int(max(layers, default=0.0)))
             elif item.kind != "R":
-                kept = self._saved[self._sizes[item.microbatch]][item.stage]
+                size = self._sizes[item.microbatch]
+                kept, again = self._saved[size][item.stage], self._again[size][item.stage]
                 level += kept * (item.kind == "F")
                 most = max(most, level + self._temporary_bytes(item))
-                level -= kept * (item.kind == "W" or (item.kind in "BI" and item.stage not in split))
+                level += again * (item.kind == "I" and item.stage in split)  # until its W
+                level -= (kept + again) * (item.kind == "W")
+                level -= kept * (item.kind in "BI" and item.stage not in split)
         return most
 
     def _temporary_bytes(self, action: Action) -> int:
         """The largest operation of a stage, beside all that is computed again."""
-        size, again = self._sizes[action.microbatch], action.kind in "BI" and action.stage in self._staged.recompute
-        key = action.stage, size, again
-        if key not in self._temporary:
-            blocks = self._staged.blocks(action.stage)
-            kept = self._case.costs.stage_saved_bytes(blocks, size) if again else 0
-            self._temporary[key] = kept + max((self._largest[size][b] for b in blocks), default=0)
-        return self._temporary[key]
+        size = self._sizes[action.microbatch]
+        largest = max((self._largest[size][b] for b in self._staged.blocks(action.stage)), default=0)
+        return largest + self._again[size][action.stage] * (action.kind in "BI")
 
 
 def _piece_bytes(case: Case, piece: Piece) -> int:

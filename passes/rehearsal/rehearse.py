@@ -14,7 +14,8 @@ from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
 from passes.estimate import BlockTimes, estimated_work, without_components
-from passes.fill import FillProblem, idle_of_timeline, per_device
+from passes.fill import idle_of_timeline, per_device
+from passes.frozen_layers import Ahead
 from passes.order import Resources, order
 from passes.rehearsal.case import Case
 from passes.rehearsal.memory import pipeline_peak_bytes
@@ -68,10 +69,9 @@ class Rehearsal:
         limit, left = case.limit_bytes, None
         if limit is not None:
             left = Room(case.costs, case.batch_size, True).for_frozen_work(self.staged, schedule, self.sizes[0], limit)
-        layers = case.frozen.components(case.batch_size, left, not case.divisible, self.staged.frozen_ranks)
-        idle = idle_of_timeline(alone)
-        problem = FillProblem(alone.makespan_seconds, idle, layers, case.batch_size)
-        return replace(self._walked(schedule, filled(problem, per_device(problem), _starts(alone))), filled=True)
+        ahead = Ahead(case.frozen, case.batch_size, left, not case.divisible, self.staged.frozen_ranks)
+        problem, found = ahead.filled(alone.makespan_seconds, idle_of_timeline(alone), per_device, free=True)
+        return replace(self._walked(schedule, filled(problem, found, _starts(alone))), filled=True)
 
     def _schedule(self, budget_seconds: float | None, frozen: bool) -> Schedule:
         case = self.case
