@@ -1,4 +1,11 @@
-"""fxpipe compiles diffusion models for several devices."""
+"""fxpipe compiles diffusion models for several devices.
+
+compiler       the whole story; options, step and program are what goes in and comes out
+artefacts      capture, block_graph, staged, schedule, rank_program: each with a text form, and a check beside it
+numbers        costs (of nodes, blocks, calls), cluster (links), memory, simulation, prediction, profiling
+running        transport, engine, training, verification; emulation on devices that sleep
+people         cli, dump, report, timeline, trace_format
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

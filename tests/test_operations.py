@@ -129,11 +129,17 @@ OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
 }
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+SINCE = {"quantiles": (2, 12), "beta": (2, 13)}  # refused with an older torch
+
+
 @pytest.mark.filterwarnings(
     "ignore:RNN module weights", "ignore:Default grid_sample", "ignore:dropout option", "ignore:index_reduce"
 )
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_are_exact(name: str) -> None:
+    if TORCH < SINCE.get(name, TORCH):
+        pytest.skip("that torch reads the values of quantiles, or has no shapes for gamma variates")
     body, make = OPERATIONS[name]
     program = exact(Operation(body, make), batch(), microbatches=2, schedule="1f1b")
     assert program.capture.batch
