@@ -108,16 +108,21 @@ class Ahead:
         self, seconds: float, idle: tuple[tuple[Interval, ...], ...], how: Callable[[FillProblem], Fill], free: bool
     ) -> tuple[FillProblem, Fill]:
         """In the idle time of a step of so many seconds; where the filler is `free` to, after it if that is faster, for
-        there is room for more samples at once."""
+        there is room for more samples at once, or if only there is room for all of them."""
         always, after = self.room_bytes or (None, None)
         problem = self._problem(seconds, idle, always)
         found = how(problem)
         if free and after != always:
             later = self._problem(seconds, idle, after)
             last = no_fill(later)
-            if last.iteration_seconds < found.iteration_seconds:
+            if last.iteration_seconds < found.iteration_seconds or (self.whole and self._largest > (always or 0)):
                 return later, last
         return problem, found
+
+    @property
+    def _largest(self) -> float:
+        """Bytes of the largest operation on the whole batch."""
+        return max((max(of, default=0.0) for of in self.layers.largest_at(self.batch_size)), default=0.0)
 
     def _problem(self, seconds: float, idle: tuple[tuple[Interval, ...], ...], room_bytes: float | None) -> FillProblem:
         components = self.layers.components(self.batch_size, room_bytes, self.whole, self.ranks)

@@ -16,7 +16,7 @@ from passes.room import Room, saved_bytes
 from passes.schedules.bounds import lower_bound_ticks
 from passes.schedules.job_shop import job_shop
 from passes.schedules.named import make_schedule
-from passes.schedules.problem import Problem
+from passes.schedules.problem import Problem, peak_bytes
 from passes.schedules.synthesis import Synthesis, synthesise
 
 
@@ -24,13 +24,15 @@ from passes.schedules.synthesis import Synthesis, synthesise
 class Resources:
     """What an order may use: times of blocks, links, and on every place of a pipeline bytes for saved activations.
 
-    `saved_bytes` are per stage, held by one micro-batch from its forward to its last gradient.
+    `saved_bytes` are per stage, held by one micro-batch from its forward to its last gradient. Of the room,
+    `ahead_bytes` had better be left to frozen work of the next batch.
     """
 
     times: BlockTimes
     cluster: Cluster
     saved_bytes: tuple[int, ...]
     room_bytes: tuple[int, ...] | None = None
+    ahead_bytes: tuple[int, ...] = ()
 
     @staticmethod
     def of(room: Room, staged: Staged, times: BlockTimes, cluster: Cluster, limit: int | None) -> "Resources":
@@ -38,8 +40,8 @@ class Resources:
         saved = saved_bytes(room.costs, staged, times.num_samples)
         if limit is None or not _pipelines(staged):
             return Resources(times, cluster, saved)
-        left = room.for_activations(staged, _places(staged), times.num_samples, limit)
-        return Resources(times, cluster, saved, left)
+        at = staged, _places(staged), times.num_samples
+        return Resources(times, cluster, saved, room.for_activations(*at, limit), room.for_ahead(*at))
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def order(
     if budget_seconds is None or problem.num_ranks == 1:
         known = _named(problem, staged.schedule)
     else:
-        known = synthesise(_whole(problem) if staged.recompute else problem, budget_seconds)
+        known = synthesise(_asked(problem, staged, resources), budget_seconds)
     return Ordered(tile(known.schedule, pipelines, problem.work), known)
 
 
@@ -118,9 +120,16 @@ def _problem(graph: BlockGraph, staged: Staged, work: Work, resources: Resources
     )
 
 
-def _whole(problem: Problem) -> Problem:
-    """No backward in two parts: what the first computes again would be held until the second."""
-    return replace(problem, seconds={kind: each for kind, each in problem.seconds.items() if kind not in "IW"})
+def _asked(problem: Problem, staged: Staged, resources: Resources) -> Problem:
+    """What is searched for: no recomputed backward in two parts, for what the first computes again would be held until
+    the second; and room for frozen work of the next batch, as far as the named order leaves it."""
+    seconds = {kind: each for kind, each in problem.seconds.items() if not staged.recompute or kind not in "IW"}
+    if resources.room_bytes is None:
+        return replace(problem, seconds=seconds)
+    needed = peak_bytes(problem, _named(problem, staged.schedule).schedule)
+    left = zip(resources.room_bytes, resources.ahead_bytes, needed, strict=True)
+    room = tuple(max(room - ahead, named) for room, ahead, named in left)
+    return replace(problem, seconds=seconds, memory_limit_bytes=room)
 
 
 def _named(problem: Problem, name: str) -> Synthesis:

@@ -9,7 +9,7 @@ Frozen work of this batch runs before its micro-batch's forward; that of the nex
 once as memory asks for.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpipe.block_graph import BlockGraph
@@ -18,6 +18,8 @@ from fxpipe.memory import ADAMW_BYTES
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
 from passes.estimate import stage_bytes
+
+_SLOWER = 1.05  # of a frozen component's seconds per sample: what fewer samples at once may cost
 
 
 def saved_bytes(costs: BlockCosts, staged: Staged, num_samples: int) -> tuple[int, ...]:
@@ -36,21 +38,28 @@ def computed_again_bytes(costs: BlockCosts, staged: Staged, num_samples: int) ->
     )
 
 
-def most_saved(actions: Sequence[Action], saved: Sequence[int], again: Sequence[int] = ()) -> int:
-    """The most bytes that saved activations take on a rank: from each F to the B, or the W, of its micro-batch; what an
-    I computes `again` waits for the W, too."""
+def saved_levels(
+    actions: Sequence[Action], saved: Callable[[Action], int], again: Callable[[Action], int]
+) -> Iterator[tuple[int, int]]:
+    """Bytes of saved activations on a rank during and after each of its actions: they are held from each F to the B, or
+    the W, of its micro-batch; what an I computes `again` waits for the W, too."""
     split = {action.stage for action in actions if action.kind == "W"}
-    level = most = 0
+    level = 0
     for action in actions:
-        more = again[action.stage] if again and action.stage in split else 0
         if action.kind == "F":
-            level += saved[action.stage]
-        elif action.kind == "I" and more:
-            level += more
-        elif action.kind == "W" or (action.kind in "BI" and action.stage not in split):
-            level -= saved[action.stage] + more
-        most = max(most, level)
-    return most
+            level += saved(action)
+        during = level
+        if action.kind == "W":
+            level -= saved(action) + again(action)
+        elif action.kind in "BI":
+            level += again(action) if action.stage in split else -saved(action)
+        yield during, level
+
+
+def most_saved(actions: Sequence[Action], saved: Sequence[int], again: Sequence[int]) -> int:
+    """The most of `saved_levels`; both are per stage."""
+    levels = saved_levels(actions, lambda a: saved[a.stage], lambda a: again[a.stage])
+    return max((max(during, after) for during, after in levels), default=0)
 
 
 def state_bytes(costs: BlockCosts, blocks: Collection[int]) -> int:
@@ -68,9 +77,6 @@ def frozen_weights(costs: BlockCosts, staged: Staged, rank: int) -> int:
     return sum(size for component, size in enumerate(costs.component_bytes) if staged.may_run(component, rank))
 
 
-_SLOWER = 1.05  # of a frozen component's seconds per sample: what fewer samples at once may cost
-
-
 @dataclass(frozen=True, eq=False)
 class Room:
     """What ranks need for a step of `batch_size` samples; `filled`: frozen work of the next batch is done in it."""
@@ -79,34 +85,56 @@ class Room:
     batch_size: int
     filled: bool = False
 
-    def held_bytes(self, staged: Staged, rank: int, stages: Sequence[int], num_samples: int) -> int:
-        """What a rank with these stages holds, whatever the order, for micro-batches of `num_samples`."""
+    def held_bytes(self, staged: Staged, rank: int, stages: Sequence[int]) -> int:
+        """What a rank with these stages holds all step long, whatever the order."""
         costs, blocks = self.costs, [b for stage in stages for b in staged.blocks(stage)]
         held = state_bytes(costs, blocks) + costs.given_bytes(blocks, self.batch_size)
         held += frozen_weights(costs, staged, rank)
         if self.filled and blocks:
             replicas = min(len(staged.stage_ranks[stage]) for stage in stages)
             held += 2 * costs.made_bytes(blocks, -(-self.batch_size // replicas))
-        return held + self._temporary_bytes(staged, stages, num_samples)
+        return held
 
     def peak_bytes(self, staged: Staged, schedule: Schedule, num_samples: int) -> list[int]:
         """The most bytes on every rank of `schedule`, which may be that of the first pipeline."""
-        saved = saved_bytes(self.costs, staged, num_samples)
-        again = computed_again_bytes(self.costs, staged, num_samples)
-        return [
-            self.held_bytes(staged, rank, stages_of(actions), num_samples) + most_saved(actions, saved, again)
-            for rank, actions in zip(ranks_of(staged, schedule), schedule.ranks, strict=True)
-        ]
+        costs = self.costs
+        saved, again = saved_bytes(costs, staged, num_samples), computed_again_bytes(costs, staged, num_samples)
+        largest, frozen, ahead = self._largest(staged, num_samples), self._frozen(num_samples), self._frozen_ahead
+        found = []
+        for rank, actions in zip(ranks_of(staged, schedule), schedule.ranks, strict=True):
+            training = [action for action in actions if action.kind in "FBIW"]
+            levels = saved_levels(training, lambda a: saved[a.stage], lambda a: again[a.stage])
+            most = 0
+            for action, (during, after) in zip(training, levels, strict=True):
+                temporary = largest[action.stage] + again[action.stage] * (action.kind in "BI")
+                if action.kind == "F":
+                    temporary = max(temporary, frozen - saved[action.stage])
+                most = max(most, during + max(temporary, ahead), after + ahead)
+            found.append(self.held_bytes(staged, rank, stages_of(actions)) + most)
+        return found
 
     def for_activations(self, staged: Staged, places: Sequence[int], num_samples: int, limit: int) -> tuple[int, ...]:
-        """What `limit` leaves for saved activations on every place of a pipeline; `places` are those of the stages.
-        Beside them frozen work of the next batch is to run about as fast as it can."""
-        ahead, found = self._ahead_bytes(num_samples), []
-        for place in range(max(places) + 1):
-            stages = [s for s, p in enumerate(places) if p == place]
-            held = self.held_bytes(staged, staged.stage_ranks[stages[0]][0], stages, num_samples)
-            found.append(limit - held - max(0, ahead - self._temporary_bytes(staged, stages, num_samples)))
-        return tuple(found)
+        """What `limit` leaves for saved activations on every place of a pipeline; `places` are those of the stages."""
+        return tuple(
+            limit
+            - self.held_bytes(staged, staged.stage_ranks[stages[0]][0], stages)
+            - self.temporary_bytes(staged, stages, num_samples)
+            for stages in _of_places(places)
+        )
+
+    def for_ahead(self, staged: Staged, places: Sequence[int], num_samples: int) -> tuple[int, ...]:
+        """What of that is better left on every place, for frozen work of the next batch to run about as fast as it can:
+        its largest operation, on as few samples as take hardly longer each, is larger than any other by so much."""
+        if not self.filled:
+            return (0,) * (max(places) + 1)
+        costs, most = self.costs, 0
+        for component, seconds in enumerate(costs.at(num_samples).component_seconds):
+            size, worth = num_samples, _SLOWER * seconds / num_samples
+            while size > 1 and costs.at(size // 2).component_seconds[component] <= worth * (size // 2):
+                size //= 2
+            most = max(most, costs.component_temporary_bytes(size)[component])
+        temporary = (self.temporary_bytes(staged, stages, num_samples) for stages in _of_places(places))
+        return tuple(max(0, most - size) for size in temporary)
 
     def for_frozen_work(self, staged: Staged, schedule: Schedule, num_samples: int, limit: int) -> tuple[int, int]:
         """What `limit` leaves on the fullest rank for an operation of frozen work: at any moment, and after the rest,
@@ -115,33 +143,37 @@ class Room:
         again = computed_again_bytes(self.costs, staged, num_samples)
         always, after = limit, limit
         for rank, actions in zip(ranks_of(staged, schedule), schedule.ranks, strict=True):
-            stages = stages_of(actions)
-            left = limit - self.held_bytes(staged, rank, stages, num_samples)
-            left += self._temporary_bytes(staged, stages, num_samples)
+            left = limit - self.held_bytes(staged, rank, stages_of(actions))
             always, after = min(always, left - most_saved(actions, saved, again)), min(after, left)
         return always, after
 
-    def _temporary_bytes(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
-        """The largest operation, with what is recomputed for one backward."""
-        costs, largest = self.costs, self.costs.temporary_bytes(num_samples)
+    def temporary_bytes(self, staged: Staged, stages: Sequence[int], num_samples: int) -> int:
+        """The most that actions of these stages need for a moment beside what is saved: the largest operation, with
+        what is recomputed for one backward; or frozen work, before its micro-batch is among what is saved."""
+        costs, largest = self.costs, self._largest(staged, num_samples)
         again, saved = computed_again_bytes(costs, staged, num_samples), saved_bytes(costs, staged, num_samples)
-        training = max((largest[b] for s in stages for b in staged.blocks(s)), default=0)
-        training += max((again[s] for s in stages), default=0)
-        frozen = max(costs.component_temporary_bytes(num_samples), default=0)
-        frozen -= min((saved[s] for s in stages), default=0)
-        return max(training, frozen, *(costs.component_temporary_bytes(1) if self.filled else ()))
+        training = max((largest[s] for s in stages), default=0) + max((again[s] for s in stages), default=0)
+        frozen = self._frozen(num_samples) - min((saved[s] for s in stages), default=0)
+        return max(training, frozen, self._frozen_ahead)
 
-    def _ahead_bytes(self, num_samples: int) -> int:
-        """The largest operation of the next batch's frozen work, on as few samples as take hardly longer each."""
-        if not self.filled:
-            return 0
-        costs, most = self.costs, 0
-        for component, seconds in enumerate(costs.at(num_samples).component_seconds):
-            size, worth = num_samples, _SLOWER * seconds / num_samples
-            while size > 1 and costs.at(size // 2).component_seconds[component] <= worth * (size // 2):
-                size //= 2
-            most = max(most, costs.component_temporary_bytes(size)[component])
-        return most
+    def _largest(self, staged: Staged, num_samples: int) -> list[int]:
+        """The largest operation of every stage."""
+        largest = self.costs.temporary_bytes(num_samples)
+        return [max((largest[b] for b in staged.blocks(s)), default=0) for s in range(staged.num_stages)]
+
+    def _frozen(self, num_samples: int) -> int:
+        """The largest operation of frozen work for a micro-batch."""
+        return max(self.costs.component_temporary_bytes(num_samples), default=0)
+
+    @property
+    def _frozen_ahead(self) -> int:
+        """The least that frozen work of the next batch needs at once, on one sample."""
+        return max(self.costs.component_temporary_bytes(1), default=0) if self.filled else 0
+
+
+def _of_places(places: Sequence[int]) -> list[list[int]]:
+    """The stages of every place."""
+    return [[s for s, p in enumerate(places) if p == place] for place in range(max(places) + 1)]
 
 
 def ranks_of(staged: Staged, schedule: Schedule) -> list[int]:

@@ -1,6 +1,7 @@
 """Comparisons: op lists have the times and bytes of rank programs, baselines are those one can work out by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from fxpipe.simulation import walk
 from passes.block_costs import block_costs
 from passes.comparison import compare, ours
 from passes.comparison.memory import ddp_peak_bytes
-from passes.frozen_layers import frozen_layers
+from passes.fill import per_device
+from passes.frozen_layers import Ahead, frozen_layers
 from passes.placement.ports import busiest_port_seconds
 from passes.rehearsal.case import Case
 from passes.rehearsal.memory import frozen_bytes
@@ -111,6 +113,29 @@ def test_frozen_work_needs_no_room_beside_all_that_is_saved() -> None:
     for name in ("fxpipe", "fxpipe, filled"):
         assert rows[name].fits
         assert rows[name].seconds <= 1.005 * rows["DDP"].seconds
+
+
+def test_searched_orders_have_the_room_that_the_named_one_needs() -> None:
+    """Also where frozen work of the next batch would like more of it than is left."""
+    limit = 4_919_424
+    options: dict[str, Any] = {"stages": 2, "data_parallel": 1, "memory_limit": limit, "budget": 0.0}
+    program = fxpipe.compile(LargePictures(), 2, batch_size=64, **options)
+    assert program.needed_bytes <= limit
+
+
+def test_frozen_work_waits_for_room() -> None:
+    program = fxpipe.compile(LargePictures(), 2, batch_size=64, microbatches=2, schedule="1f1b", cluster=PROMPT)
+    layers = case_of(program).frozen
+    little, enough = (max(map(max, layers.largest_at(size))) for size in (1, 64))
+    idle, room = (((0.5, 0.6),), ((0.5, 0.6),)), (little, enough)
+    hidden = Ahead(layers, 64, room).filled(1.0, idle, per_device, free=True)[1]
+    assert hidden.tail_seconds == 0.0, "one by one the samples fit into idle time"
+    after = Ahead(layers, 64, room).filled(1.0, ((), ()), per_device, free=True)[1]
+    one_by_one = Ahead(layers, 64, room).filled(1.0, ((), ()), per_device, free=False)[1]
+    at_once = Ahead(layers, 64).filled(1.0, ((), ()), per_device, free=False)[1]
+    assert after.tail_seconds == at_once.tail_seconds < one_by_one.tail_seconds
+    together = Ahead(layers, 64, room, whole=True).filled(1.0, idle, per_device, free=True)[1]
+    assert min(piece.start_seconds for pieces in together.ranks for piece in pieces) >= 1.0
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -46,6 +46,7 @@ class BlockCosts:
     seconds_at: Callable[[int], BlockSeconds]
     largest_at: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]
     _seconds: dict[int, BlockSeconds] = field(default_factory=dict, init=False, repr=False)
+    _largest: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_blocks(self) -> int:
@@ -140,11 +141,16 @@ class BlockCosts:
 
     def temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
         """What each block needs for a moment: operands and results of its largest operation."""
-        return self.largest_at(num_samples)[0]
+        return self._largest_at(num_samples)[0]
 
     def component_temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
         """The same of each frozen component, without its weights."""
-        return self.largest_at(num_samples)[1]
+        return self._largest_at(num_samples)[1]
+
+    def _largest_at(self, num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if num_samples not in self._largest:
+            self._largest[num_samples] = self.largest_at(num_samples)
+        return self._largest[num_samples]
 
     def made_bytes(self, blocks: Collection[int], num_samples: int) -> int:
         """What frozen components make for a stage of these blocks."""

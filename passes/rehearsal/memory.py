@@ -6,14 +6,14 @@
 As the tuner counts (`passes.room`), but with every piece of frozen work where it runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fxpipe.schedule import Action, Schedule
 from fxpipe.staged import Staged
 from passes.fill import among
 from passes.rehearsal.case import Case
 from passes.rehearsal.pieces import Piece
-from passes.room import computed_again_bytes, frozen_weights, saved_bytes, stages_of, state_bytes
+from passes.room import computed_again_bytes, frozen_weights, saved_bytes, saved_levels, stages_of, state_bytes
 
 
 def frozen_bytes(case: Case, size: int) -> int:
@@ -66,7 +66,8 @@ class _Walk:
         self._largest = {size: case.costs.temporary_bytes(size) for size in set(sizes)}
 
     def most(self, actions: Sequence[Action], pieces: Sequence[Piece]) -> int:
-        split = {action.stage for action in actions if action.kind == "W"}
+        training = [action for action in actions if action.kind in "FBIW"]
+        levels = saved_levels(training, self._of(self._saved), self._of(self._again))
         level = most = 0
         for _, item in among(actions, pieces):
             if isinstance(item, Piece):
@@ -75,14 +76,12 @@ class _Walk:
                 layers = self._case.frozen.largest_at(self._sizes[item.microbatch])[item.stage]
                 most = max(most, level + int(max(layers, default=0.0)))
             elif item.kind != "R":
-                size = self._sizes[item.microbatch]
-                kept, again = self._saved[size][item.stage], self._again[size][item.stage]
-                level += kept * (item.kind == "F")
-                most = max(most, level + self._temporary_bytes(item))
-                level += again * (item.kind == "I" and item.stage in split)  # until its W
-                level -= (kept + again) * (item.kind == "W")
-                level -= kept * (item.kind in "BI" and item.stage not in split)
+                during, level = next(levels)
+                most = max(most, during + self._temporary_bytes(item))
         return most
+
+    def _of(self, sizes: Mapping[int, Sequence[int]]) -> Callable[[Action], int]:
+        return lambda action: sizes[self._sizes[action.microbatch]][action.stage]
 
     def _temporary_bytes(self, action: Action) -> int:
         """The largest operation of a stage, beside all that is computed again."""

@@ -222,8 +222,13 @@ class Predictions:
 
     def _bytes_of_one(self, staged: Staged, of_place: Sequence[Sequence[int]], num_samples: int) -> list[int]:
         """With one micro-batch, of ranks with these stages."""
-        saved, held = saved_bytes(self._costs, staged, num_samples), self._room.held_bytes
-        return [held(staged, 0, stages, num_samples) + sum(saved[s] for s in stages) for stages in of_place]
+        saved, room = saved_bytes(self._costs, staged, num_samples), self._room
+        return [
+            room.held_bytes(staged, 0, stages)
+            + room.temporary_bytes(staged, stages, num_samples)
+            + sum(saved[s] for s in stages)
+            for stages in of_place
+        ]
 
     def _nowhere(self, staged: Staged) -> Staged:
         """Without frozen weights."""

@@ -11,7 +11,7 @@ from fxpipe.memory import ADAMW_BYTES
 from fxpipe.schedule import Schedule
 from fxpipe.staged import Staged
 from passes.partition import StageMemory
-from passes.room import Room, most_saved, ranks_of, saved_bytes, stages_of, state_bytes
+from passes.room import Room, computed_again_bytes, most_saved, ranks_of, saved_bytes, stages_of, state_bytes
 
 FrozenRanks = tuple[tuple[int, ...], ...]
 
@@ -46,13 +46,14 @@ def stage_memory(room: Room, staged: Staged, schedule: Schedule, num_samples: in
         for b in range(costs.num_blocks)
     ]
     kept = [0] * costs.num_blocks if staged.recompute else costs.saved_bytes(num_samples)
-    saved = saved_bytes(costs, staged, num_samples)
+    saved, again = saved_bytes(costs, staged, num_samples), computed_again_bytes(costs, staged, num_samples)
     limits = []
     for rank, actions in zip(ranks_of(staged, schedule), schedule.ranks, strict=True):
         stages = stages_of(actions)
         blocks = [block for stage in stages for block in staged.blocks(stage)]
-        other = room.held_bytes(staged, rank, stages, num_samples) - state_bytes(costs, blocks)
-        other += most_saved(actions, saved) if staged.recompute else 0
+        other = room.held_bytes(staged, rank, stages) - state_bytes(costs, blocks)
+        other += room.temporary_bytes(staged, stages, num_samples)
+        other += most_saved(actions, saved, again) if staged.recompute else 0
         limits.append(limit - other)
     if min(limits) < 0:
         return None
@@ -65,5 +66,5 @@ def _in_flight(schedule: Schedule) -> list[int]:
     for actions in schedule.ranks:
         for stage in stages_of(actions):
             ones = [int(s == stage) for s in range(schedule.num_stages)]
-            most[stage] = max(most[stage], most_saved(actions, ones))
+            most[stage] = max(most[stage], most_saved(actions, ones, [0] * schedule.num_stages))
     return most
