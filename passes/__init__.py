@@ -8,6 +8,7 @@ planning              plan          the plan, from the tuner (tuner, rehearsal, 
                                     chains (replicas, two directions, self-conditioning)
                       order         the order of every rank's actions: schedules
                       fill          frozen work of the next batch in idle time
-making programs       lowering      stage graphs, messages, rank programs; filled is all three forms of a step
+making programs       lowering      stage graphs, messages, rank programs; filled is all three forms of a step,
+                                    call_costs what each of their calls is made of
 beside it             comparison    what other ways to train the same step would take
 """

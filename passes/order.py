@@ -80,6 +80,8 @@ def order(
         known = _named(problem, staged.schedule)
     else:
         known = synthesise(_asked(problem, staged, resources), budget_seconds)
+        if staged.recompute:
+            known = replace(known, method=f"{known.method}, of orders with whole backwards")
     return Ordered(tile(known.schedule, pipelines, problem.work), known)
 
 

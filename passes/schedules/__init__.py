@@ -6,7 +6,8 @@ named           the field's schedules, by name                        hanayo    
 building_block  one micro-batch, repeated                             repetition what that means for list schedules
 list_rules      a dozen quick rules                                   portfolio  all of these, within a moment
 
-synthesis       search: value, lower bound, method                    schedule_cache   what was found before
+synthesis       a schedule, its lower bound and method (search: with OR-tools, which solver loads)
+schedule_cache  what was found before
 steady          shortest patterns that repeat (periodic: one; unrolling, ramps: whole schedules from it)
 windows         one window after another, each solved (exact)         bounds, window_bound   no schedule is shorter
 """
