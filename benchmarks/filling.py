@@ -4,14 +4,15 @@
     python benchmarks/filling.py --batch-size 128 --device H100@bfloat16
 
 VAE encoder and text encoder at 512x512, cut where one value is alive; times from the device model's roofline, the
-U-Net's stages balanced, 1F1B, transfers and the stages' all-reduces over 8 devices on NVSwitch. "published" keeps to
-DiffusionPipe's limits (Tian et al., MLSys 2024): bubbles from 10 ms, local batches 4 to 96 in ten steps; "ours" uses
+U-Net's stages balanced, 1F1B, transfers and the stages' all-reduces over 8 devices on NVSwitch. "As published" keeps to
+DiffusionPipe's limits (Tian et al., MLSys 2024): bubbles from 10 ms, local batches 4 to 96 in ten steps; the others use
 bubbles from 2 ms and any local batch up to 96. A time of the planner is the shortest of three.
+`fxpipe fillers` prints the same of any model.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -31,16 +32,13 @@ from fxpipe.costs import node_seconds
 from fxpipe.schedule import Action, Work
 from fxpipe.simulator import simulate
 from passes.blocks import analyse
+from passes.comparison.fillers import WAYS
 from passes.fill import (
-    Fill,
     FillProblem,
     FrozenComponent,
     Layer,
-    fill,
     idle_of_schedule,
     lower_bound_seconds,
-    per_device,
-    published,
     require,
 )
 from passes.partition import linear
@@ -50,16 +48,6 @@ NUM_DEVICES, NUM_BLOCKS, REPEATS = 8, 46, 3
 CLUSTER = Cluster.parse("8xA100-80GB")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PIPELINES = ((2, 4, 4, 1), (4, 2, 8, 1), (8, 1, 16, 1), (2, 4, 4, 2), (4, 2, 8, 2), (8, 1, 16, 2), (8, 1, 8, 2))
-
-ROWS: tuple[tuple[str, Callable[[FillProblem], Fill]], ...] = (
-    ("no fill", lambda ours: fill(ours, "none")),
-    ("greedy, whole layers, published", lambda ours: fill(replace(published(ours), partial=False), "greedy")),
-    ("greedy, published", lambda ours: fill(published(ours), "greedy")),
-    ("exact, published", lambda ours: fill(published(ours), "exact")),
-    ("per device, published", lambda ours: per_device(published(ours))),
-    ("greedy, ours", lambda ours: fill(ours, "greedy")),
-    ("per device, ours", lambda ours: per_device(ours)),
-)
 
 
 @dataclass(frozen=True)
@@ -180,7 +168,7 @@ def table(title: str, given: FillProblem) -> Table:
     found.title_justify = "left"
     for column in ("filler", "iteration, ms", "over bound", "tail, ms", "idle", "samples move", "planned in, ms"):
         found.add_column(column, justify="left" if column == "filler" else "right")
-    for name, filler in ROWS:
+    for name, filler in WAYS.items():
         times = []
         for _ in range(REPEATS):
             fresh, started = replace(given), time.perf_counter()

@@ -7,7 +7,7 @@ Between two layers of a component few bytes are alive, wherever that can be had.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -109,24 +109,26 @@ class Ahead:
     ) -> tuple[FillProblem, Fill]:
         """In the idle time of a step of so many seconds; where the filler is `free` to, after it if that is faster, for
         there is room for more samples at once, or if only there is room for all of them."""
-        always, after = self.room_bytes or (None, None)
-        problem = self._problem(seconds, idle, always)
+        problem = self.problem(seconds, idle)
         found = how(problem)
-        if free and after != always:
-            later = self._problem(seconds, idle, after)
+        if free and self.room_bytes and self.room_bytes[0] != self.room_bytes[1]:
+            always, after = self.room_bytes
+            later = replace(self, room_bytes=(after, after)).problem(seconds, idle)
             last = no_fill(later)
-            if last.iteration_seconds < found.iteration_seconds or (self.whole and self._largest > (always or 0)):
+            if last.iteration_seconds < found.iteration_seconds or (self.whole and self._largest > always):
                 return later, last
         return problem, found
+
+    def problem(self, seconds: float, idle: tuple[tuple[Interval, ...], ...]) -> FillProblem:
+        """What a filler is given: as many samples at once as there is room for at any moment."""
+        room = self.room_bytes[0] if self.room_bytes else None
+        components = self.layers.components(self.batch_size, room, self.whole, self.ranks)
+        return FillProblem(seconds, idle, components, self.batch_size)
 
     @property
     def _largest(self) -> float:
         """Bytes of the largest operation on the whole batch."""
         return max((max(of, default=0.0) for of in self.layers.largest_at(self.batch_size)), default=0.0)
-
-    def _problem(self, seconds: float, idle: tuple[tuple[Interval, ...], ...], room_bytes: float | None) -> FillProblem:
-        components = self.layers.components(self.batch_size, room_bytes, self.whole, self.ranks)
-        return FillProblem(seconds, idle, components, self.batch_size)
 
 
 def frozen_layers(

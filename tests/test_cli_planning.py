@@ -65,6 +65,22 @@ def test_compare_prints_a_row_per_contestant_and_traces_nothing(monkeypatch: pyt
     assert "8 samples on 4 ranks of 2x2xV100-32GB+Ethernet-10, 28.3 GiB a rank" in stdout
 
 
+def test_fillers_are_compared_on_the_plan_that_compile_makes() -> None:
+    options = ["--world-size", "2", "--budget", "0", "--cluster", "2xV100"]
+    code, stdout, _ = invoke("fillers", FROZEN_UNET, *options)
+    assert code == 0
+    program = fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=8, budget=0, cluster="2xV100")
+    assert f"{program.plan.outcomes[0]}; no filling is shorter than" in stdout
+    found = {row[0]: row[1:] for row in rows(stdout)}
+    assert list(found) == [
+        "no fill", "greedy, whole layers", "greedy, as published", "exact, in the same bubbles",
+        "greedy, in all bubbles", "per-device, whole layers", "per-device",
+    ]  # fmt: skip
+    over = {name: float(row[1].rstrip("%")) for name, row in found.items()}
+    assert 0 <= over["per-device"] == min(over.values())
+    assert over["no fill"] > 0
+
+
 def test_tune_shows_the_top_only() -> None:
     code, stdout, _ = invoke("tune", f"{TOY}:toy", "--world-size", "2", "--top", "2")
     assert code == 0
@@ -78,6 +94,7 @@ WRONG = [
     (["tune", f"{TOY}:toy", "--world-size", "2", "--memory-limit", "much"], "'40GiB'"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--collocation", "firm"], "'hard' or 'soft'"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--top", "0"], "--top"),
+    (["fillers", f"{TOY}:toy", "--world-size", "2"], "nothing of this step is frozen"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--fill", "sand"], "'sand'"),
     (["compare", f"{TOY}:toy", "--world-size", "4", "--batch-size", "2"], "a batch of 2 samples does not give"),
     (["tune", f"{TOY}:toy", "--world-size", "8", "--cluster", "2xV100"], "has 2 devices"),

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from fxpipe.cli.costing import cost, profile
 from fxpipe.cli.options import Planning, planned, read
-from fxpipe.cli.planning import compare, report, simulate, trace, tune
+from fxpipe.cli.planning import compare, fillers, report, simulate, trace, tune
 from fxpipe.errors import CompileError, FxpipeError
 
 
@@ -43,7 +43,7 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
-for command in (cost, profile, tune, compare, simulate, trace, report):
+for command in (cost, profile, tune, compare, fillers, simulate, trace, report):
     app.command()(command)
 
 
@@ -56,7 +56,7 @@ def main() -> None:
 def _root(context: typer.Context) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
     if context.invoked_subcommand is None:
-        known = "compile, show, run, cost, profile, tune, compare, simulate, trace, report"
+        known = "compile, show, run, cost, profile, tune, compare, fillers, simulate, trace, report"
         raise CompileError(f"no command given; one of {known} (fxpipe --help tells more)")
 
 

@@ -1,4 +1,4 @@
-"""`fxpipe tune`, `compare`, `simulate`, `trace` and `report`: plans, and what they will cost."""
+"""`fxpipe tune`, `compare`, `fillers`, `simulate`, `trace` and `report`: plans, and what they will cost."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from rich.table import Table
 from fxpipe.block_graph import human_bytes
 from fxpipe.cli.options import Planning, planned
 from fxpipe.errors import CompileError
+from fxpipe.timeline import human_seconds
 
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
@@ -89,6 +90,15 @@ def _question(planning: Planning) -> _Question:
     return _Question(step, model, cluster, wishes, planning.budget)
 
 
+def _limited(planning: Planning) -> tuple[_Question, int | None]:
+    """The question, and the memory limit: the user's, else the device's."""
+    from passes.plan import usable_bytes
+
+    asked = _question(planning)
+    limit = asked.wishes.memory_limit_bytes
+    return asked, usable_bytes(asked.device_bytes) if limit is None and asked.device_bytes else limit
+
+
 def _head(planning: Planning, asked: _Question, limit_bytes: int | None) -> str:
     within = f", {human_bytes(limit_bytes)} a rank" if limit_bytes else ""
     return f"{planning.batch_size} samples on {asked.wishes.world_size} ranks of {asked.cluster}{within}"
@@ -116,15 +126,33 @@ def compare(planning: Planning) -> None:
     """
     from fxpipe.comparison import comparison_table
     from passes.comparison import compare as contest
-    from passes.plan import usable_bytes
 
-    asked = _question(planning)
-    limit = asked.wishes.memory_limit_bytes
-    if limit is None and asked.device_bytes:
-        limit = usable_bytes(asked.device_bytes)
+    asked, limit = _limited(planning)
     case = replace(asked.case, limit_bytes=limit)
     print(_head(planning, asked, limit))
     print_wide(comparison_table(contest(case, asked.wishes, planning.budget), limit))
+
+
+@planned
+def fillers(planning: Planning) -> None:
+    """Print what a step of MODEL takes by every way to put the next batch's frozen work into its idle time.
+
+    One plan, the one that is chosen for frozen work in idle time. No stage is traced, no program made.
+    """
+    from passes.comparison import fillers as filled_by
+
+    asked, limit = _limited(planning)
+    setting, bound, found = filled_by(replace(asked.case, limit_bytes=limit), asked.wishes, planning.budget)
+    print(_head(planning, asked, limit))
+    print(f"{setting}; no filling is shorter than {human_seconds(bound)}")
+    table = Table("filler")
+    for name in ("step", "over bound", "after the pipeline", "bubbles", "samples change ranks"):
+        table.add_column(name, justify="right")
+    for name, fill in found.items():
+        step = fill.iteration_seconds
+        numbers = human_seconds(step), f"{step / bound - 1:.1%}", human_seconds(fill.tail_seconds)
+        table.add_row(name, *numbers, f"{fill.bubble_ratio:.1%}", "no" if fill.stays else "between layers")
+    print_wide(table)
 
 
 @planned

@@ -3,17 +3,19 @@
 data_parallel DDP and ZeRO-3 as op lists         contest    of a contestant's settings the best that fits
 memory        peak bytes of these                baselines  DDP, ZeRO-3, GPipe, 1F1B, by their best settings
                                                  ours       fxpipe's plans, unfilled and filled
+                                                 fillers    one plan, its idle time filled in every way
 
 Pipelines are `passes.rehearsal`'s.
 """
 
 from fxpipe.comparison import Contestant
 from passes.comparison.baselines import baselines
+from passes.comparison.fillers import fillers
 from passes.comparison.ours import ours
 from passes.rehearsal.case import Case
 from passes.tuner.candidates import Wishes
 
-__all__ = ["baselines", "compare", "ours"]
+__all__ = ["baselines", "compare", "fillers", "ours"]
 
 
 def compare(case: Case, wishes: Wishes, budget_seconds: float = 2.0) -> list[Contestant]:

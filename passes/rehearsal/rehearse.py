@@ -14,7 +14,7 @@ from fxpipe.simulation import walk
 from fxpipe.staged import Staged
 from fxpipe.timeline import Timeline
 from passes.estimate import BlockTimes, estimated_work, without_components
-from passes.fill import idle_of_timeline, per_device
+from passes.fill import FillProblem, idle_of_timeline, per_device
 from passes.frozen_layers import Ahead
 from passes.order import Resources, order
 from passes.rehearsal.case import Case
@@ -61,17 +61,27 @@ class Rehearsal:
 
     def _filled(self, budget_seconds: float | None, worth_seconds: float) -> Rehearsed:
         """The next batch's frozen work in the idle time of the training alone."""
-        case, schedule = self.case, self._schedule(budget_seconds, frozen=False)
+        schedule = self._schedule(budget_seconds, frozen=False)
         plain = self._walked(schedule, ())
         alone = plain.timeline
         if alone.makespan_seconds >= worth_seconds:
             return plain
-        limit, left = case.limit_bytes, None
-        if limit is not None:
-            left = Room(case.costs, case.batch_size, True).for_frozen_work(self.staged, schedule, self.sizes[0], limit)
-        ahead = Ahead(case.frozen, case.batch_size, left, not case.divisible, self.staged.frozen_ranks)
-        problem, found = ahead.filled(alone.makespan_seconds, idle_of_timeline(alone), per_device, free=True)
+        problem, found = self._ahead(schedule).filled(
+            alone.makespan_seconds, idle_of_timeline(alone), per_device, free=True
+        )
         return replace(self._walked(schedule, filled(problem, found, _starts(alone))), filled=True)
+
+    def fill_problem(self, budget_seconds: float | None = None) -> FillProblem:
+        """The idle time of the training alone, and what is to be put into it."""
+        schedule = self._schedule(budget_seconds, frozen=False)
+        alone = self._walked(schedule, ()).timeline
+        return self._ahead(schedule).problem(alone.makespan_seconds, idle_of_timeline(alone))
+
+    def _ahead(self, schedule: Schedule) -> Ahead:
+        case, left = self.case, None
+        if (limit := case.limit_bytes) is not None:
+            left = Room(case.costs, case.batch_size, True).for_frozen_work(self.staged, schedule, self.sizes[0], limit)
+        return Ahead(case.frozen, case.batch_size, left, not case.divisible, self.staged.frozen_ranks)
 
     def _schedule(self, budget_seconds: float | None, frozen: bool) -> Schedule:
         case = self.case
