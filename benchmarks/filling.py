@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import torch
 from compile_sd21 import StableDiffusion21Step
-from rich.console import Console
 from rich.table import Table
 from torch import fx
 
@@ -27,6 +26,7 @@ from cost_models.flops import node_costs
 from fxpipe.block_graph import BlockGraph, Component, is_size, tensor_bytes
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
+from fxpipe.cli.planning import print_wide
 from fxpipe.cluster import Cluster
 from fxpipe.costs import node_seconds
 from fxpipe.schedule import Action, Work
@@ -187,10 +187,10 @@ def main() -> None:
     parser.add_argument("--device", default="A100-80GB@bfloat16")
     parser.add_argument("--batch-size", type=int, default=256)
     options = parser.parse_args()
-    step, console = measured(options.device), Console()
+    step = measured(options.device)
     for stages, replicas, microbatches, times in PIPELINES:
         title = f"{stages} stages x {replicas}, {microbatches} micro-batches" + (", frozen part twice" * (times == 2))
-        console.print(table(title, problem(step, options.batch_size, stages, replicas, microbatches, times)))
+        print_wide(table(title, problem(step, options.batch_size, stages, replicas, microbatches, times)))
 
 
 if __name__ == "__main__":
