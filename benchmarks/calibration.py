@@ -27,6 +27,8 @@ from cost_models.roofline import Roofline
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.costs import NodeCost
+from fxpipe.costs.model import node_seconds
+from fxpipe.costs.table import CostTable
 from passes.blocks import analyse
 
 PUBLISHED = {8: 0.38, 16: 0.41, 32: 0.43, 64: 0.44}
@@ -59,9 +61,10 @@ def captured_costs() -> tuple[list[NodeCost], list[NodeCost]]:
 
 def table(frozen: list[NodeCost], trainable: list[NodeCost], model: Roofline) -> Table:
     table = Table("batch", "frozen, ms", "trainable, ms", "share", "published")
+    parts = CostTable.of(frozen), CostTable.of(trainable)
     for size, published in PUBLISHED.items():
-        first = sum(model.forward_seconds(cost, size) for cost in frozen)
-        second = sum(model.forward_seconds(cost, size) + model.backward_seconds(cost, size) for cost in trainable)
+        of_frozen, of_trainable = (node_seconds(model, part, size) for part in parts)
+        first, second = of_frozen.forward.sum(), of_trainable.both.sum()
         cells = (f"{first * 1e3:.0f}", f"{second * 1e3:.0f}", f"{first / second:.1%}", f"{published:.0%}")
         table.add_row(str(size), *cells)
     return table

@@ -16,15 +16,13 @@ from compile_sd21 import StableDiffusion21Step
 from rich.console import Console
 
 from cost_models.devices import device
+from fxpipe.analysis import costed_step, example_of, planned_cut
 from fxpipe.cli.planning import print_wide
 from fxpipe.cluster import Cluster
-from fxpipe.comparison import comparison_table
-from fxpipe.costing import costed, num_blocks
+from fxpipe.show.comparison import comparison_table
 from passes.comparison import compare
-from passes.frozen_layers import frozen_layers
-from passes.plan import usable_bytes
-from passes.rehearsal.case import Case
-from passes.tuner.candidates import Wishes
+from passes.tuner.plans import usable_bytes
+from passes.tuner.request import Request
 
 SETTINGS = (
     "8xA100-80GB:256",
@@ -45,12 +43,11 @@ def contest(setting: str, budget: float) -> None:
     with torch.device("meta"):
         step = StableDiffusion21Step()
     started = time.process_time()
-    found = costed(step, None, batch_size, model, num_blocks(None, ranks), -(-batch_size // (2 * ranks)))
+    example = example_of(step, None, batch_size)
+    found = costed_step(example, model, planned_cut(batch_size, ranks, None, None, "auto"))
     captured = time.process_time()
     limit = usable_bytes(model.memory_bytes)
-    layers = frozen_layers(found.captured, found.graph, found.costs, model)
-    case = Case(found.graph, found.blocks, layers, model, cluster, ranks, batch_size, limit)
-    contestants = compare(case, Wishes("auto", ranks, batch_size), budget)
+    contestants = compare(found.on(cluster, ranks, limit), Request("auto", ranks, batch_size, budget_seconds=budget))
     print(
         f"{batch_size} samples on {ranks} ranks of {cluster}; captured in {captured - started:.0f} s, compared in "
         f"{time.process_time() - captured:.0f} s of a core"

@@ -1,7 +1,10 @@
-"""Time and memory to compile Stable Diffusion 2.1's training step at full size for 8 ranks, on one core.
+"""Seconds of a core and memory to compile Stable Diffusion 2.1's training step at full size, phase by phase.
 
     python benchmarks/compile_sd21.py
-    python benchmarks/compile_sd21.py --batch-size 32 --world-size 4
+    python benchmarks/compile_sd21.py --ranks 8 --samples 4
+
+Capture is to be compared with torch.export of the same step alone, in the same process; a capture from the cache, and
+the program of one rank, are what each process under torchrun takes beside the plan, which rank 0 makes.
 
 The step is the whole one: VAE encoder and text encoder (frozen), noise, U-Net, loss, images at 512x512 in float32. The
 weights are on the meta device: there are none, and no arithmetic is done. Configurations are those of
@@ -9,18 +12,26 @@ huggingface.co/stabilityai/stable-diffusion-2-1-base.
 """
 
 import argparse
+import os
 import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from diffusers.models.autoencoders import vae
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import fxpipe
+from fxpipe.compiler import requested
 
 
 class StableDiffusion21Step(nn.Module):
@@ -73,25 +84,80 @@ class StableDiffusion21Step(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--ranks", type=int, action="append", help="8, 64, 512 and 1024 where left out")
+    parser.add_argument("--samples", type=int, default=2, help="of the batch, for each rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.device("meta"):
         step = StableDiffusion21Step()
     for name, part in step.named_children():
         print(f"{name:<12} {sum(p.numel() for p in part.parameters()) / 1e6:6.1f} M weights")
-
-    started, cpu = time.perf_counter(), time.process_time()
-    program = fxpipe.compile(step, options.world_size, batch_size=options.batch_size)
-    compiled, cpu = time.perf_counter(), time.process_time() - cpu
+    print(f"{'torch.export.export alone':<44} {plain_export_seconds(step):6.1f} s")
     with tempfile.TemporaryDirectory() as folder:
-        size = sum(path.stat().st_size for path in program.dump(folder).iterdir())
-    dumped = time.perf_counter()
-    print(str(program.plan).partition("\n")[0])
-    print(f"compile {compiled - started:.1f} s, of which {cpu:.1f} s on a core")
-    print(f"dump {dumped - compiled:.1f} s, {size / 2**20:.1f} MiB")
-    print(f"peak memory of the process {peak_bytes() / 2**30:.2f} GiB")
+        for ranks in options.ranks or (8, 64, 512, 1024):
+            print(f"{ranks} ranks, {ranks * options.samples} samples")
+            compile_for(step, ranks, ranks * options.samples, Path(folder))
+
+
+def compile_for(step: nn.Module, ranks: int, batch_size: int, cache: Path) -> None:
+    """Print what every phase takes: analysis without a cache, planning, and again with both, down to rank 0's program.
+
+    One process of as many as there are ranks lowers its own.
+    """
+    clock = Clock()
+    asked = requested(step, ranks, batch_size=batch_size, cache=False)
+    costed = asked.analysed(clock.lap)
+    plan = asked.planned(costed)
+    clock.lap("plan")
+    clock.total("all but programs")
+
+    clock = Clock()
+    with rank_zero(ranks):
+        fxpipe.compile(step, ranks, batch_size=batch_size, plan=plan, cache=cache, observe=lambda *told: None)
+        clock = Clock()
+        fxpipe.compile(step, ranks, batch_size=batch_size, plan=plan, cache=cache, observe=clock.lap_of_rank)
+    print(str(plan).partition("\n")[0])
+    print(f"  {'peak memory of the process so far':<42} {peak_bytes() / 2**30:6.2f} GiB")
+
+
+class Clock:
+    """Prints seconds of a core between calls."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.process_time()
+
+    def lap(self, name: str, artefact: object = None) -> None:
+        now = time.process_time()
+        print(f"  {name:<42} {now - self._last:6.1f} s", flush=True)
+        self._last = now
+
+    def lap_of_rank(self, name: str, artefact: object = None) -> None:
+        """Of a process that has the plan and the capture."""
+        self.lap({"capture": "capture, cached", "programs": "program of rank 0"}.get(name, f"{name}, again"))
+
+    def total(self, name: str) -> None:
+        print(f"  {name:<42} {time.process_time() - self._started:6.1f} s", flush=True)
+
+
+@contextmanager
+def rank_zero(ranks: int) -> Iterator[None]:
+    """As torchrun starts it."""
+    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="localhost"):
+        yield
+
+
+def plain_export_seconds(step: nn.Module) -> float:
+    """Seconds of a core for torch.export of the same step, any batch size; it takes no generator, not even None."""
+
+    def drawn(shape: tuple[int, ...], generator: None = None, **options: Any) -> Tensor:
+        return torch.randn(shape, **{name: options.get(name) for name in ("device", "dtype")})
+
+    inputs = step.example_inputs(7)  # type: ignore[operator]
+    shapes = {name: {0: torch.export.Dim.AUTO} for name in inputs}
+    with mock.patch.object(vae, "randn_tensor", drawn):
+        started = time.process_time()
+        torch.export.export(step, (), inputs, dynamic_shapes=shapes, strict=False)
+        return time.process_time() - started
 
 
 def peak_bytes() -> int:

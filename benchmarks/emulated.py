@@ -20,10 +20,10 @@ import fxpipe
 from examples.stable_diffusion import step
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from fxpipe.deviation import Deviation, deviation
-from fxpipe.emulation import Slower, emulate
-from fxpipe.prediction import Costing, predict
-from fxpipe.timeline import human_seconds
+from fxpipe.plan.timeline import human_seconds
+from fxpipe.run.emulation import Slower, emulate
+from fxpipe.show.deviation import Deviation, deviation
+from fxpipe.simulate.prediction import Costing, predict
 
 SCHEDULES = ("1f1b", "wave", "zero-bubble", "gpipe")
 RUNS, MESSAGE_SHARE = 5, 0.1

@@ -30,8 +30,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxpipe
-from cost_models.profiled import Profile, expected
-from fxpipe.engine import Engine
+from cost_models.profiled import Profile
+from cost_models.timing import expected
+from fxpipe.run.engine import Engine
 
 BATCH_SIZE, MICROBATCHES, WIDTH = 16, 2, 64
 WAYS = ("frozen first", "after", "filled")
@@ -84,7 +85,7 @@ def measure(rounds: int, cluster: str | None) -> None:
     profiler = TogetherProfiler(model, BATCH_SIZE, [1, 2, 4, BATCH_SIZE // MICROBATCHES, BATCH_SIZE])
     options: dict[str, Any] = {"batch_size": BATCH_SIZE, "microbatches": MICROBATCHES, "schedule": "1f1b"}
     options |= {"cost_model": profiler.round(), "cluster": cluster}
-    filled, after = (fxpipe.compile(model, 2, fill=fill, **options) for fill in ("per-device", "none"))
+    filled, after = (fxpipe.compile(model, 2, fill=fill, **options) for fill in ("idle", "after"))
     taken, seconds_of = _taken(filled, after, rounds, profiler)
     predicted = {
         "frozen first": filled.simulate(seconds_of).makespan_seconds,

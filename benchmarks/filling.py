@@ -22,26 +22,23 @@ from rich.table import Table
 from torch import fx
 
 from cost_models.devices import device
-from cost_models.flops import node_costs
-from fxpipe.block_graph import BlockGraph, Component, is_size, tensor_bytes
+from cost_models.flops import cost_table
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cli.planning import print_wide
 from fxpipe.cluster import Cluster
-from fxpipe.costs import node_seconds
-from fxpipe.schedule import Action, Work
-from fxpipe.simulator import simulate
+from fxpipe.costs.model import node_seconds
+from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.block_graph import BlockGraph, Component, is_size, tensor_bytes
+from fxpipe.plan.execution import simulate
 from passes.blocks import analyse
 from passes.comparison.fillers import WAYS
-from passes.fill import (
-    FillProblem,
-    FrozenComponent,
-    Layer,
-    idle_of_schedule,
-    lower_bound_seconds,
-    require,
-)
-from passes.partition import linear
+from passes.comparison.published.bubbles import idle_of_schedule
+from passes.comparison.published.check import require
+from passes.costs.layer import FrozenComponent, Layer
+from passes.fill.bound import lower_bound_seconds
+from passes.fill.problem import FillProblem
+from passes.placement.lines import linear
 from passes.schedules.named import make_schedule
 
 NUM_DEVICES, NUM_BLOCKS, REPEATS = 8, 46, 3
@@ -78,13 +75,13 @@ def measured(device_name: str) -> Measured:
     with torch.device("meta"):
         step = StableDiffusion21Step()
     captured = capture(step, *describe(step, (), step.example_inputs(16), None))
-    costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-    seconds = {n: node_seconds(device(device_name), captured.graph, costs, n) for n in SIZES}
-    both = {name: seconds[16].forward[name] + seconds[16].backward[name] for name in costs}
-    graph = analyse(captured, both, NUM_BLOCKS)
-    return Measured(
-        captured, graph, {n: s.forward for n, s in seconds.items()}, {n: s.backward for n, s in seconds.items()}
+    costs = cost_table(captured.graph)
+    seconds = {n: node_seconds(device(device_name), costs, n) for n in SIZES}
+    graph = analyse(captured, costs.by_name(seconds[16].both), NUM_BLOCKS)
+    forward, backward = (
+        {n: costs.by_name(getattr(of, part)) for n, of in seconds.items()} for part in ("forward", "backward")
     )
+    return Measured(captured, graph, forward, backward)
 
 
 def cut(captured: Capture, component: Component) -> list[list[fx.Node]]:

@@ -1,4 +1,4 @@
-"""Time to partition real backbones for 64 devices, all numbers of stages and micro-batches, exactly, on one core.
+"""Time to place real backbones on 64 devices, in all shapes that `fxpipe.compile` chooses from, on one core.
 
     python benchmarks/planning.py sd21                     Stable Diffusion 2.1's U-Net at 512x512
     python benchmarks/planning.py sd21 sdxl sd3 hunyuan    the others at 1024x1024
@@ -11,7 +11,7 @@ is seconds of the process on a core, the least of several runs: other work on th
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,16 +24,19 @@ from rich.table import Table
 from torch import nn
 
 from cost_models.devices import device
-from cost_models.flops import node_costs
-from fxpipe.backbones import PredictionStep
+from cost_models.flops import cost_table
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cluster import Cluster
-from fxpipe.costs import node_seconds
-from passes.block_costs import block_costs
+from fxpipe.costs.block_costs import BlockCosts
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.costs.model import node_seconds
+from fxpipe.models.backbones import PredictionStep
+from fxpipe.plan.block_graph import BlockGraph
 from passes.blocks import analyse
-from passes.chains import Chain, Objective, all_plans
-from passes.chains.of_blocks import chain_of
+from passes.costs.block_costs import block_costs
+from passes.placement.place import Shape, place, shape
+from passes.schedules.policies import FOLDED, LOOPED, PLAIN
 
 RUNS = 7
 
@@ -90,20 +93,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# By column: the objective, and whether the device's memory is a limit.
-OBJECTIVES: dict[str, tuple[Objective, bool]] = {
-    "simulated": ("simulated", False),
-    "within memory": ("simulated", True),
-    "paper": ("paper", False),
-    "clamped": ("paper-clamped", False),
-}
+SHAPES = {"lines": PLAIN, "loops": LOOPED, "waves": FOLDED}
+"""By column: a schedule whose stages have this shape."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A captured backbone as a chain, and the seconds that took on a core."""
+    """A captured backbone with its costs, and the seconds that took on a core."""
 
-    chain: Chain
+    graph: BlockGraph
+    costs: BlockCosts
     capture_seconds: float
     cost_seconds: float
 
@@ -119,46 +118,56 @@ def main() -> None:
         parser.error(f"unknown model {unknown[0]!r}; choose from {', '.join(MODELS)}")
     torch.set_num_threads(1)
     cluster, console = Cluster.parse(options.cluster), Console(width=120)
-    table = Table("model", "blocks", "solves", *(f"{name}, ms" for name in OBJECTIVES), "capture, s", "costs, s")
+    table = Table("model", "blocks", "(S, M)", *(f"{name}, ms" for name in SHAPES), "capture, s", "costs, s")
     for name in options.models or MODELS:
-        prepared = prepare(MODELS[name], cluster, options.blocks, options.batch_size)
-        table.add_row(name, *row(prepared, cluster, options.batch_size, console))
-    console.print(f"all (S, M) on {cluster}, batch {options.batch_size}; DiffusionPipe: 500 ms on 64 cores for sd21")
+        prepared = prepare(MODELS[name], cluster, options.blocks)
+        table.add_row(name, *row(prepared, cluster, options.batch_size))
+    console.print(f"all pipelines and micro-batches on {cluster}, batch {options.batch_size}")
     console.print(table)
 
 
-def prepare(make: Callable[[], nn.Module], cluster: Cluster, num_blocks: int, batch_size: int) -> Prepared:
+def prepare(make: Callable[[], nn.Module], cluster: Cluster, num_blocks: int) -> Prepared:
     with torch.device("meta"):
         step = PredictionStep(make())
     captured, capture_seconds = timed(lambda: capture(step, *describe(step, (), step.example_inputs(8), None)))
 
-    def chain() -> Chain:
+    def costed() -> tuple[BlockGraph, BlockCosts]:
         model = device(cluster.device)
-        costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-        seconds = node_seconds(model, captured.graph, costs, 8)
-        graph = analyse(captured, {n: seconds.forward[n] + seconds.backward[n] for n in costs}, num_blocks)
-        found = chain_of(graph, block_costs(captured, graph, costs, model), cluster, cluster.num_ranks)
-        all_plans(found, cluster.num_ranks, batch_size)  # asks for the seconds at every local batch, which are kept
-        return found
+        costs = cost_table(captured.graph)
+        graph = analyse(captured, costs.by_name(node_seconds(model, costs, 8).both), num_blocks)
+        return graph, block_costs(captured, graph, costs, model)
 
-    found, cost_seconds = timed(chain)
-    return Prepared(found, capture_seconds, cost_seconds)
+    found, cost_seconds = timed(costed)
+    return Prepared(*found, capture_seconds, cost_seconds)
 
 
-def row(prepared: Prepared, cluster: Cluster, batch_size: int, console: Console) -> list[str]:
-    """Blocks, solves, milliseconds by objective, and the seconds before; prints the best plans."""
-    limit = device(cluster.device).memory_bytes
-    milliseconds, solves = [], 0
-    for name, (objective, limited) in OBJECTIVES.items():
-        memory = limit if limited else None
-        solve = partial(all_plans, prepared.chain, cluster.num_ranks, batch_size)
-        plan = partial(solve, objective=objective, memory_limit_bytes=memory)
-        plans, *seconds = plan(), *(timed(plan)[1] for _ in range(RUNS))
+def row(prepared: Prepared, cluster: Cluster, batch_size: int) -> list[str]:
+    """Blocks, shapes times micro-batches, milliseconds by kind of shape, and the seconds before."""
+    milliseconds, count = [], 0
+    for name in SHAPES.values():
+        wanted = list(shapes(name, prepared.graph, cluster, batch_size))
+        place_all = partial(placed, prepared, cluster, batch_size, wanted)
+        _, *seconds = (timed(place_all)[1] for _ in range(1 + RUNS))  # the first asks for the seconds of all sizes
         milliseconds.append(f"{min(seconds) * 1e3:.0f}")
-        solves = max(solves, len(plans))
-        console.print(f"{name}: {len(plans)} plans, the best: {plans[0]}", highlight=False)
+        count = max(count, len(wanted))
     before = f"{prepared.capture_seconds:.1f}", f"{prepared.cost_seconds:.1f}"
-    return [str(prepared.chain.num_blocks), str(solves), *milliseconds, *before]
+    return [str(len(prepared.graph.blocks)), str(count), *milliseconds, *before]
+
+
+def shapes(name: str, graph: BlockGraph, cluster: Cluster, batch_size: int) -> Iterator[tuple[Shape, int]]:
+    """Every number of pipelines with every number of micro-batches, all of one size."""
+    for count in (2**k for k in range(cluster.num_ranks.bit_length() - 1)):
+        found = shape(name, cluster.num_ranks, None, count)
+        if found.stages <= len(graph.blocks):
+            for microbatches in range(1, batch_size // count + 1):
+                if batch_size % (count * microbatches) == 0:
+                    yield found, count * microbatches
+
+
+def placed(prepared: Prepared, cluster: Cluster, batch_size: int, wanted: Sequence[tuple[Shape, int]]) -> None:
+    for found, microbatches in wanted:
+        times = BlockTimes.of(prepared.costs, batch_size // microbatches)
+        place(prepared.graph, prepared.costs, times, found, cluster, microbatches)
 
 
 T = TypeVar("T")

@@ -27,13 +27,14 @@ from torch import nn
 
 import fxpipe
 from cost_models import devices
-from cost_models.profiled import Profile, expected
+from cost_models.profiled import Profile
+from cost_models.timing import expected
 from examples import dit, stable_diffusion, unconditional_unet
+from fxpipe.analysis import costed
 from fxpipe.capture.inputs import call_of
-from fxpipe.costing import costed
-from fxpipe.engine import Engine
 from fxpipe.profiling import Profiler, gathered
-from fxpipe.transport.distributed import DistributedTransport
+from fxpipe.run.engine import Engine
+from fxpipe.run.transport.distributed import DistributedTransport
 from tests.live_bytes import LiveBytes
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

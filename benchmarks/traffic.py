@@ -24,23 +24,20 @@ from rich.console import Console
 from rich.table import Table
 
 from cost_models.devices import device
-from fxpipe.block_graph import human_bytes
+from fxpipe.analysis import costed
 from fxpipe.cluster import Cluster
-from fxpipe.costing import costed
-from fxpipe.options import microbatch_sizes
-from fxpipe.schedule import Schedule
-from fxpipe.simulation import walk
-from fxpipe.staged import Staged
-from fxpipe.timeline import human_seconds
-from passes.estimate import BlockTimes, estimated_work
-from passes.frozen_layers import frozen_layers
-from passes.order import Resources, order
-from passes.partition import wave
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
+from fxpipe.plan.timeline import human_seconds
+from fxpipe.simulate import simulate
+from passes.case import Case
 from passes.placement.place import Shape, cut_bytes, pipelines, place, skip_pairs
-from passes.rehearsal.case import Case
-from passes.rehearsal.flows import Flows
-from passes.rehearsal.pipeline_ops import pipeline_ops
-from passes.room import Room
+from passes.placement.waves import wave
+from passes.step_ops import step_of, step_ops
+from passes.tuner.orders import Orders
 
 DEVICE, NUM_BLOCKS, BUDGET = "A100-80GB", 128, 2.0
 MICROBATCHES = 32
@@ -66,9 +63,8 @@ def captured(samples: int) -> Case:
     with torch.device("meta"):
         step = StableDiffusion21Step()
     batch_size = MICROBATCHES * samples
-    found = costed(step, None, batch_size, model, NUM_BLOCKS, samples)
-    layers = frozen_layers(found.captured, found.graph, found.costs, model)
-    return Case(found.graph, found.blocks, layers, model, Cluster.parse(f"8x{DEVICE}"), 8, batch_size)
+    found = costed(step, None, batch_size, model, NUM_BLOCKS, MICROBATCHES)
+    return found.on(Cluster.parse(f"8x{DEVICE}"), 8)
 
 
 def sizes_of(case: Case) -> tuple[int, ...]:
@@ -86,21 +82,20 @@ def placed(case: Case, schedule: str, hard: bool) -> Staged:
 
 
 def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule:
-    times, room = times_of(case), Room(case.costs, case.batch_size)
-    resources = Resources.of(room, staged, times, case.cluster, None)
-    return order(case.graph, staged, estimated_work(case.graph, staged, MICROBATCHES), resources, budget).schedule
+    """In the order that the placement is named after; with a budget, one that is searched for."""
+    orders = Orders(case, staged, MICROBATCHES, ahead=False)
+    return orders.named()[0] if budget is None else orders.searched(budget, None, ())[0]
 
 
 def seconds(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
-    ops = pipeline_ops(case, staged, schedule, sizes_of(case), relayed=relayed).ops
-    return walk(ops, {}, case.cluster).timeline().makespan_seconds
+    return simulate(step_ops(case, staged, schedule, sizes_of(case), relayed=relayed), case.cluster).seconds
 
 
 def bytes_per_sample(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
     """Activations and gradients between stages."""
-    flows = Flows(case, staged, schedule, sizes_of(case), relayed)
-    made = {"main", "gradient"}
-    return sum(size for (*_, kind), size in flows.num_bytes.items() if kind in made) / case.batch_size
+    of_frozen = {edge.name for edge in case.graph.edges if isinstance(edge.producer, str)}
+    messages = step_of(case, staged, schedule, sizes_of(case), relayed).messages
+    return sum(m.num_bytes for m in messages if m.value not in of_frozen) / case.batch_size
 
 
 def max_over_mean(case: Case, staged: Staged) -> float:

@@ -18,7 +18,7 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from passes.partition import WavePartition, wave
+from passes.placement.waves import WavePartition, wave
 
 
 @dataclass(frozen=True)

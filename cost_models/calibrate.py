@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -18,8 +19,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cost_models.roofline import Roofline
+from cost_models.timing import device_bytes, wait_for
 
-_REPEATS = 7
+_REPEATS = 7  # of which the fastest counts: on a busy core a quarter of all were 20 % slower than the best of seven
+_LAUNCHES = 200  # in one timing: of a single one, a tenth is reading the clock
+_SMALL_PRODUCTS = 20  # in one timing, as they take little more than a launch
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of what is timed; `product` and `small_products` are rows and columns of square matrices."""
+
+    product: int
+    small_products: tuple[int, int]
+    num_copied: int
+    images: tuple[int, int, int, int]
+    heads: tuple[int, int, int, int]
+
+
+# A GPU's are those of a U-Net at 512 x 512: large enough to fill one, a fraction of a second in all.
+_GPU = _Sizes(8192, (512, 1024), 2**28, images=(16, 320, 64, 64), heads=(16, 10, 1024, 64))
+# A core's take milliseconds. The copy is of 64 MiB: of 4 MiB it measured the caches, 100 GB/s where memory gave 1.5.
+_CPU = _Sizes(1024, (64, 128), 2**24, images=(2, 64, 32, 32), heads=(2, 4, 256, 64))
 
 
 @cache
@@ -27,23 +48,23 @@ def measured(device: str | None = None) -> Roofline:
     """Time kernels on `device`: the first GPU, or where there is none the CPU with torch's number of threads."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = where.type == "cuda"
-    launch = _seconds(lambda x: x + 1, torch.zeros(1, device=where), batch=200)
-    size = 8192 if gpu else 1024
+    sizes = _GPU if gpu else _CPU
+    launch = _seconds(lambda x: x + 1, torch.zeros(1, device=where), batch=_LAUNCHES)
     types = (torch.float16, torch.bfloat16, torch.float32, torch.float64) if gpu else (torch.float32, torch.float64)
-    peaks = {dtype: _product_rate(size, dtype, where) for dtype in types}
+    peaks = {dtype: _product_rate(sizes.product, dtype, where) for dtype in types}
     if not gpu:  # half precision: as float32, on most CPUs it is slower
         peaks |= dict.fromkeys((torch.float16, torch.bfloat16), peaks[torch.float32])
     peak = peaks[torch.float32]
     return Roofline(
         peak_flops=peaks,
-        bandwidth=_copy_rate(2**28 if gpu else 2**24, where),
+        bandwidth=_copy_rate(sizes.num_copied, where),
         matrix_efficiency=1.0,
         memory_efficiency=1.0,
         launch_seconds=launch,
-        convolution_efficiency=min(1.0, _convolution_rate(gpu, where) / peak),
-        attention_efficiency=min(1.0, _attention_rate(gpu, where) / peak),
-        ramp_seconds=_ramp(peak, launch, gpu, where),
-        memory_bytes=torch.cuda.get_device_properties(where).total_memory if gpu else None,
+        convolution_efficiency=min(1.0, _convolution_rate(sizes.images, where) / peak),
+        attention_efficiency=min(1.0, _attention_rate(sizes.heads, where) / peak),
+        ramp_seconds=_ramp(sizes.small_products, peak, launch, where),
+        memory_bytes=device_bytes(where),
     )
 
 
@@ -54,28 +75,29 @@ def _product_rate(size: int, dtype: torch.dtype, where: torch.device) -> float:
 
 def _copy_rate(num_floats: int, where: torch.device) -> float:
     x = torch.ones(num_floats, device=where)
-    return 8 * num_floats / _seconds(lambda x: -x, x)
+    return 2 * x.nbytes / _seconds(lambda x: -x, x)
 
 
-def _convolution_rate(gpu: bool, where: torch.device) -> float:
-    batch, channels, size = (16, 320, 64) if gpu else (2, 64, 32)
-    x = torch.ones(batch, channels, size, size, device=where)
+def _convolution_rate(shape: tuple[int, int, int, int], where: torch.device) -> float:
+    """Of 3 x 3 kernels that keep the number of channels; `shape` is batch, channels, height, width."""
+    x, channels = torch.ones(shape, device=where), shape[1]
     weight = torch.ones(channels, channels, 3, 3, device=where)
-    return 2 * x.numel() * channels * 9 / _seconds(lambda x: F.conv2d(x, weight, padding=1), x)
+    return 2 * x.numel() * weight[0].numel() / _seconds(lambda x: F.conv2d(x, weight, padding=1), x)
 
 
-def _attention_rate(gpu: bool, where: torch.device) -> float:
-    batch, heads, length = (16, 10, 1024) if gpu else (2, 4, 256)
-    x = torch.ones(batch, heads, length, 64, device=where)
-    return 4 * x.numel() * length / _seconds(lambda x: F.scaled_dot_product_attention(x, x, x), x)
+def _attention_rate(shape: tuple[int, int, int, int], where: torch.device) -> float:
+    """`shape` is batch, heads, length, width of a head."""
+    x = torch.ones(shape, device=where)
+    return 4 * x.numel() * shape[2] / _seconds(lambda x: F.scaled_dot_product_attention(x, x, x), x)
 
 
-def _ramp(peak: float, launch: float, gpu: bool, where: torch.device) -> float:
+def _ramp(sizes: tuple[int, int], peak: float, launch: float, where: torch.device) -> float:
     """What a small product takes beyond its FLOPs and the launch; the mean of two sizes."""
     lost = []
-    for size in (512, 1024) if gpu else (64, 128):
+    for size in sizes:
         x = torch.ones(size, size, device=where)
-        lost.append(max(0.0, _seconds(lambda x: x @ x, x, batch=20) - launch - 2 * size**3 / peak))
+        taken = _seconds(lambda x: x @ x, x, batch=_SMALL_PRODUCTS)
+        lost.append(max(0.0, taken - launch - 2 * size**3 / peak))
     return sum(lost) / len(lost)
 
 
@@ -84,15 +106,10 @@ def _seconds(run: Callable[[Tensor], Tensor], x: Tensor, batch: int = 1) -> floa
     found = []
     with torch.no_grad():
         for _ in range(_REPEATS):
-            _wait(x.device)
+            wait_for(x.device)
             started = time.perf_counter()
             for _ in range(batch):
                 run(x)
-            _wait(x.device)
+            wait_for(x.device)
             found.append((time.perf_counter() - started) / batch)
     return min(found)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -26,7 +26,9 @@ _CONVOLUTION, _MATRIX, _ATTENTION, _MEMORY = 0.65, 0.5, 0.35, 0.85
 _LAUNCH_SECONDS, _RAMP_SECONDS = 10e-6, 20e-6
 
 
-def _gpu(half: float, single: float, double: float, bandwidth: float, gigabytes: int, brain: bool = True) -> Roofline:
+def _gpu(
+    *, half: float, single: float, double: float, bandwidth: float, gigabytes: int, brain: bool = True
+) -> Roofline:
     """Tera-FLOP/s of half (and bfloat16, where the device has it), single and double precision; GB/s; GB."""
     halves = (torch.float16, torch.bfloat16) if brain else (torch.float16,)
     peaks = {**dict.fromkeys(halves, half * 1e12), torch.float32: single * 1e12, torch.float64: double * 1e12}
@@ -47,21 +49,21 @@ def _gpu(half: float, single: float, double: float, bandwidth: float, gigabytes:
 
 DEVICES: Mapping[str, Roofline] = {
     # NVIDIA A100 data sheet, 2021, SXM: 312, 156 (TF32), 19.5 (tensor cores); HBM2e, 2,039 GB/s.
-    "A100-80GB": _gpu(312, 156, 19.5, 2039, 80),
+    "A100-80GB": _gpu(half=312, single=156, double=19.5, bandwidth=2039, gigabytes=80),
     # NVIDIA A100 data sheet, 2020, SXM 40 GB: the same peaks; HBM2, 1,555 GB/s.
-    "A100-40GB": _gpu(312, 156, 19.5, 1555, 40),
+    "A100-40GB": _gpu(half=312, single=156, double=19.5, bandwidth=1555, gigabytes=40),
     # NVIDIA H100 data sheet, 2022, SXM: 1,979 and 989 (TF32) with sparsity, half of it without; 67; 3,350 GB/s.
-    "H100": _gpu(989.4, 494.7, 67, 3350, 80),
+    "H100": _gpu(half=989.4, single=494.7, double=67, bandwidth=3350, gigabytes=80),
     # NVIDIA H200 data sheet, 2024, SXM: the peaks of the H100; HBM3e, 4,800 GB/s, 141 GB.
-    "H200": _gpu(989.4, 494.7, 67, 4800, 141),
+    "H200": _gpu(half=989.4, single=494.7, double=67, bandwidth=4800, gigabytes=141),
     # NVIDIA V100 data sheet, 2018, SXM2 32 GB: 125 (tensor cores, float16 only), 15.7, 7.8; 900 GB/s.
-    "V100-32GB": _gpu(125, 15.7, 7.8, 900, 32, brain=False),
+    "V100-32GB": _gpu(half=125, single=15.7, double=7.8, bandwidth=900, gigabytes=32, brain=False),
     # NVIDIA L20 product brief, 2023: 119.5, 59.8 (TF32), 864 GB/s, 48 GB. Double precision assumed at 1/64 of 59.8, as
     # on the other Ada devices.
-    "L20": _gpu(119.5, 59.8, 0.93, 864, 48),
+    "L20": _gpu(half=119.5, single=59.8, double=0.93, bandwidth=864, gigabytes=48),
     # NVIDIA Ada GPU architecture white paper, 2022, appendix A, RTX 4090: 165.2 (float32 accumulation), 82.6 (TF32),
     # 1.29; 1,008 GB/s, 24 GB.
-    "RTX-4090": _gpu(165.2, 82.6, 1.29, 1008, 24),
+    "RTX-4090": _gpu(half=165.2, single=82.6, double=1.29, bandwidth=1008, gigabytes=24),
     # One core with AVX2: 3 GHz * 8 float32 lanes * 2 FMA ports * 2 FLOPs = 96 GFLOP/s; half that in float64. 10 GB/s is
     # a core's share of two channels of DDR4-2666 (42.7 GB/s by JESD79-4) on a quad core. No half-precision units: as
     # float32. Efficiencies and launch are assumed; "measured" calibrates the machine at hand.

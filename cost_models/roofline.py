@@ -14,17 +14,17 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import fx
 
-from fxpipe.costs import Kind, NodeCost, evaluate
+from fxpipe.costs import Kind
+from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.polynomials import Floats
-from fxpipe.costs.table import CostTable, PartSeconds, SecondsAt
+from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """Seconds from FLOPs and bytes; implements `fxpipe.costs.CostModel` and `fxpipe.costs.table.TableCostModel`.
+@dataclass(frozen=True, kw_only=True)
+class Roofline(CostModel):
+    """Seconds from FLOPs and bytes.
 
     `peak_flops` is FLOP/s, one number or one per dtype; `bandwidth` is bytes/s of the device's memory, `memory_bytes`
     its size where known. The efficiencies are the parts of the two that large kernels reach; convolutions and attention
@@ -60,53 +60,30 @@ class Roofline:
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise CompileError(f"compute_dtype must be a floating type; got {self.compute_dtype}")
 
-    def forward_seconds(self, cost: NodeCost, num_samples: int) -> float:
-        """Seconds of the forward on `num_samples` samples."""
-        num_bytes = evaluate(cost.bytes_read, num_samples) + evaluate(cost.bytes_written, num_samples)
-        return self._seconds(evaluate(cost.forward_flops, num_samples), num_bytes, cost)
-
-    def backward_input_seconds(self, cost: NodeCost, num_samples: int) -> float:
-        """Seconds to compute the gradients of the activations."""
-        flops, num_bytes = cost.backward_input_flops, cost.backward_input_bytes
-        return self._seconds(evaluate(flops, num_samples), evaluate(num_bytes, num_samples), cost)
-
-    def backward_weight_seconds(self, cost: NodeCost, num_samples: int) -> float:
-        """Seconds to compute the gradients of the parameters."""
-        flops, num_bytes = cost.backward_weight_flops, cost.backward_weight_bytes
-        return self._seconds(evaluate(flops, num_samples), evaluate(num_bytes, num_samples), cost)
-
-    def backward_seconds(self, cost: NodeCost, num_samples: int) -> float:
-        """Seconds of both parts of the backward, one after the other."""
-        return self.backward_input_seconds(cost, num_samples) + self.backward_weight_seconds(cost, num_samples)
-
-    def of_table(self, graph: fx.Graph, table: CostTable) -> SecondsAt:
-        """The seconds of all nodes of a table at once: those of the methods above."""
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        """Of every node, whatever graph it is of."""
         computed = [self._computed(dtype) for dtype, _ in table.groups]
-        kinds = [kind for _, kind in table.groups]
-        rates = [self._peak(dtype) * self._efficiency(kind) for (dtype, _), kind in zip(computed, kinds, strict=True)]
-        rate, scale = (np.array(of)[table.group] for of in (rates, [scale for _, scale in computed]))
+        of_groups = [
+            (self._peak(dtype) * self._efficiency(kind), scale)
+            for (dtype, scale), (_, kind) in zip(computed, table.groups, strict=True)
+        ]
+        rate, scale = np.array(of_groups, dtype=np.float64).reshape(-1, 2)[table.group].T
+        counts = table.counts(num_samples)
+        return NodeSeconds(
+            self._kernels(counts.forward_flops, (counts.bytes_read + counts.bytes_written) * scale, rate),
+            self._kernels(counts.backward_input_flops, counts.backward_input_bytes * scale, rate),
+            self._kernels(counts.backward_weight_flops, counts.backward_weight_bytes * scale, rate),
+        )
 
-        def seconds(flops: Floats, num_bytes: Floats) -> Floats:
-            work = np.maximum(flops / rate, num_bytes * scale / (self.bandwidth * self.memory_efficiency))
-            return np.where((flops > 0) | (num_bytes > 0), work + self.ramp_seconds + self.launch_seconds, 0.0)
+    def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:
+        """As of a kernel without FLOPs; there are as many of these as gradients, so no table is made of each."""
+        num_bytes = np.array(bytes_read + bytes_written, dtype=np.float64)
+        return float(self._kernels(np.zeros(()), num_bytes, np.ones(())))
 
-        def at(num_samples: int) -> PartSeconds:
-            counts = table.counts(num_samples)
-            return PartSeconds(
-                seconds(counts["forward_flops"], counts["bytes_read"] + counts["bytes_written"]),
-                seconds(counts["backward_input_flops"], counts["backward_input_bytes"]),
-                seconds(counts["backward_weight_flops"], counts["backward_weight_bytes"]),
-            )
-
-        return at
-
-    def _seconds(self, flops: int, num_bytes: int, cost: NodeCost) -> float:
-        if flops == 0 and num_bytes == 0:
-            return 0.0
-        dtype, scale = self._computed(cost.dtype)
-        rate = self._peak(dtype) * self._efficiency(cost.kind)
-        work = max(flops / rate, num_bytes * scale / (self.bandwidth * self.memory_efficiency))
-        return work + self.ramp_seconds + self.launch_seconds
+    def _kernels(self, flops: Floats, num_bytes: Floats, rate: Floats) -> Floats:
+        """Seconds of kernels; `rate` is the FLOP/s that a large one of each kind reaches."""
+        work = np.maximum(flops / rate, num_bytes / (self.bandwidth * self.memory_efficiency))
+        return np.where((flops > 0) | (num_bytes > 0), work + self.ramp_seconds + self.launch_seconds, 0.0)
 
     def _computed(self, dtype: torch.dtype | None) -> tuple[torch.dtype | None, float]:
         """The type that is computed in, and what becomes of a byte of the graph."""

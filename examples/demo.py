@@ -81,11 +81,9 @@ def compile_aloud(console: Console, model: StableDiffusionStep, batch: Any, opti
         "capture": lambda a: f"{sum(n.op == 'call_function' for n in a.graph.nodes):,} operations, one graph",
         "batch": lambda a: f"the loss is a {a.loss_scale} over samples: the batch may be cut",
         "blocks": lambda a: f"{len(a.blocks)} blocks, {len(a.components)} frozen components, {num_skips(a)} skips",
-        "plan": lambda a: f"{a.staged.num_stages} stages, in a wave: down the ranks and up again",
-        "stage graphs": lambda a: "forward and backward of every stage, as graphs",
-        "schedule": lambda a: f"{sum(map(len, a.ranks))} actions, in order on every rank",
-        "programs": lambda a: f"{len(a)}, one graph per rank; no timing can deadlock them",
-        "filled": lambda a: "the next batch's frozen work in idle time",
+        "costs": lambda a: "what every block takes and keeps, by batch size",
+        "plan": lambda a: f"{a.staged.num_stages} stages, there and back; {sum(map(len, a.step.ranks))} actions",
+        "programs": lambda a: f"{len(a)}, a graph per rank; no timing can deadlock them",
     }
     started = last = time.perf_counter()
     with console.status("compiling"):
@@ -93,8 +91,9 @@ def compile_aloud(console: Console, model: StableDiffusionStep, batch: Any, opti
         def observe(name: str, artefact: Any) -> None:
             nonlocal last
             now = time.perf_counter()
-            console.print(f"[cyan]{name:<13}[/] {tell[name](artefact)} [dim]({now - last:.1f} s)[/]")
-            last = now
+            if name in tell:
+                console.print(f"[cyan]{name:<13}[/] {tell[name](artefact)} [dim]({now - last:.1f} s)[/]")
+                last = now
 
         sizes = {"example_inputs": batch, "microbatches": options.batch_size}
         program = fxpipe.compile(model, options.world_size, **sizes, schedule="wave", observe=observe)
@@ -144,8 +143,8 @@ def show_files(console: Console, out: Path, program: Program) -> None:
         console.print(Text(line, "cyan"), no_wrap=True, overflow="ellipsis")
     table = columns("", "")
     table.add_row("rank_*.py", "every rank's program, then its stage graphs")
-    table.add_row("plan.txt", "the stages; blocks.txt: what they are made of")
-    table.add_row("grid.txt", "the schedule with all names; schedule.txt: to edit and compile")
+    table.add_row("plan.txt", "stages, ranks, orders: to edit and compile; blocks.txt: the blocks")
+    table.add_row("grid.txt", "the schedule, drawn; schedule.txt: its text")
     table.add_row("traffic.txt", "bytes of every channel, by kind")
     console.print("", table, sep="\n")
 

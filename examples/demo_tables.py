@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from fxpipe.block_graph import BlockGraph
+from fxpipe.plan.block_graph import BlockGraph
+from fxpipe.plan.schedule_grid import grid
 from fxpipe.program import Program
-from fxpipe.schedule_grid import grid
 
 KINDS = {
     "main": "from a stage to the next",
@@ -35,11 +35,11 @@ def columns(*headers: str, right: tuple[int, ...] = ()) -> Table:
 def stages(program: Program) -> Table:
     """A row per rank: where its stage on the way down begins, where the one on the way up, its share of the work."""
     plan = program.plan
-    total = sum(plan.block_seconds)
+    seconds = program.block_seconds
     table = columns("rank", "down: stage, begins at", "up: stage, begins at", "work", "")
     for rank in range(program.world_size):
         owned = [stage for stage, ranks in enumerate(plan.staged.stage_ranks) if rank in ranks]
-        share = sum(plan.block_seconds[b] for stage in owned for b in plan.staged.blocks(stage)) / total
+        share = sum(seconds[b] for stage in owned for b in plan.staged.blocks(stage)) / sum(seconds)
         bar = Text("━" * round(share * program.world_size * 5), "cyan")
         table.add_row(str(rank), *(f"{stage:2} {_begin(program, stage)}" for stage in owned), f"{share:.1%}", bar)
     return table
@@ -48,7 +48,7 @@ def stages(program: Program) -> Table:
 def _begin(program: Program, stage: int) -> str:
     """The first module of a stage, cut to a readable depth."""
     blocks = program.plan.staged.blocks(stage)
-    name = program.plan.blocks.blocks[blocks[0]].name.split(" ")[0] if blocks else "(empty)"
+    name = program.blocks.blocks[blocks[0]].name.split(" ")[0] if blocks else "(empty)"
     return ".".join(name.removeprefix("unet.").split(".")[:4])
 
 
@@ -108,7 +108,7 @@ def traffic_kinds(program: Program) -> Table:
     """Bytes per step of every kind of value."""
     table = columns("", "", "", right=(1,))
     for kind, size in program.traffic().kinds.items():
-        stay = f"all {num_skips(program.plan.blocks)} skips stay on their rank: [bold]none crosses[/]"
+        stay = f"all {num_skips(program.blocks)} skips stay on their rank: [bold]none crosses[/]"
         table.add_row(kind, f"{size:,} bytes", stay if kind == "skip" and not size else KINDS[kind])
     table.add_row("[bold]total", f"[bold]{program.traffic().total_bytes:,} bytes", "[bold]per training step")
     return table

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.engine import Engine
+from fxpipe.run.engine import Engine
 
 
 def try_out(model: nn.Module, world_size: int, schedule: str = "auto", num_steps: int = 3) -> None:
@@ -19,8 +19,8 @@ def try_out(model: nn.Module, world_size: int, schedule: str = "auto", num_steps
     batch = step.example_inputs(program.step.batch_size)
     first = os.environ.get("RANK", "0") == "0"
     if first:
-        skips = sum(kind == "skip" for edge in program.plan.blocks.edges for kind in edge.kinds)
-        print(program.plan, program.schedule, sep="\n\n")
+        skips = sum(kind == "skip" for edge in program.blocks.edges for kind in edge.kinds)
+        print(program.plan.summary(), program.schedule, sep="\n\n")
         print(f"\n{skips} skips, {program.traffic().kinds['skip']:,} bytes of them sent between ranks")
     if not launched:
         print(program.verify(**batch))

@@ -1,10 +1,14 @@
 """fxpipe compiles diffusion models for several devices.
 
-compiler       the whole story; options, step and program are what goes in and comes out
-artefacts      capture, block_graph, staged, schedule, rank_program: each with a text form, and a check beside it
-numbers        costs (of nodes, blocks, calls), cluster (links), memory, simulation, prediction, profiling
-running        transport, engine, training, verification; emulation on devices that sleep
-people         cli, dump, report, timeline, trace_format
+    fxpipe.compile(model, world_size=8)   ->   capture  ->  blocks, costs  ->  plan  ->  one program per rank
+
+compiler       the whole story, a line per step: analysis (the front half), then plan, then program
+options, errors                     what users give, and what they are told
+models, capture                     their step as one graph
+plan                                the language: blocks, stages, schedules, plans, rank programs, and their checks
+cluster, costs, simulate            machines, what work costs on them, and what a step takes
+run                                 transports, engines, training, verification; profiling times blocks on a device
+show, cli                           dumps, reports, traces; commands
 """
 
 from importlib import import_module
@@ -15,15 +19,20 @@ from fxpipe.errors import CaptureError, CompileError, FxpipeError, RunError, Sch
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.compiler import compile
+    from fxpipe.costs.model import CostModel, NodeSeconds
+    from fxpipe.models.self_conditioning import SelfConditioning
+    from fxpipe.plan.plan import Plan
+    from fxpipe.plan.schedule import Schedule
     from fxpipe.program import Program
-    from fxpipe.schedule import Schedule
-    from fxpipe.self_conditioning import SelfConditioning
 
 __all__ = [
     "CaptureError",
     "Cluster",
     "CompileError",
+    "CostModel",
     "FxpipeError",
+    "NodeSeconds",
+    "Plan",
     "Program",
     "RunError",
     "Schedule",
@@ -35,9 +44,12 @@ __all__ = [
 # Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
 _LAZY = {
     "Cluster": "fxpipe.cluster",
+    "CostModel": "fxpipe.costs.model",
+    "NodeSeconds": "fxpipe.costs.model",
+    "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",
-    "Schedule": "fxpipe.schedule",
-    "SelfConditioning": "fxpipe.self_conditioning",
+    "Schedule": "fxpipe.plan.schedule",
+    "SelfConditioning": "fxpipe.models.self_conditioning",
     "compile": "fxpipe.compiler",
 }
 

@@ -1,23 +1,28 @@
-"""The compiler, top to bottom: a training step becomes one program per rank."""
+"""The compiler, top to bottom: a training step becomes one program per rank.
+
+options     what the user asks for                      -> Example, Request
+analyse     one flat graph; blocks, frozen parts, costs -> CostedStep
+plan        stages on ranks, the order of every form    -> Plan, made by rank 0 alone, or given
+lower       stage graphs, messages, rank programs       -> StepPlan, of this process's ranks
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from cost_models.flops import node_costs
-from fxpipe.block_graph import human_bytes
-from fxpipe.block_graph_check import require as require_block_graph
-from fxpipe.capture import Capture, capture
-from fxpipe.capture.inputs import describe
+from fxpipe.analysis import CostedStep, Cut, Example, costed_step, example_of, given_cost_model, planned_cut
+from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
-from fxpipe.costing import given_cost_model, num_blocks
-from fxpipe.costs import CostModel, NodeCost, node_seconds, uncosted_ops
+from fxpipe.costs import uncosted_ops
+from fxpipe.costs.call_costs import CallCost
+from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.options import (
-    asked_microbatches,
     check_collocation,
     check_counts,
     check_fill,
@@ -25,39 +30,30 @@ from fxpipe.options import (
     given_bytes,
     given_cluster,
     given_device,
+    given_plan,
     given_schedule,
-    microbatch_sizes,
-    training_step,
-    unwrapped,
 )
-from fxpipe.prediction import Costing
-from fxpipe.program import Plan, Program
-from fxpipe.schedule import Schedule
-from fxpipe.schedule_check import require as require_schedule
-from fxpipe.step import FilledPlan, StepPlan
-from passes.batch import BatchPlan
-from passes.batch import analyse as analyse_batch
-from passes.block_costs import block_costs
-from passes.blocks import analyse as analyse_blocks
-from passes.call_costs import call_costs
-from passes.estimate import without_components
-from passes.filled import FORMS, Filled, Frozen, fill_step
-from passes.frozen_layers import frozen_layers
-from passes.lowering import Lowered, lower, require_lowered
-from passes.lowering.trace import trace
-from passes.order import Ordered, Resources, order
+from fxpipe.plan.plan import Plan, PlannedCut
+from fxpipe.plan.plan_check import require as require_plan
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule_check import require as require_schedule
+from fxpipe.plan.step import StepPlan
+from fxpipe.program import Program
+from fxpipe.run.launch import join, made_by_rank_zero
+from fxpipe.show.progress import followed, progress
+from passes.case import Case
+from passes.costs.call_costs import call_costs, piece_costs
+from passes.lowering import Form, Lowered, lower_form
+from passes.lowering.step_graphs import StepGraphs
 from passes.placement.cascade import first_stages
-from passes.plan import make_plan
-from passes.rehearsal.case import Case
-from passes.room import Room
-from passes.tuner.candidates import Wishes
-from passes.tuner.tune import NothingFits
+from passes.tuner.candidates import require_possible
+from passes.tuner.plans import make_plan
+from passes.tuner.request import Request
 
 Observe = Callable[[str, Any], None]
-_TRIES = 6  # plans whose programs are held against a memory limit
-_LESS = 0.995  # of what should be little enough for the next one
 
 
+@progress()
 @torch.enable_grad()  # what surrounds the call is not part of the step
 def compile(
     model: nn.Module,
@@ -73,13 +69,17 @@ def compile(
     collocation: str | None = None,
     recompute: bool | None = None,
     budget: float = 2.0,
-    fill: str = "per-device",
+    fill: str = "auto",
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     device: str | torch.device = "cpu",
+    cache: bool | str | Path = True,
     observe: Observe | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> Program:
     """Compile one training step for `world_size` ranks.
+
+    Under torchrun with as many processes rank 0 makes the plan for all, and each lowers its own rank only.
 
     Args:
         model: an `nn.Module` whose forward returns the loss, or a bare diffusers backbone (the step is then: predict,
@@ -91,7 +91,7 @@ def compile(
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of the ranks of a pipeline.
         data_parallel: number of pipelines, which divides `world_size`; 1 where left out with a named schedule.
-        schedule: "auto" tries them all and looks for a better one; a name of `passes.schedules.named.POLICIES`
+        schedule: "auto" tries them all and looks for a better one; a name of `passes.schedules.policies.POLICIES`
             ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
         memory_limit: bytes per rank that a step may need, alone or with the next batch's frozen work, a number or a
             text ("40GiB"); where left out, what the device planned for has, unless nothing fits into that.
@@ -100,209 +100,202 @@ def compile(
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
             only if nothing fits otherwise.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
-        fill: how frozen work of the next batch gets into idle time: "per-device", "greedy", "exact" or "none".
+        fill: where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this
+            one's training has ended, "none" for this batch, as part of its step; "auto" takes the fastest.
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
         cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the
             cluster's device where left out.
         device: where the ranks run ("cpu", or "cuda" for one GPU a rank).
+        cache: where captures are kept for other processes: a folder, True for the user's cache folder (or that of
+            FXPIPE_CACHE), False for none. One is used again where all that it was made from is as it was.
         observe: called with (step's name, its result) after every step of the compiler.
+        plan: one that was made before, a `Plan` or the file it was saved in: nothing is planned. What is asked for
+            beside it must be what it says; `memory_limit` is held against what it needs.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
         CompileError: it can, but not cut into micro-batches or stages as asked; or an option is wrong.
     """
-    see = observe or (lambda name, artefact: None)
+    see = followed(observe)
+
+    # options: checked before anything is captured, as far as they can be known then
+    check_others(cost_model, observe, recompute, budget)
+    asked = requested(
+        model, world_size, example_inputs=example_inputs, batch_size=batch_size, microbatches=microbatches,
+        stages=stages, data_parallel=data_parallel, schedule=schedule, memory_limit=memory_limit,
+        collocation=collocation, recompute=recompute, budget=budget, fill=fill, cluster=cluster,
+        cost_model=cost_model, device=device, cache=cache, plan=plan,
+    )  # fmt: skip
+
+    # analyse: captured, cut into blocks, costed
+    rank = join(world_size)
+    step = asked.analysed(see)
+
+    # plan: who computes what, in which order; nothing is decided after it
+    chosen = asked.plan or made_by_rank_zero(lambda: asked.planned(step), vars(asked.request), world_size)
+    _require_fresh(chosen, step)
+    see("plan", chosen)
+
+    # lower: this process's rank, or all of them in one process
+    back = _BackEnd(step, chosen, asked.device, asked.example.conditioning)
+    back.require_schedules()
+    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,))
+    see("programs", program.step.programs)
+    see("stage graphs", back.graphs)
+    return program
+
+
+@dataclass(frozen=True, eq=False)
+class Requested:
+    """What is to be compiled, and how, checked as far as it can be before anything is captured.
+
+    `priced` is the cost model's name, "" where it has none; `plan` is one that was made before.
+    """
+
+    example: Example
+    request: Request
+    cut: Cut
+    cluster: Cluster
+    cost_model: CostModel
+    priced: str
+    device: torch.device
+    plan: Plan | None
+    cache: Path | None = None
+
+    def analysed(self, see: Observe = lambda name, artefact: None) -> CostedStep:
+        """The step, captured, cut into blocks and costed."""
+        return costed_step(self.example, self.cost_model, self.cut, self.device, see, self.cache)
+
+    def case(self, step: CostedStep) -> tuple[Case, Request]:
+        """The step on its machines, and what is left open now that it is known."""
+        request = replace(self.request, microbatches=step.microbatches, divisible=step.batch.divisible)
+        return step.on(self.cluster, request.world_size), request
+
+    def planned(self, step: CostedStep) -> Plan:
+        """The plan for it."""
+        case, request = self.case(step)
+        made = make_plan(case, request, self.cost_model.memory_bytes)
+        cut = PlannedCut(self.cut.num_blocks, step.likely_samples, step.batch.divisible)
+        notes = (*step.captured.notes, *_uncosted(step), *made.notes)
+        return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
+
+
+def requested(
+    model: nn.Module,
+    world_size: int,
+    *,
+    example_inputs: Any = None,
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    data_parallel: int | None = None,
+    schedule: str | Schedule = "auto",
+    memory_limit: int | str | None = None,
+    collocation: str | None = None,
+    recompute: bool | None = None,
+    budget: float = 2.0,
+    fill: str = "auto",
+    cluster: Cluster | str | None = None,
+    cost_model: CostModel | str | None = None,
+    device: str | torch.device = "cpu",
+    cache: bool | str | Path = True,
+    plan: Plan | str | Path | None = None,
+) -> Requested:
+    """The options of `compile`, checked and completed; the same for whoever only plans.
+
+    Raises:
+        CompileError: an option is wrong, or several exclude each other.
+    """
     counts = {"batch_size": batch_size, "microbatches": microbatches, "stages": stages, "data_parallel": data_parallel}
     check_counts(world_size=world_size, **counts)
     check_collocation(collocation)
     check_fill(fill)
-    check_others(cost_model, observe, recompute, budget)
-    network = given_cluster(cluster, world_size)
-    seconds_of = given_cost_model(network.device if cost_model is None else cost_model)
-    where = given_device(device)
-    asked = given_schedule(schedule, world_size)
-    model, conditioning = unwrapped(model, asked)
-    step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
-
-    # capture: one flat graph of ATen operations
-    inputs, examples = describe(step, args, kwargs, batch_size)
-    captured = capture(step, inputs, examples)
-    size = captured.inputs.batch_size
-    see("capture", captured)
-
-    # analyse: what may be cut into micro-batches; blocks, frozen components, the values between them
-    count = asked_microbatches(microbatches, size, world_size, asked)
-    count = 1 if count is None and not captured.batch else count
-    batch = analyse_batch(captured, min(2, size) if count is None else count)
-    _require_divisible(captured, batch, count)
-    see("batch", batch)
-    costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
-    seconds = node_seconds(seconds_of, captured.graph, costs, -(-size // (count or 2 * world_size)))
-    both = {name: seconds.forward[name] + seconds.backward[name] for name in costs}
-    graph = analyse_blocks(captured, both, num_blocks(stages, world_size))
-    require_block_graph(graph, captured)
-    see("blocks", graph)
-
-    # plan: how many replicas, stages and micro-batches; which blocks form a stage, which ranks own it
-    table = block_costs(captured, graph, costs, seconds_of, where)
-    filled, limit = fill != "none" and bool(graph.components), given_bytes(memory_limit)
+    where, limit, captures = given_device(device), given_bytes(memory_limit), cache_folder(cache)
+    choices = {"schedule": schedule, "collocation": collocation, "recompute": recompute, "fill": fill}
+    known = given_plan(plan, world_size, limit, **counts, **choices)
+    network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
+    priced = cost_model or (known.cost_model if known else "") or network.device
+    seconds_of, asked = given_cost_model(priced), given_schedule(schedule, world_size)
+    example = example_of(model, example_inputs, known.batch_size if known else batch_size, world_size, asked)
+    cut = Cut.of(known) if known else planned_cut(example.batch_size, world_size, stages, microbatches, asked)
     copies = data_parallel if asked == "auto" else data_parallel or 1
-    layers = frozen_layers(captured, graph, costs, seconds_of)
-    case = Case(graph, table, layers, seconds_of, network, world_size, size, divisible=batch.divisible)
-    wishes = Wishes(asked, world_size, size, copies, stages, count, collocation, recompute, limit, conditioning, filled)
-    back = _BackEnd(step, captured, batch, costs, case, where, budget, fill, "model." if step is not model else "", see)
-    tries = 1 if isinstance(asked, Schedule) else _TRIES
-    return _within(limit, tries, lambda within: back.program(replace(wishes, memory_limit_bytes=within)))
+    request = Request(
+        asked, world_size, example.batch_size, copies, stages, cut.microbatches, collocation, recompute, limit,
+        example.conditioning, fill, budget,
+    )  # fmt: skip
+    if known is None:
+        require_possible(request)
+    name = priced if isinstance(priced, str) else ""
+    return Requested(example, request, cut, network, seconds_of, name, where, known, captures)
 
 
-def _within(limit: int | None, tries: int, program_of: Callable[[int | None], Program]) -> Program:
-    """The program whose ranks need no more than a limit for a step, filled or not. Plans count blocks, programs every
-    tensor: where a program needs more than its plan counted, the next plan gets so much less.
-
-    Raises:
-        CompileError: no plan gets that far in so many tries.
-    """
-    if limit is None:
-        return program_of(None)
-    needed: list[int] = []
-    within, too_little, too_much = float(limit), 0.0, float(limit)
-    for _ in range(tries):
-        try:
-            program = program_of(int(within))
-        except NothingFits:
-            if not needed:
-                raise
-            too_little = within
-        else:
-            needed.append(program.needed_bytes)
-            if needed[-1] <= limit:
-                return program
-            too_much = min([within, *(outcome.peak_bytes or within for outcome in program.plan.outcomes[:1])])
-            within = _LESS * too_much * limit / needed[-1]
-        if within <= too_little:
-            within = (too_little + too_much) / 2
-    raise NothingFits(
-        f"no plan fits into memory_limit={human_bytes(limit)} per rank: of {len(needed)} programs that were tried, the "
-        f"least needed is {human_bytes(min(needed))}; use more ranks, smaller batches, or a higher limit"
-    )
+def _require_fresh(plan: Plan, step: CostedStep) -> None:
+    """A plan holds for the step that it was made for."""
+    if (plan.fingerprint, plan.batch_size) != (step.fingerprint, step.batch_size):
+        priced = "" if plan.cost_model else " (here by a cost model without a name: pass the same one)"
+        raise CompileError(
+            f"the plan was made for step {plan.fingerprint} with {plan.batch_size} samples, this is step "
+            f"{step.fingerprint} with {step.batch_size}: the model, its inputs or what it is costed by{priced} have "
+            "changed; make a new plan (fxpipe tune --save)"
+        )
+    require_plan(plan, len(step.graph.blocks), [component.name for component in step.graph.components])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _BackEnd:
-    """An analysed step, to be planned and made into programs."""
+    """A costed step and its plan, to be made into programs, form by form."""
 
-    step: nn.Module
-    captured: Capture
-    batch: BatchPlan
-    costs: Mapping[str, NodeCost]
-    case: Case
-    device: torch.device
-    budget: float
-    fill: str
-    prefix: str
-    see: Observe
-
-    def program(self, wishes: Wishes) -> Program:
-        """The program that serves the wishes."""
-        captured, batch, graph, table, where = self.captured, self.batch, self.case.graph, self.case.costs, self.device
-        asked, conditioning, network, seconds_of = (
-            wishes.schedule,
-            wishes.conditioning,
-            self.case.cluster,
-            self.case.model,
-        )
-        size, see = self.case.batch_size, self.see
-        plan = make_plan(self.case, wishes, _device_bytes(seconds_of), self.budget)
-        sizes, staged = microbatch_sizes(size, plan.microbatches), plan.staged
-        see("plan", plan)
-
-        # trace: forward and explicit backward graphs of every stage
-        traced = trace(captured, batch, graph, staged, sizes, where)
-        see("stage graphs", traced)
-
-        # schedule: the order of every rank's actions
-        search = plan.search_seconds
-        room = Room(table, size, wishes.filled)
-        resources = Resources.of(room, staged, plan.times, network, plan.limit_bytes)
-        ordered = (
-            Ordered(asked) if isinstance(asked, Schedule) else order(graph, staged, traced.work, resources, search)
-        )
-        require_schedule(ordered.schedule, traced.work, wishes.world_size)
-        see("schedule", ordered.schedule)
-
-        # lower: one program per rank
-        layout = traced.layout(ordered.schedule, graph, staged)
-        optional = first_stages(graph, table, staged.boundaries) if conditioning is not None else frozenset[int]()
-        weights = _loss_weights(batch, sizes)
-        lowered = lower(layout, traced.sources, weights, traced.state, where, optional=optional)
-        require_lowered(lowered)
-        see("programs", lowered.programs)
-
-        steps = _Steps(captured, sum(sizes), where, conditioning)
-
-        # fill: where something is frozen, the next batch's frozen work in this step's idle time; made when asked for
-        def make_filled() -> FilledPlan:
-            alone = without_components(traced.work)
-            plain = ordered if isinstance(asked, Schedule) else order(graph, staged, alone, resources, search)
-            limit, ahead = plan.limit_bytes, Room(table, size, filled=True)
-            left = None if limit is None else ahead.for_frozen_work(staged, plain.schedule, sizes[0], limit)
-            frozen = Frozen(captured, batch, graph, self.case.frozen, left)
-            reduced = table.trained_bytes
-            found = fill_step(
-                frozen, staged, traced, plain.schedule, resources, reduced, weights, where, self.fill, optional
-            )
-            see("filled", found)
-            return steps.filled(found)
-
-        notes = (*captured.notes, *_uncosted(self.costs), *plan.notes, *ordered.notes)
-        shown = Plan(staged, graph, sizes, plan.times.total, notes, plan.outcomes)
-        costing = Costing(call_costs(layout, traced.sources, graph), self.costs, seconds_of, network)
-        first = steps.plan(ordered.schedule, lowered)
-        filled = make_filled if graph.components else None
-        return Program(self.step, captured, shown, first, costing, filled, self.prefix)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Lowered programs as what engines run."""
-
-    captured: Capture
-    batch_size: int
+    costed: CostedStep
+    plan: Plan
     device: torch.device
     conditioning: float | None
 
-    def plan(self, schedule: Schedule, lowered: Lowered) -> StepPlan:
-        """One step, and where it has a first pass also the step without it."""
-        placeholders = self.captured.graph.find_nodes(op="placeholder")
+    @cached_property
+    def graphs(self) -> StepGraphs:
+        """The graphs of stages, components and layers, each traced when a rank that runs it is lowered."""
+        plan, costed = self.plan, self.costed
+        return StepGraphs(
+            costed.captured, costed.batch, costed.work, plan.staged, plan.microbatch_sizes, costed.frozen.nodes,
+            self.device,
+        )  # fmt: skip
+
+    def require_schedules(self) -> None:
+        """Refuse orders that are not correct, with their faults marked."""
+        plan, work = self.plan, self.costed.work.of(self.plan.staged, self.plan.num_microbatches)
+        require_schedule(plan.step, work, plan.staged.world_size)
+        if plan.steady is not None:
+            ahead = replace(
+                work, num_components=0, frozen_edges=frozenset(),
+                ahead_layers=self.costed.frozen.num_layers, ahead_samples=plan.batch_size,
+            )  # fmt: skip
+            require_schedule(plan.steady, ahead, plan.staged.world_size)
+
+    def lower(self, form: Form, ranks: Sequence[int] | None) -> StepPlan:
+        """The programs of one form of the step, of these ranks."""
+        plan, costed = self.plan, self.costed
+        order = {"step": plan.step, "prologue": plan.prologue, "steady": plan.steady, "epilogue": plan.epilogue}[form]
+        if order is None:
+            raise ValueError(f"the plan has no form {form!r}")
+        optional = frozenset[int]()
+        if self.conditioning is not None:
+            optional = first_stages(costed.graph, costed.blocks, plan.staged.boundaries)
+        lowered = lower_form(self.graphs, order, form, ranks, optional, plan.steady)
+        calls = {**call_costs(self.graphs), **piece_costs(self.graphs, order)}
+        return self._step_plan(order, lowered, calls)
+
+    def _step_plan(self, order: Schedule, lowered: Lowered, calls: Mapping[str, CallCost]) -> StepPlan:
+        """One form, and where it has a first pass also the form without it."""
+        captured = self.costed.captured
+        placeholders = captured.graph.find_nodes(op="placeholder")
         names = {n.name: n.meta["input"] for n in placeholders if n.meta["kind"] == "input"}
-        draws = {draw.index: draw for draw in self.captured.draws.values()}
-        parts = (lowered.programs, lowered.messages, lowered.reductions)
-        without = self.plan(schedule, lowered.without) if lowered.without else None
-        rest = (self.device, without, self.conditioning or 0.0)
-        return StepPlan(self.captured.inputs, names, self.batch_size, draws, schedule, *parts, *rest)
-
-    def filled(self, found: Filled) -> FilledPlan:
-        """The three forms of a step."""
-        forms = {form: self.plan(found.schedule, getattr(found, form)) for form in FORMS}
-        return FilledPlan(**forms, calls=found.calls, text=found.fill.text())
+        draws = {draw.index: draw for draw in captured.draws.values()}
+        without = self._step_plan(order, lowered.without, calls) if lowered.without else None
+        return StepPlan(
+            captured.inputs, names, self.plan.batch_size, draws, order, lowered.programs, lowered.messages,
+            lowered.reductions, self.device, self.plan.fingerprint, calls, without, self.conditioning or 0.0,
+        )  # fmt: skip
 
 
-def _require_divisible(captured: Capture, batch: BatchPlan, count: int | None) -> None:
-    if not batch.divisible and (count or 1) > 1:
-        raise CompileError(f"{captured.notes[0]}; it cannot be cut into {count} micro-batches: pass microbatches=1")
-
-
-def _uncosted(costs: Mapping[str, NodeCost]) -> tuple[str, ...]:
-    names = uncosted_ops(costs.values())
+def _uncosted(step: CostedStep) -> tuple[str, ...]:
+    names = uncosted_ops(step.costs.values())
     return (f"no FLOPs are counted for {', '.join(names)}",) if names else ()
-
-
-def _device_bytes(model: CostModel) -> int | None:
-    """The memory of the device that is planned for, where its cost model knows it."""
-    known: int | None = getattr(model, "memory_bytes", None)
-    return known
-
-
-def _loss_weights(batch: BatchPlan, sizes: Sequence[int]) -> list[float]:
-    """The factor of every micro-batch's loss in the whole batch's."""
-    return [size / sum(sizes) if batch.loss_scale == "mean" else 1.0 for size in sizes]

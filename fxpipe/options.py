@@ -4,17 +4,24 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpipe.backbones import PredictionStep, is_backbone
 from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from fxpipe.schedule import Schedule
-from fxpipe.self_conditioning import SelfConditioning
+from fxpipe.models.backbones import PredictionStep, is_backbone
+from fxpipe.models.self_conditioning import SelfConditioning
+from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.schedule import Schedule
+
+FILLS = ("auto", "idle", "after", "none")
+"""Where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this one's
+training has ended, "none" for this batch, as part of its step; "auto" takes the fastest."""
 
 
 def check_counts(**counts: int | None) -> None:
@@ -27,12 +34,8 @@ def check_counts(**counts: int | None) -> None:
 
 def check_others(cost_model: Any, observe: Any, recompute: Any, budget: Any) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
-    lacks = [name for name in _SECONDS if not callable(getattr(cost_model, name, None))]
-    if isinstance(cost_model, type) or not (cost_model is None or isinstance(cost_model, str) or not lacks):
-        raise CompileError(
-            f"cost_model is {_shown(cost_model)}; give a device's name ('H100'), the path of a profile (.json), or an "
-            f"object with the methods {', '.join(_SECONDS)}"
-        )
+    if cost_model is not None and not isinstance(cost_model, str):
+        check_cost_model(cost_model, "a device's name ('H100'), the path of a profile (.json), or ")
     if observe is not None and not _takes(observe, "capture", None):
         raise CompileError(f"observe is {_shown(observe)}; give a function of (step's name, its result)")
     if recompute not in (None, True, False):
@@ -41,10 +44,33 @@ def check_others(cost_model: Any, observe: Any, recompute: Any, budget: Any) -> 
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 
 
-_SECONDS = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds", "backward_seconds")
+def check_cost_model(given: Any, or_text: str = "") -> None:
+    """Whether it has what `CostModel` asks for; what its seconds are is seen when it is first asked for them.
+
+    `or_text` says what else may be given, for the message.
+    """
+    lacks = [name for name, arguments in _COST_MODEL.items() if not _takes(getattr(given, name, None), *arguments)]
+    if isinstance(given, type) or lacks:
+        without = "" if isinstance(given, type) else f" without {', '.join(lacks)}"
+        raise CompileError(
+            f"cost_model is {_shown(given)}{without}; give {or_text}an object of a class that inherits from "
+            "fxpipe.CostModel and has a method seconds(table, num_samples)"
+        )
+    memory = getattr(given, "memory_bytes", _MISSING)
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        shown = "missing" if memory is _MISSING else repr(memory)
+        raise CompileError(
+            f"memory_bytes of cost_model {type(given).__name__} is {shown}; give a positive integer, or None where the "
+            "memory is not known"
+        )
+
+
+_COST_MODEL: dict[str, tuple[Any, ...]] = {"seconds": (None, 1), "moving_seconds": (1, 1), "drawing_seconds": ("", 1)}
+_MISSING = object()
 
 
 def _takes(function: Any, *arguments: Any) -> bool:
+    """Whether it can be called with these arguments."""
     try:
         inspect.signature(function).bind(*arguments)
     except ValueError:  # a builtin without a signature
@@ -105,9 +131,41 @@ def check_collocation(value: str | None) -> None:
 
 
 def check_fill(value: str) -> None:
-    fillers = ("per-device", "greedy", "exact", "none")
-    if value not in fillers:
-        raise CompileError(f"fill={value!r}; give one of {', '.join(map(repr, fillers))}")
+    if value not in FILLS:
+        raise CompileError(f"fill={value!r}; give one of {', '.join(map(repr, FILLS))}")
+
+
+def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int | None, **asked: Any) -> Plan | None:
+    """A plan, or the one in a file; what is `asked` for beside it must be what it says.
+
+    Raises:
+        CompileError: it is for another number of ranks, needs more than the limit, or says something else.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan | str | Path):
+        raise CompileError(f"plan is {_shown(plan)}; give a Plan, or the path of a saved one")
+    known = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if known.staged.world_size != world_size:
+        raise CompileError(
+            f"the plan is for {known.staged.world_size} ranks, world_size is {world_size}; use as many ranks, or make "
+            f"a plan for {world_size} (fxpipe tune --save)"
+        )
+    says = {
+        "batch_size": known.batch_size, "microbatches": known.num_microbatches, "stages": known.staged.num_stages,
+        "data_parallel": known.staged.replicas,
+    }  # fmt: skip
+    for name, value in asked.items():
+        if value in (None, "auto") or value == says.get(name):
+            continue
+        told = f"says {name}={says[name]}" if name in says else "has chosen that"
+        raise CompileError(f"{name}={value!r} beside a plan, which {told}; leave {name} out, or make another plan")
+    if limit_bytes is not None and known.peak_bytes is not None and known.peak_bytes > limit_bytes:
+        raise CompileError(
+            f"the plan needs {human_bytes(known.peak_bytes)} a rank, memory_limit is {human_bytes(limit_bytes)}; give "
+            "a higher limit, or make a plan within it (fxpipe tune --memory-limit --save)"
+        )
+    return known
 
 
 def given_bytes(value: int | str | None) -> int | None:
@@ -146,12 +204,6 @@ def asked_microbatches(
             f"microbatches={microbatches} exceeds the batch of {batch_size}; a micro-batch needs a sample"
         )
     return microbatches
-
-
-def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
-    """Samples of every micro-batch, the larger ones first."""
-    size, larger = divmod(batch_size, microbatches)
-    return (size + 1,) * larger + (size,) * (microbatches - larger)
 
 
 def unwrapped(model: nn.Module, schedule: str | Schedule) -> tuple[nn.Module, float | None]:

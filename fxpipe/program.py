@@ -1,83 +1,37 @@
 """A compiled program: what the user inspects, verifies and runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
-from fxpipe.block_graph import BlockGraph, human_bytes
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
-from fxpipe.costs import CostModel
-from fxpipe.engine import Engine, LocalEngine
+from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
-from fxpipe.memory import ADAMW_BYTES
-from fxpipe.observe import Observe
-from fxpipe.prediction import Costing, peak_bytes, predict
-from fxpipe.rank_program import Traffic
-from fxpipe.schedule import Schedule
-from fxpipe.staged import Staged
-from fxpipe.step import FilledPlan, StepPlan
-from fxpipe.timeline import Timeline
-from fxpipe.tuning import Outcome
-from fxpipe.verification import TOLERANCES, Verification, compare, reference_step
+from fxpipe.options import check_cost_model
+from fxpipe.plan.block_graph import BlockGraph, human_bytes
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.rank_program import Traffic
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.plan.timeline import Timeline
+from fxpipe.run.engine import Engine, LocalEngine
+from fxpipe.run.observe import Observe
+from fxpipe.run.verification import Tolerance, Verification, compare, reference_step, tolerance_of
+from fxpipe.simulate.memory import ADAMW_BYTES
+from fxpipe.simulate.prediction import Costing, peak_bytes, predict
 
+if TYPE_CHECKING:
+    from fxpipe.analysis import CostedStep
 
-@dataclass(frozen=True)
-class Plan:
-    """Which rank runs which blocks, for which micro-batches, and what the compiler has to say about it."""
-
-    staged: Staged
-    blocks: BlockGraph
-    microbatch_sizes: tuple[int, ...]
-    block_seconds: tuple[float, ...]
-    notes: tuple[str, ...]
-    outcomes: tuple[Outcome, ...] = ()
-
-    def __str__(self) -> str:
-        sizes = self.microbatch_sizes
-        lines = [
-            f"plan: {sum(sizes)} samples in {len(sizes)} micro-batches of {', '.join(map(str, sorted(set(sizes))))}, "
-            f"{self.staged.num_stages} stages on {self.staged.world_size} ranks ({self.staged.schedule})"
-        ]
-        total = sum(self.block_seconds) or 1.0
-        for stage in range(self.staged.num_stages):
-            blocks = self.staged.blocks(stage)
-            share = sum(self.block_seconds[b] for b in blocks) / total
-            names = [self.blocks.blocks[b].name for b in blocks]
-            span = "(empty)" if not names else names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            ranks = self.staged.stage_ranks[stage]
-            where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            lines.append(f"  stage {stage:2} on {where}: {len(blocks):3} blocks, {share:5.1%}  {span}")
-        for number, component in enumerate(self.blocks.components):
-            where = "the rank of each micro-batch"
-            if self.staged.frozen_ranks and len(ranks := self.staged.frozen_ranks[number]) < self.staged.world_size:
-                where = (
-                    f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, where there is room for its weights"
-                )
-            lines.append(f"  frozen {component.name}: {len(component.nodes)} operations, on {where}")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        staged = self.staged
-        return {
-            "world_size": staged.world_size,
-            "schedule": staged.schedule,
-            "microbatch_sizes": list(self.microbatch_sizes),
-            "boundaries": list(staged.boundaries),
-            "stage_ranks": [list(ranks) for ranks in staged.stage_ranks],
-            "recompute": sorted(staged.recompute),
-            "frozen_ranks": [list(ranks) for ranks in staged.frozen_ranks],
-            "collocated": staged.collocated,
-            "blocks": [{"name": b.name, "operations": len(b.nodes)} for b in self.blocks.blocks],
-            "components": [{"name": c.name, "operations": len(c.nodes)} for c in self.blocks.components],
-            "notes": list(self.notes),
-        }
+Form = Literal["step", "prologue", "steady", "epilogue"]
+Lower = Callable[[Form, Sequence[int] | None], StepPlan]
+"""The programs of one form of the step, of some ranks or of all."""
 
 
 @dataclass(frozen=True)
@@ -88,33 +42,71 @@ class StepResult:
     gradients: Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward."""
+    """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward.
 
-    model: nn.Module
-    capture: Capture
+    `ranks` are those whose programs this process holds, all where None; what needs the others makes them.
+    """
+
+    costed: "CostedStep"
     plan: Plan
-    step: StepPlan
-    costing: Costing
-    make_filled: Callable[[], FilledPlan] | None = None
-    prefix: str = ""
+    cluster: Cluster
+    lower: Lower
+    ranks: tuple[int, ...] | None = None
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.step.schedule
+    @cached_property
+    def step(self) -> StepPlan:
+        """The step that does its own frozen work."""
+        return self.lower("step", self.ranks)
 
     @cached_property
     def filled(self) -> FilledPlan | None:
-        """The step with the next batch's frozen work in its idle time; None where nothing is frozen.
+        """The step that does the next batch's frozen work; None where that is no faster, or nothing is frozen.
 
         Made when it is first asked for: by `engine.train`, `engine.step(batch, next_batch)` or here.
         """
-        return None if self.make_filled is None else self.make_filled()
+        if self.plan.steady is None:
+            return None
+        forms: tuple[Form, ...] = ("prologue", "steady", "epilogue")
+        return FilledPlan(*(self.lower(form, self.ranks) for form in forms))
+
+    @cached_property
+    def whole(self) -> "Program":
+        """The program with all ranks'."""
+        return self if self.ranks is None else replace(self, ranks=None)
+
+    @property
+    def model(self) -> nn.Module:
+        """The step whose forward returns the loss."""
+        return self.costed.example.step
+
+    @property
+    def capture(self) -> Capture:
+        return self.costed.captured
+
+    @property
+    def blocks(self) -> BlockGraph:
+        return self.costed.graph
+
+    @property
+    def block_seconds(self) -> tuple[float, ...]:
+        """Of every block, forward and backward, for the largest micro-batch."""
+        times = self.costed.blocks.at(self.plan.microbatch_sizes[0])
+        return tuple(f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True))
+
+    @property
+    def costing(self) -> Costing:
+        """What prices the programs."""
+        return Costing(self.costed.costs, self.costed.model, self.cluster)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.step
 
     @property
     def world_size(self) -> int:
-        return len(self.step.programs)
+        return self.plan.staged.world_size
 
     def traffic(self) -> Traffic:
         """Bytes per step, by directed channel and by kind."""
@@ -127,30 +119,30 @@ class Program:
         optimizer_bytes: int = ADAMW_BYTES,
         filled: bool = False,
     ) -> Timeline:
-        """Predict one step: time, bubbles, traffic and memory of every rank.
+        """Predict one step from the programs of all ranks: time, bubbles, traffic and memory of each.
 
         Args:
-            filled: the steady step, which does the next batch's frozen work in its idle time, where there is any.
+            filled: the steady step, which does the next batch's frozen work, where there is one.
             cost_model: seconds of compute; the one compiled for where left out.
             cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
             optimizer_bytes: of optimizer state per trained parameter; AdamW's two float32 averages where left out.
         """
-        network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.costing.cluster
+        if cost_model is not None:
+            check_cost_model(cost_model)
+        network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         network.require(self.world_size)
-        step, costing = self._priced(filled)
-        costing = replace(costing, model=cost_model or costing.model, cluster=network)
-        return predict(step, self.capture, costing, optimizer_bytes)
+        costing = Costing(self.costed.costs, cost_model or self.costed.model, network)
+        return predict(self._form(filled), self.capture, costing, optimizer_bytes)
 
     @property
     def needed_bytes(self) -> int:
         """The most memory that any rank needs at once, in a step alone or with the next batch's frozen work."""
-        return max(max(peak_bytes(step, self.capture, costing)) for step, costing in map(self._priced, (False, True)))
+        return max(max(peak_bytes(self._form(filled), self.capture, self.costing)) for filled in (False, True))
 
-    def _priced(self, filled: bool) -> tuple[StepPlan, Costing]:
-        """One of the two steps, where there are two, and what prices it."""
-        if not filled or self.filled is None:
-            return self.step, self.costing
-        return self.filled.steady, replace(self.costing, calls={**self.costing.calls, **self.filled.calls})
+    def _form(self, filled: bool) -> StepPlan:
+        """One of the two steps of all ranks, where there are two."""
+        whole = self.whole
+        return whole.filled.steady if filled and whole.filled is not None else whole.step
 
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is.
@@ -162,7 +154,7 @@ class Program:
         return self._run_local(args, kwargs, seed, step)
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
-        engine = LocalEngine(self.step, self.state, seed, self._shown)
+        engine = LocalEngine(self.whole.step, self.whole.state, seed, self._shown)
         return StepResult(*engine.run(self.step.bind(args, kwargs), step))
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -183,11 +175,12 @@ class Program:
 
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
-        return LocalEngine(self.step, self.state, seed, self._shown, observe, self._filling)
+        whole = self.whole
+        return LocalEngine(whole.step, whole.state, seed, self._shown, observe, whole._filling)
 
     def engine(self, device: str | torch.device | None = None, seed: int = 0, observe: Observe | None = None) -> Engine:
         """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA); `observe` sees its events."""
-        from fxpipe.transport.distributed import DistributedTransport
+        from fxpipe.run.transport.distributed import DistributedTransport
 
         transport = DistributedTransport.from_environment(device=device)
         if transport.world_size != self.world_size:
@@ -197,7 +190,7 @@ class Program:
 
     @property
     def _filling(self) -> Callable[[], FilledPlan] | None:
-        return None if self.make_filled is None else lambda: cast(FilledPlan, self.filled)
+        return None if self.plan.steady is None else lambda: cast(FilledPlan, self.filled)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -229,45 +222,39 @@ class Program:
                 )
 
     @cached_property
-    def tolerance(self) -> float:
+    def tolerance(self) -> Tolerance:
         """The relative error that rounding alone can cause, by the least precise type the step computes in."""
-        local = self.plan.blocks.local
-        types = {
-            node.meta["val"].dtype
-            for node in self.capture.graph.nodes
-            if node.op == "call_function" and node.name not in local and isinstance(node.meta["val"], torch.Tensor)
-        }
-        return max(tolerance for dtype, tolerance in TOLERANCES.items() if dtype in types)
+        return tolerance_of(self.capture.graph, self.blocks.local)
 
     def dump(self, directory: str | Path, filled: bool = False) -> Path:
         """Write plan, schedule, traffic, and per rank the program and its stage graphs as readable Python.
 
         With `filled` also the three forms of the step that does the next batch's frozen work in its idle time.
         """
-        from fxpipe.dump import dump
+        from fxpipe.show.dump import dump
 
-        return dump(self, Path(directory), filled)
+        return dump(self.whole, Path(directory), filled)
 
     def trace(self, path: str | Path, filled: bool = False) -> Path:
         """Write the predicted step as a Chrome trace, for Perfetto; `write_trace` does it for a recorded one.
 
         `filled` as in `simulate`.
         """
-        from fxpipe.trace_format import write_trace
+        from fxpipe.show.trace_format import write_trace
 
         return write_trace(self.simulate(filled=filled), path)
 
     def report(self, path: str | Path, memory_limit_bytes: int | None = None) -> Path:
         """Write the predicted step as one HTML page: timeline, load, memory, blocks, traffic, plan."""
-        from fxpipe.report import write_report
+        from fxpipe.show.report import write_report
 
-        return write_report(self, path, memory_limit_bytes=memory_limit_bytes)
+        return write_report(self.whole, path, memory_limit_bytes=memory_limit_bytes)
 
     def __str__(self) -> str:
         traffic = self.traffic()
         moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic.kinds.items() if size)
-        return "\n".join([str(self.capture), str(self.plan), f"traffic per step: {moved or 'none'}"])
+        return "\n".join([str(self.capture), self.plan.summary(), f"traffic per step: {moved or 'none'}"])
 
     def _shown(self, name: str) -> str:
         """A parameter's name as the user knows it: without the step that wraps a bare backbone."""
-        return name.removeprefix(self.prefix)
+        return name.removeprefix(self.costed.example.prefix)

@@ -1,14 +1,16 @@
 """Decisions: one pass per file, readable on its own.
 
+    Capture  ->  batch, blocks, costs  ->  placement, schedules, fill, as the tuner asks  ->  Plan  ->  lowering
+
 of a captured step    batch         what may be cut into micro-batches, and how
                       blocks        frozen components, blocks, the values between them
-                      block_costs   what every block costs and keeps (saved, kept), frozen_layers what frozen ones do
-planning              plan          the plan, from the tuner (tuner, rehearsal, estimate, room) or as asked for
-                      placement     which blocks form a stage, which ranks hold it; cut by partition (skips) or
-                                    chains (replicas, two directions, self-conditioning)
-                      order         the order of every rank's actions: schedules
-                      fill          frozen work of the next batch in idle time
-making programs       lowering      stage graphs, messages, rank programs; filled is all three forms of a step,
-                                    call_costs what each of their calls is made of
+                      costs         what every block, layer and call costs and keeps
+planning              case          a costed step on its machines
+                      tuner         which way to use the ranks: the plan
+                      placement     which blocks form a stage, which ranks hold it: lines and waves
+                      schedules     the order of every rank's actions, by a name or searched for
+                      step_ops      a placement and an order as what every rank does, to be simulated
+                      fill          frozen work of the next batch among the actions of this one
+making programs       lowering      stage graphs, messages, one program per rank
 beside it             comparison    what other ways to train the same step would take
 """

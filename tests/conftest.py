@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
+os.environ["FXPIPE_CACHE"] = "off"  # every test captures what it tests
 
 import pytest
 import torch

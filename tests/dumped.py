@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from fxpipe.dump import rank_text
+from fxpipe.plan.transport import Transport
 from fxpipe.program import Program
-from fxpipe.run_rank import Draws
-from fxpipe.transport import Transport, run_ranks
+from fxpipe.run.run_rank import Draws
+from fxpipe.run.transport import run_ranks
+from fxpipe.show.dump import rank_text
 
 
 class _Tree:

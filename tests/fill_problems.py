@@ -5,7 +5,11 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from passes.fill import FillProblem, FrozenComponent, Layer
+from passes.comparison.published import exact, greedy
+from passes.costs.layer import FrozenComponent, Layer
+from passes.fill.per_device import no_fill, per_device
+from passes.fill.problem import FillProblem
+from passes.fill.result import Fill, placed
 
 LAUNCH = st.sampled_from((0.0, 0.0005, 0.003, 0.02))
 SAMPLE = st.sampled_from((0.0, 0.0002, 0.001, 0.004))
@@ -69,3 +73,18 @@ def problems(
         local_batches=draw(st.sampled_from((tuple(range(1, 97)), PAPER, (2,), ()))),
         partial=draw(st.integers(0, 4)) > 0,
     )
+
+
+FILLERS = {"none": no_fill, "greedy": greedy, "exact": exact, "per-device": per_device}
+
+
+def fill(problem: FillProblem, how: str = "per-device") -> Fill:
+    """The frozen work in the idle time, by one of `FILLERS`."""
+    return FILLERS[how](problem)
+
+
+def holders(problem: FillProblem, fill: Fill, component: int) -> tuple[tuple[int, int, int], ...]:
+    """Who ends up with a component's results: (first sample, last sample, rank), by sample."""
+    last = len(problem.components[component].layers)
+    ends = [(rank, p) for rank, _, p in placed(fill) if p.component == component and p.last_layer == last]
+    return tuple(sorted((p.first_sample, p.last_sample, rank) for rank, p in ends))

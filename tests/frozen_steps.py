@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from cost_models.roofline import Roofline
 
-SLOW = Roofline(1e6, 1e6, 1.0, 1.0, 0.0)
+SLOW = Roofline(peak_flops=1e6, bandwidth=1e6, matrix_efficiency=1.0, memory_efficiency=1.0, launch_seconds=0.0)
 """A device on which tiny steps take seconds and every sample as long as the first: bubbles worth filling, frozen work
 worth sharing."""
 

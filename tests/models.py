@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from fxpipe.backbones import PredictionStep
+from fxpipe.models.backbones import PredictionStep
 from tests.peer_cases import PEER_CASES
 from tests.tiny_backbones import CONFIGS, backbone
 

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement, pairwise
 
 from hypothesis import strategies as st
 
-from passes.partition import StageMemory
+from passes.placement.memory import StageMemory
 
 Boundaries = tuple[int, ...]
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.backbones import PredictionStep, example_inputs, is_backbone
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.errors import CompileError
+from fxpipe.models.backbones import PredictionStep, example_inputs, is_backbone
 from tests.models import CONFIGS, PEER_CASES, ZOO, backbone
 from tests.tiny_backbones import VALUE_DEPENDENT
 

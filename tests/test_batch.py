@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CompileError
-from fxpipe.sizes import concrete
 from passes.batch import BatchPlan, analyse
 from passes.batch.layout import Layout
 from tests.models import PEER_CASES, ZOO

@@ -19,7 +19,7 @@ import fxpipe
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import call_of, describe
 from fxpipe.errors import CaptureError, CompileError
-from fxpipe.verification import Tolerance, compare, tolerance_of
+from fxpipe.run.verification import Tolerance, compare, tolerance_of
 from tests.steps import Middle, Step, batch, exact
 
 

@@ -13,6 +13,13 @@ from fxpipe.cli import app
 
 TOY = str(Path(__file__).parent / "toy_model.py")
 
+PLAN = """plan: 200 samples in {count} micro-batches of 100, 1 stage on 1 rank (1f1b)
+  for 1xV100, costs of V100, step ab in 24 blocks for 4 samples
+  stage  0 on rank 0: blocks 0-3  conv_in [x]
+schedule 1f1b: 1 stage, {count} micro-batches
+rank 0: {order}
+"""
+
 
 def invoke(*args: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, args, prog_name="fxpipe")
@@ -29,8 +36,7 @@ def dumped(tmp_path: Path) -> Path:
         {"source": 0, "target": 1, "kind": "skip", "bytes": 20},
         {"source": 1, "target": 0, "kind": "gradient", "bytes": 1_234_567},
     ]
-    (tmp_path / "plan.txt").write_text("stage 0 on rank 0: conv_in [x]\n")
-    (tmp_path / "grid.txt").write_text("rank 0 | 0F0 0F1 0B0 0B1\n")
+    (tmp_path / "plan.txt").write_text(PLAN.format(count=2, order="0F0 0F1 0B0 0B1"))
     (tmp_path / "traffic.json").write_text(json.dumps(rows))
     return tmp_path
 
@@ -94,17 +100,25 @@ def test_help_names_the_commands() -> None:
 def test_show_prints_texts_as_they_are_and_sums_traffic(dumped: Path) -> None:
     code, stdout, stderr = invoke("show", str(dumped))
     assert (code, stderr) == (0, "")
-    assert "stage 0 on rank 0: conv_in [x]" in stdout
-    assert "rank 0 | 0F0 0F1 0B0 0B1" in stdout
+    assert "stage  0 on rank 0: blocks 0-3  conv_in [x]" in stdout
+    assert "rank 0  0F0 0F1 0B0 --- 0B1 ---" in stdout
+    assert "rank 0: 0F0" not in stdout
     row = next(line for line in stdout.splitlines() if "0 -> 1" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["0 -> 1", "1,500", "20", "0", "1,520"]
     assert "1,234,567" in stdout
 
 
-def test_show_does_not_fold_wide_grids(dumped: Path) -> None:
-    wide = "rank 0 | " + " ".join(f"0F{i}" for i in range(200))
-    (dumped / "grid.txt").write_text(wide)
-    assert wide in invoke("show", str(dumped))[1]
+def test_show_does_not_fold_wide_lines(dumped: Path) -> None:
+    label = " ".join(f"layer_{i}" for i in range(200))
+    (dumped / "plan.txt").write_text((dumped / "plan.txt").read_text().replace("conv_in", label))
+    assert label in invoke("show", str(dumped))[1]
+
+
+def test_show_says_what_is_no_plan(dumped: Path) -> None:
+    (dumped / "plan.txt").write_text("stages: some")
+    code, _, stderr = invoke("show", str(dumped))
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert f"{dumped / 'plan.txt'}: this is no plan's text: it begins with 'stages: some'" in stderr
 
 
 @pytest.mark.parametrize("name", ["toy", "ToyStep", "INSTANCE"])
@@ -113,7 +127,8 @@ def test_compile_dumps_and_prints(name: str, tmp_path: Path) -> None:
     code, stdout, _ = invoke("compile", f"{TOY}:{name}", "--world-size", "2", "--dump", str(out))
     assert code == 0
     assert {"plan.json", "rank_0.py", "rank_1.py"} <= {path.name for path in out.iterdir()}
-    assert (out / "grid.txt").read_text().strip() in stdout
+    assert all(line in stdout for line in (out / "grid.txt").read_text().splitlines())
+    assert (out / "plan.txt").read_text().split("\nschedule ")[0] in stdout
     assert invoke("show", str(out))[1] == stdout
 
 

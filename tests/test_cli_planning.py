@@ -29,8 +29,8 @@ def rows(stdout: str) -> list[list[str]]:
 def test_tune_ranks_as_compile_does_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"batch_size": 8, "cluster": "4xV100", "memory_limit": "100MB"}
     planned = fxpipe.compile(TinyUNet(), 4, **options).plan.outcomes
-    for name in ("fxpipe.profiling.trace", "fxpipe.compiler.trace", "fxpipe.compiler.lower"):
-        monkeypatch.setattr(name, lambda *args: pytest.fail("tune traces or lowers"))
+    for name in ("StepGraphs", "lower_form"):
+        monkeypatch.setattr(f"fxpipe.compiler.{name}", lambda *args: pytest.fail("tune traces or lowers"))
     given = ["--world-size", "4", "--cluster", "4xV100", "--memory-limit", "100MB"]
     code, stdout, _ = invoke("tune", UNET, *given, "--top", str(len(planned)))
     assert code == 0
@@ -44,7 +44,7 @@ def test_tune_ranks_as_compile_does_and_traces_nothing(monkeypatch: pytest.Monke
 
 
 def test_tune_plans_for_frozen_work_as_compile_does() -> None:
-    for fill in ("per-device", "none"):
+    for fill in ("auto", "idle", "after", "none"):
         planned = fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=8, fill=fill).plan.outcomes
         code, stdout, _ = invoke("tune", FROZEN_UNET, "--world-size", "2", "--fill", fill, "--top", "3")
         assert code == 0
@@ -54,8 +54,8 @@ def test_tune_plans_for_frozen_work_as_compile_does() -> None:
 
 
 def test_compare_prints_a_row_per_contestant_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fxpipe.profiling.trace", "fxpipe.compiler.trace", "fxpipe.compiler.lower"):
-        monkeypatch.setattr(name, lambda *args: pytest.fail("compare traces or lowers"))
+    for name in ("StepGraphs", "lower_form"):
+        monkeypatch.setattr(f"fxpipe.compiler.{name}", lambda *args: pytest.fail("compare traces or lowers"))
     code, stdout, _ = invoke("compare", FROZEN, "--world-size", "4", "--budget", "0", "--cluster", "2x2xV100")
     assert code == 0
     found = rows(stdout)
@@ -118,7 +118,7 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--no-recompute"], {"recompute": False}),
     (["--collocation", "soft"], {"collocation": "soft"}),
     (["--budget", "0.5"], {"budget": 0.5}),
-    (["--fill", "greedy"], {"fill": "greedy"}),
+    (["--fill", "idle"], {"fill": "idle"}),
     (["--cluster", "2xH100", "--device-model", "H100@bfloat16"], {"cluster": "2xH100", "cost_model": "H100@bfloat16"}),
     (["--microbatches", "4", "--stages", "2", "--schedule", "wave"], {"microbatches": 4, "stages": 2}),
 ]
@@ -145,7 +145,7 @@ def test_simulate_prints_the_step_and_the_filled_one() -> None:
     code, stdout, _ = invoke("simulate", FROZEN, "--world-size", "2", "--schedule", "1f1b")
     assert code == 0
     assert stdout.count("step: ") == 2
-    assert "idle time (per-device)" in stdout
+    assert "with the next batch's frozen work:" in stdout
     assert invoke("simulate", f"{TOY}:toy", "--world-size", "2", "--schedule", "1f1b")[1].count("step: ") == 1
 
 

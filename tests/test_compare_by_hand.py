@@ -4,44 +4,48 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import sympy
 from rich.console import Console
 
-from fxpipe.block_graph import Block, BlockGraph, Component, Edge
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from fxpipe.comparison import Contestant, best_baseline, comparison_table
-from fxpipe.costs import NodeCost
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
 from fxpipe.costs.block_values import Given, Values, Weight
+from fxpipe.costs.model import CostModel, NodeSeconds
+from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
-from fxpipe.simulation import walk
-from fxpipe.staged import Staged
-from fxpipe.timeline import Timeline
+from fxpipe.plan.block_graph import Block, BlockGraph, Component, Edge
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.staged import Staged
+from fxpipe.plan.timeline import Timeline
+from fxpipe.show.comparison import Contestant, best_baseline, comparison_table
+from fxpipe.simulate import simulate
+from fxpipe.simulate import timeline as simulated
+from fxpipe.simulate.op_lists import Bytes, Op, StepOps
+from passes.case import Case
 from passes.comparison import baselines, compare
-from passes.comparison.contest import Attempt, Built, best
-from passes.comparison.data_parallel import BUCKET_BYTES, ddp, zero, zero_seconds
-from passes.comparison.memory import ddp_peak_bytes, zero_peak_bytes
-from passes.estimate import estimated_work
-from passes.frozen_layers import FrozenLayers
-from passes.rehearsal.case import Case
-from passes.rehearsal.op_writer import OpWriter
-from passes.rehearsal.pieces import shared_out
-from passes.rehearsal.pipeline_ops import pipeline_ops
+from passes.comparison.contest import Attempt, best
+from passes.comparison.data_parallel import accumulated, replicated
+from passes.comparison.zero import sharded_ops, sharded_seconds
+from passes.costs.frozen_layers import FrozenLayers
+from passes.lowering.gradients import GradientFlow
+from passes.lowering.work import StepWork
+from passes.placement.buckets import BUCKET_BYTES
 from passes.schedules.named import make_schedule
-from passes.tuner.candidates import Wishes
+from passes.step_ops import step_ops
+from passes.tuner.request import Request
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
+LOSS_BYTES = 4  # told from rank to rank
 
 
-class Free:
+class Free(CostModel):
     """A device on which sums of gradients cost nothing."""
 
-    def forward_seconds(self, cost: NodeCost, num_samples: int) -> float:
-        return 0.0
-
-    backward_seconds = backward_input_seconds = backward_weight_seconds = forward_seconds
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        return NodeSeconds(*np.zeros((3, len(table))))
 
 
 def network(bytes_per_second: float, size: int = 8) -> Cluster:
@@ -55,11 +59,15 @@ def case(
     weight_bytes: int = BUCKET_BYTES,
     saved_bytes: int = 0,
     frozen_seconds: float = 0.0,
-    edges: Sequence[Edge] = (),
+    edges: Sequence[Edge] | None = None,
     cluster: Cluster | None = None,
     limit_bytes: int | None = None,
 ) -> Case:
-    """Blocks of one second forward and two backward per sample, each with one trained weight of 4-byte numbers."""
+    """Blocks of one second forward and two backward per sample, each with one trained weight of 4-byte numbers.
+
+    Where `edges` are left out each block reads what the one before makes, which takes no memory.
+    """
+    edges = [edge(i, i + 1, num_bytes=0) for i in range(num_blocks - 1)] if edges is None else edges
     weights = tuple(
         Weight(f"w{i}", weight_bytes, weight_bytes // 4, True, (i,), ()) for i in range(num_blocks) if weight_bytes
     )
@@ -73,7 +81,8 @@ def case(
         return BlockSeconds(n, one, two, one, one, (frozen_seconds * n,) * len(names))
 
     components = tuple(Component(name, (), ()) for name in names)
-    blocks = tuple(Block(i, f"block {i}", (f"n{i}",)) for i in range(num_blocks))
+    made = [[e.name for e in edges if e.producer == i] for i in range(num_blocks)]
+    blocks = tuple(Block(i, f"block {i}", (f"n{i}", *made[i])) for i in range(num_blocks))
     graph = BlockGraph(blocks, components, frozenset(), tuple(edges), (1.0,) * num_blocks, (), ())
     costs = BlockCosts(weights, given, values, len(names), seconds, lambda n: ((0,) * num_blocks, (0,) * len(names)))
     halves = FrozenLayers(
@@ -82,15 +91,44 @@ def case(
         lambda n: ((frozen_seconds * n / 2,) * 2,) * len(names),
         lambda n: ((0.0, 0.0),) * len(names),
     )
-    return Case(graph, costs, halves, Free(), cluster or network(1e30), ranks, batch_size, limit_bytes)
+    work = StepWork(graph, flow(edges, num_blocks, bool(weight_bytes)), f"n{num_blocks - 1}")
+    return Case(graph, costs, halves, work, Free(), cluster or network(1e30), ranks, batch_size, limit_bytes)
+
+
+def flow(edges: Sequence[Edge], num_blocks: int, trained: bool) -> GradientFlow:
+    """What a block makes gets its gradient to its weight, and to what it reads."""
+    found: dict[tuple[str, int], frozenset[tuple[str, int]]] = {}
+    for block in range(num_blocks):
+        reads = [(e.name, 0) for e in edges if block in e.consumers and e.requires_grad]
+        sources = frozenset([*reads, *([(f"w{block}", 0)] if trained else [])])
+        made = [e.name for e in edges if e.producer == block and e.requires_grad]
+        found |= {(name, 0): sources for name in (*made, *([f"n{block}"] if block == num_blocks - 1 else []))}
+    return GradientFlow(found, frozenset(f"w{i}" for i in range(num_blocks) if trained))
 
 
 def edge(producer: int, *consumers: int, num_bytes: int, requires_grad: bool = True) -> Edge:
-    return Edge(f"v{producer}", producer, consumers, ("main",) * len(consumers), num_bytes, True, requires_grad)
+    name = "_".join(map(str, ("v", producer, *consumers)))
+    return Edge(name, producer, consumers, ("main",) * len(consumers), num_bytes, True, requires_grad)
 
 
-def timeline(of: Case, writer: OpWriter) -> Timeline:
-    return walk(writer.ops, {}, of.cluster).timeline()
+def ddp(of: Case, count: int, recompute: bool = False) -> StepOps:
+    """One step with so many micro-batches a rank."""
+    staged, sizes = replicated(of, recompute), microbatch_sizes(of.batch_size, count * of.world_size)
+    return step_ops(of, staged, accumulated(of, staged, len(sizes)), sizes)
+
+
+def zero(of: Case, count: int) -> StepOps:
+    """The same by ZeRO-3."""
+    staged, sizes = replicated(of, False), microbatch_sizes(of.batch_size, count * of.world_size)
+    return sharded_ops(of, staged, accumulated(of, staged, len(sizes)), sizes)
+
+
+def timeline(of: Case, ops: StepOps) -> Timeline:
+    return simulated(ops, of.cluster)
+
+
+def peak_bytes(of: Case, ops: StepOps) -> int:
+    return simulate(ops, of.cluster).peak_bytes
 
 
 def test_ddp_reduces_every_bucket_as_soon_as_it_is_full() -> None:
@@ -99,22 +137,21 @@ def test_ddp_reduces_every_bucket_as_soon_as_it_is_full() -> None:
     assert timeline(fast, ddp(fast, 1)).makespan_seconds == pytest.approx(3 + 6 + 1)
     assert timeline(slow, ddp(slow, 1)).makespan_seconds == pytest.approx(3 + 2 + 3 * 4)
     assert timeline(slow, ddp(slow, 1)).bubble_ratio == pytest.approx(1 - 9 / 17)
-    assert ddp(fast, 1).wire_bytes == 2 * 3 * BUCKET_BYTES
+    assert ddp(fast, 1).wire_bytes == 2 * 3 * BUCKET_BYTES + 2 * LOSS_BYTES
 
 
-def test_ddp_cuts_large_gradients_into_buckets_and_joins_small_ones() -> None:
+def test_ddp_joins_small_gradients_to_buckets() -> None:
     large, small = case(1, weight_bytes=BUCKET_BYTES * 5 // 2), case(8, weight_bytes=BUCKET_BYTES // 4)
-    sizes = [e.num_bytes for e in timeline(large, ddp(large, 1)).collectives if e.rank == 0]
-    assert sizes == [BUCKET_BYTES, BUCKET_BYTES, BUCKET_BYTES // 2]
+    assert [e.num_bytes for e in timeline(large, ddp(large, 1)).collectives] == [BUCKET_BYTES * 5 // 2] * 2
     found = [e for e in timeline(small, ddp(small, 1)).collectives if e.rank == 0]
-    assert [(e.action, e.num_bytes) for e in found] == [("4B0", BUCKET_BYTES), ("0B0", BUCKET_BYTES)]
+    assert [(e.action, e.num_bytes) for e in found] == [("1R0", BUCKET_BYTES), ("0R0", BUCKET_BYTES)]
 
 
 def test_ddp_accumulates_and_reduces_once() -> None:
     several = case(batch_size=8, frozen_seconds=1.0, cluster=network(BUCKET_BYTES))
     found = timeline(several, ddp(several, 2))
     assert found.makespan_seconds == pytest.approx(4 * (1 + 3 + 6) + 1)
-    assert {e.action for e in found.collectives} == {"0B1", "1B1", "2B1"}
+    assert {e.action for e in found.collectives if e.rank == 0} == {"0R0", "1R0", "2R0"}
     again = timeline(several, ddp(several, 2, True))
     assert again.makespan_seconds == pytest.approx(4 * (1 + 3 + 6 + 3) + 1)
 
@@ -126,32 +163,33 @@ def test_zero_gathers_one_block_ahead_and_scatters_behind() -> None:
     assert found.makespan_seconds == pytest.approx(0.5 + 3 + 6 + 0.5)
     starts = [e.start_seconds for e in found.collectives if e.rank == 0]
     assert starts == pytest.approx([0.0, 0.5, 1.5, 3.5, 5.5, 6.0, 7.5, 9.5])
-    assert zero(of, 1).wire_bytes == 8 * BUCKET_BYTES
-    assert zero_seconds(of) == pytest.approx(8 * 0.5)
+    assert zero(of, 1).wire_bytes == 8 * BUCKET_BYTES + 2 * LOSS_BYTES
+    assert sharded_seconds(of, replicated(of, False), 1) == pytest.approx(8 * 0.5)
     slow = case(cluster=network(BUCKET_BYTES / 100))
-    assert timeline(slow, zero(slow, 1)).makespan_seconds == pytest.approx(zero_seconds(slow) + 2 + 1, rel=0.01)
+    collectives = sharded_seconds(slow, replicated(slow, False), 1)
+    assert timeline(slow, zero(slow, 1)).makespan_seconds == pytest.approx(collectives + 2 + 1, rel=0.01)
 
 
-def line(of: Case, num_microbatches: int, relayed: bool) -> OpWriter:
+def line(of: Case, num_microbatches: int, relayed: bool) -> StepOps:
     """A stage per block and rank."""
     ranks = tuple((i,) for i in range(of.world_size))
     staged = Staged(tuple(range(of.world_size + 1)), ranks, "1f1b", False, of.world_size)
-    work = estimated_work(of.graph, staged, num_microbatches)
+    work = of.work.of(staged, num_microbatches)
     schedule = make_schedule("1f1b", work, ranks, (1.0,) * of.world_size, (2.0,) * of.world_size)
     sizes = (of.batch_size // num_microbatches,) * num_microbatches
-    return pipeline_ops(of, staged, schedule, sizes, relayed=relayed)
+    return step_ops(of, staged, schedule, sizes, relayed=relayed)
 
 
 def test_relays_hand_everything_on() -> None:
     edges = [edge(0, 1, num_bytes=100), edge(1, 2, num_bytes=100), edge(2, 3, num_bytes=100)]
     edges += [edge(0, 3, num_bytes=10), edge(1, 3, num_bytes=1, requires_grad=False)]
     of = case(4, ranks=4, batch_size=8, edges=edges)
-    assert line(of, 4, False).wire_bytes == 8 * (2 * 300 + 2 * 10 + 1)
-    assert line(of, 4, True).wire_bytes == 8 * (2 * 300 + 2 * 30 + 2)
+    assert line(of, 4, False).wire_bytes == 8 * (2 * 300 + 2 * 10 + 1) + 3 * LOSS_BYTES
+    assert line(of, 4, True).wire_bytes == 8 * (2 * 300 + 2 * 30 + 2) + 3 * LOSS_BYTES
     channels = timeline(of, line(of, 4, True)).channel_bytes
     assert channels[2, 3] == 8 * 111
-    assert channels[3, 2] == 8 * 110
-    assert set(channels) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
+    assert channels[3, 2] == 8 * 110 + LOSS_BYTES
+    assert set(channels) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (3, 0), (3, 1)}
 
 
 def test_a_pipelines_bubble_is_its_ramp() -> None:
@@ -182,12 +220,21 @@ def test_baselines_by_name_and_order() -> None:
 
 
 def test_memory_of_data_parallel_training() -> None:
-    """Weights, gradients and two averages of 4 bytes are four times the weights; x is 8 bytes a sample."""
+    """Weights, gradients and two averages of 4 bytes are four times the weights; x is 8 bytes a sample. A second
+    micro-batch's gradients are there beside the first's before they are added."""
     of = case(3, ranks=2, batch_size=16, weight_bytes=400, saved_bytes=1000)
-    assert ddp_peak_bytes(of, 1) == 4 * 1200 + 8 * 8 + 8 * 3000
-    assert ddp_peak_bytes(of, 4) == 4 * 1200 + 8 * 8 + 2 * 3000
-    assert ddp_peak_bytes(of, 4, True) == 4 * 1200 + 8 * 8 + 2 * 1000
-    assert zero_peak_bytes(of, 1) == 2 * 1200 + 3 * 400 + 8 * 8 + 8 * 3000
+    assert peak_bytes(of, ddp(of, 1)) == 4 * 1200 + 16 * 8 + 8 * 3000
+    assert peak_bytes(of, ddp(of, 4)) == 5 * 1200 + 16 * 8 + 2 * 3000
+    assert peak_bytes(of, ddp(of, 4, True)) == 5 * 1200 + 16 * 8 + 2 * 1000
+
+
+def test_memory_of_sharded_training() -> None:
+    """Half of the weights and their averages on either rank; beside it what all three blocks save, the weights of two
+    blocks, and the gradients of the last one."""
+    one = BUCKET_BYTES
+    of = case(3, ranks=2, batch_size=16, saved_bytes=one)
+    assert peak_bytes(of, zero(of, 1)) == 3 * 3 * one // 2 + 16 * 8 + 8 * 3 * one + 2 * one + one
+    assert peak_bytes(of, ddp(of, 1)) == 3 * 3 * one + 16 * 8 + 8 * 3 * one + one
 
 
 def test_memory_decides_on_microbatches_and_recomputation() -> None:
@@ -196,26 +243,18 @@ def test_memory_decides_on_microbatches_and_recomputation() -> None:
 
     assert settings(50_000).setting == "8 samples a rank"
     assert settings(20_000).setting == "2 x 4 samples a rank"
-    assert settings(7_000).setting == "4 x 2 samples a rank, recomputed"
-    assert settings(6_000).setting == "8 x 1 samples a rank, recomputed"
+    assert settings(8_200).setting == "4 x 2 samples a rank, recomputed"
+    assert settings(7_500).setting == "8 x 1 samples a rank, recomputed"
     hungry = settings(1_000)
     assert (hungry.setting, hungry.fits) == ("8 x 1 samples a rank, recomputed", False)
 
 
 def attempt(name: str, seconds: float, peak: int, built: list[str]) -> Attempt:
-    def build() -> Built:
+    def write() -> StepOps:
         built.append(name)
+        return StepOps([[Op("begin", "0F0"), Op("run", seconds=seconds, memory=Bytes(most=peak))]], [{}])
 
-        def ops() -> OpWriter:
-            writer = OpWriter(1)
-            writer.begin(0, "0F0")
-            writer.run(0, seconds)
-            writer.end(0)
-            return writer
-
-        return Built(peak, ops)
-
-    return Attempt(name, 0.9 * seconds, build)
+    return Attempt(name, 0.9 * seconds, write)
 
 
 def test_only_what_may_win_is_built() -> None:
@@ -234,19 +273,11 @@ def test_only_what_may_win_is_built() -> None:
     assert best(case(), "x", []) is None
 
 
-def test_shares_hold_every_sample_once() -> None:
-    of = case(ranks=3, batch_size=8, frozen_seconds=1.0)
-    for most in (None, 2, 1):
-        pieces = [piece for of_rank in shared_out(of, most) for piece in of_rank]
-        assert sorted(s for p in pieces for s in range(p.start, p.stop)) == list(range(8))
-        assert all(p.stop - p.start <= (most or 8) and p.is_final(of) for p in pieces)
-
-
 def test_frozen_work_in_idle_time_is_done_once_and_hides() -> None:
     """Two stages, one micro-batch each way: a third of the time is idle, which the frozen work fills."""
     edges = [edge(0, 1, num_bytes=1), Edge("z", "vae", (0,), ("conditioning",), 4, True, False)]
     of = case(2, ranks=2, batch_size=4, frozen_seconds=0.5, edges=edges, weight_bytes=10**6, cluster=network(1e5))
-    plain, filled = compare(of, Wishes("1f1b", 2, 4, stages=2, microbatches=2, data_parallel=1), 0.0)[-2:]
+    plain, filled = compare(of, Request("1f1b", 2, 4, stages=2, microbatches=2, data_parallel=1, fill="idle"))[-2:]
     assert (plain.name, filled.name) == ("fxpipe", "fxpipe, filled")
     assert plain.seconds == pytest.approx(2 * 0.5 + (2 + 1) * 6, rel=0.01)
     assert filled.seconds == pytest.approx((2 + 1) * 6, rel=0.01)

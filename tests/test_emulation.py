@@ -10,15 +10,15 @@ import torch
 import fxpipe
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from fxpipe.deviation import ActionTimes, deviation
-from fxpipe.emulation import Slower, emulate, emulated
-from fxpipe.emulation.network import EmulatedDevice, EmulatedNetwork
 from fxpipe.errors import CompileError, RunError
-from fxpipe.prediction import Costing, planned, predict
-from fxpipe.run_rank import run_rank
-from fxpipe.simulation.collectives import Collective
-from fxpipe.timeline import Event, Timeline
-from fxpipe.transport import run_ranks
+from fxpipe.plan.timeline import Event, Timeline
+from fxpipe.run.emulation import Slower, emulate, emulated
+from fxpipe.run.emulation.network import EmulatedDevice, EmulatedNetwork
+from fxpipe.run.run_rank import run_rank
+from fxpipe.run.transport import run_ranks
+from fxpipe.show.deviation import ActionSpan, deviation
+from fxpipe.simulate.collectives import Collective
+from fxpipe.simulate.prediction import Costing, planned, predict
 from tests.frozen_steps import FrozenStep
 from tests.unet import TinyUNet
 
@@ -138,8 +138,8 @@ def test_deviations_by_hand() -> None:
     found = deviation(predicted, measured)
     assert found.ratio == 0.5
     assert found.actions == (
-        ActionTimes(0, "0F0", "F", 0.0, 0.25, 1.0, 1.25),
-        ActionTimes(1, "1F0", "F", 0.0, 0.0, 2.0, 3.0),
+        ActionSpan(0, "0F0", "F", 0.0, 0.25, 1.0, 1.25),
+        ActionSpan(1, "1F0", "F", 0.0, 0.0, 2.0, 3.0),
     )
     assert found.actions[0].late_seconds == 0.25
     first, last = str(found).splitlines()[1:]

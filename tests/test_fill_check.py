@@ -6,7 +6,12 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import CompileError
-from passes.fill import Fill, FillProblem, FrozenComponent, Layer, Piece, check, fill, per_device, require
+from passes.comparison.published.check import check, require
+from passes.costs.layer import FrozenComponent, Layer
+from passes.fill.per_device import per_device
+from passes.fill.problem import FillProblem
+from passes.fill.result import Fill, Piece
+from tests.fill_problems import fill
 
 VAE = FrozenComponent("vae", (Layer.affine("layer", 0.001, 0.001),) * 4)
 TEXT = FrozenComponent("text", (Layer.affine("layer", 0.001, 0.000125),) * 4)

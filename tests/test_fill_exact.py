@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe import timeline
 from fxpipe.errors import CompileError
-from fxpipe.schedule import Work
-from fxpipe.simulator import simulate
-from passes.fill import FillProblem, FrozenComponent, Layer, fill, idle_intervals, idle_of_schedule, idle_of_timeline
-from passes.fill.bubbles import Bubble, common_bubbles
-from passes.fill.greedy import greedy_choices
-from passes.fill.savings import LeastTail, possible_savings
-from passes.fill.spans import after, choices, initial, tail_seconds
+from fxpipe.plan.actions import Work
+from fxpipe.plan.execution import simulate
+from passes.comparison.published.bubbles import Bubble, common_bubbles, idle_intervals, idle_of_schedule
+from passes.comparison.published.greedy import greedy_choices
+from passes.comparison.published.savings import LeastTail, possible_savings
+from passes.comparison.published.spans import after, choices, initial, tail_seconds
+from passes.costs.layer import FrozenComponent, Layer
+from passes.fill.problem import FillProblem
 from passes.schedules.named import make_schedule
-from tests.fill_problems import problems
+from tests.fill_problems import fill, problems
 
 Progress = tuple[tuple[int, int], ...]
 TINY = problems(most_ranks=3, most_components=2, most_layers=3, most_samples=6)
@@ -170,14 +170,3 @@ def test_idle_time_of_a_schedule() -> None:
     assert idle[3][0] == (0.0, 3.0)
     later = idle_of_schedule(schedule, times, times.makespan_seconds + 1.0)
     assert later[0][-1] == (times.makespan_seconds, times.makespan_seconds + 1.0)
-
-
-def test_idle_time_of_rank_programs() -> None:
-    events = (
-        timeline.Event(0, "0F0", "F", 0.0, 2.0),
-        timeline.Event(0, "0B0", "B", 2.0, 6.0),
-        timeline.Event(0, "0B0", "wait", 2.0, 4.5, peer=1),
-        timeline.Event(1, "1F0", "F", 0.0, 5.0),
-        timeline.Event(1, "1F0", "wait", 0.0, 2.5, peer=0),
-    )
-    assert idle_of_timeline(timeline.Timeline(events, 2)) == (((2.0, 4.5),), ((0.0, 2.5), (5.0, 6.0)))

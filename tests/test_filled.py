@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CompileError
-from fxpipe.rank_program import Message
-from fxpipe.verification import reference_step
+from fxpipe.plan.rank_program import Message
+from fxpipe.run.verification import reference_step
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
@@ -94,7 +94,8 @@ class Case:
 
     def program(self, model: Any) -> fxpipe.Program:
         example = model.example_inputs(self.batch_size)
-        return fxpipe.compile(model, self.ranks, example_inputs=example, cost_model=SLOW, **self.options)
+        options = {"cost_model": SLOW, "fill": "idle", **self.options}
+        return fxpipe.compile(model, self.ranks, example_inputs=example, **options)
 
     def __str__(self) -> str:
         words = "-".join(map(str, self.options.values()))
@@ -104,10 +105,10 @@ class Case:
 CASES = [
     Case(2, {"schedule": "1f1b", "microbatches": 3}),
     Case(4, {"schedule": "wave", "microbatches": 4, "data_parallel": 2}, "doubled"),
-    Case(3, {"schedule": "zero-bubble", "microbatches": 5, "fill": "greedy"}, "shared"),
-    Case(2, {"schedule": "1f1b", "microbatches": 2, "fill": "exact"}, "inner", 4),
-    Case(3, {"schedule": "gpipe", "microbatches": 3, "fill": "none"}, "inner"),
-    Case(4, {"schedule": "1f1b", "microbatches": 5, "data_parallel": 2, "fill": "greedy"}, "inner"),
+    Case(3, {"schedule": "zero-bubble", "microbatches": 5}, "shared"),
+    Case(2, {"schedule": "1f1b", "microbatches": 2}, "inner", 4),
+    Case(3, {"schedule": "gpipe", "microbatches": 3, "fill": "after"}, "inner"),
+    Case(4, {"schedule": "1f1b", "microbatches": 5, "data_parallel": 2}, "inner"),
     Case(2, {"schedule": "1f1b", "microbatches": 1}, "shared"),  # nothing is cut into samples
     Case(5, {"schedule": "1f1b", "microbatches": 2}, "", 2),  # more ranks than samples
     Case(2, {"schedule": "1f1b"}, "doubled", 1),
@@ -120,10 +121,10 @@ def test_losses_and_weights_are_one_devices(case: Case) -> None:
     batches = batches_of(FrozenStep(), case.batch_size)
     program = case.program(FrozenStep(how=case.how))
     assert_same(ahead(program, batches), one_device(FrozenStep(how=case.how), batches))
-    fill = case.options.get("fill", "per-device")
+    fill = case.options.get("fill", "idle")
     if case.ranks > 1 and case.batch_size > 2 and case.options["microbatches"] > 1:
         assert crossing(program)
-        assert any("T" in action for action in between_actions(program)) == (fill != "none")
+        assert any("T" in action for action in between_actions(program)) == (fill != "after")
 
 
 def between_actions(program: fxpipe.Program) -> list[str]:
@@ -148,7 +149,7 @@ def test_without_draws_it_is_what_plain_autograd_trains() -> None:
     [
         ("sd", Case(2, {"schedule": "1f1b", "microbatches": 2}, "", 4)),
         ("sdxl", Case(2, {"schedule": "wave", "microbatches": 2}, "", 4)),
-        ("controlnet", Case(2, {"schedule": "zero-bubble", "microbatches": 2, "fill": "greedy"}, "", 4)),
+        ("controlnet", Case(2, {"schedule": "zero-bubble", "microbatches": 2}, "", 4)),
     ],
 )
 def test_diffusion_steps(name: str, case: Case) -> None:
@@ -198,7 +199,7 @@ def frozen_specs(draw: st.DrawFn) -> StepSpec:
     return replace(spec, layers=tuple(fits))
 
 
-@given(frozen_specs(), splits(), st.sampled_from(("per-device", "greedy", "none")))
+@given(frozen_specs(), splits(), st.sampled_from(("auto", "idle", "after")))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_any_step_in_any_layout(spec: StepSpec, split: Split, fill: str) -> None:
     model = RandomStep(spec)

@@ -12,11 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from cost_models.devices import device
 from cost_models.flops import graph_cost, node_costs
-from fxpipe.backbones import PredictionStep, example_inputs
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.costs import total_cost
+from fxpipe.costs.model import node_seconds
+from fxpipe.costs.table import CostTable
+from fxpipe.models.backbones import PredictionStep, example_inputs
 from tests.models import CONFIGS
+from tests.node_numbers import counts_of
 
 aten = torch.ops.aten
 FUSED_ON_CPU: dict[Any, Callable[..., int]] = {  # torch counts the CUDA kernels; the CPU's does the same products
@@ -76,7 +79,7 @@ def test_one_graph_agrees_with_torch_at_two_batch_sizes(name: str) -> None:
     spec, examples = describe(step, (), batches[5], 5)
     cost = graph_cost(capture(step, spec, examples).graph.nodes)
     for num_samples, batch in batches.items():
-        counts = cost.at(num_samples)
+        counts = counts_of(cost, num_samples)
         forward, backward = counted(step, batch)
         assert counts.forward_flops == pytest.approx(forward, rel=1e-3)
         assert counts.backward_input_flops + counts.backward_weight_flops == pytest.approx(backward, rel=1e-3)
@@ -111,12 +114,12 @@ def test_sdxl_at_full_size() -> None:
             n.meta["requires_grad"] for n in node.all_input_nodes
         )
     costs = node_costs(exported.graph.nodes)
-    counts = total_cost(costs.values()).at(2)
+    counts = counts_of(total_cost(costs.values()), 2)
     assert counts.forward_flops / 2e9 == pytest.approx(6761, rel=1e-3)
     assert (
         2 * counts.forward_flops
         < counts.backward_input_flops + counts.backward_weight_flops
         < 2.1 * counts.forward_flops
     )
-    seconds = sum(device("A100-80GB").forward_seconds(cost, 2) for cost in costs.values())
+    seconds = node_seconds(device("A100-80GB"), CostTable.of(costs.values()), 2).forward.sum()
     assert counts.forward_flops / 156e12 < seconds < 4 * counts.forward_flops / 156e12

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 from cost_models.flops import graph_cost, node_cost, node_costs
 from fxpipe.costs import NodeCost, uncosted_ops
+from tests.node_numbers import counts_of
 
 KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
 
@@ -67,7 +68,7 @@ def counted(model: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
 
 
 def flops(cost: NodeCost, num_samples: int) -> tuple[int, int, int]:
-    counts = cost.at(num_samples)
+    counts = counts_of(cost, num_samples)
     return counts.forward_flops, counts.backward_input_flops, counts.backward_weight_flops
 
 
@@ -160,11 +161,12 @@ def test_nothing_is_differentiated_that_needs_no_gradient() -> None:
     first.meta["requires_grad"] = False
     assert flops(node_cost(first), 1) == (72, 0, 0)
     assert flops(node_cost(second), 1) == (48, 0, 48)
-    assert node_cost(first).at(1).backward_input_bytes == node_cost(first).at(1).backward_weight_bytes == 0
+    counts = counts_of(node_cost(first), 1)
+    assert counts.backward_input_bytes == counts.backward_weight_bytes == 0
 
 
 def test_bytes_of_a_linear() -> None:
-    counts = graph_cost(traced(nn.Linear(6, 4), torch.randn(5, 6)).nodes).at(3)
+    counts = counts_of(graph_cost(traced(nn.Linear(6, 4), torch.randn(5, 6)).nodes), 3)
     x, weight, bias, y = 3 * 6 * 4, 24 * 4, 4 * 4, 3 * 4 * 4
     assert (counts.bytes_read, counts.bytes_written) == (x + weight + bias, y)
     assert counts.backward_input_bytes == y + weight + x  # reads grad y and the weight, writes grad x
@@ -196,14 +198,14 @@ def test_bytes_are_the_least_a_kernel_moves(name: str) -> None:
     function, read, written = BYTES[name]
     cost = graph_cost(traced(Apply(function), torch.randn(5, 4, 6)).nodes)
     for num_samples in (1, 3):
-        counts = cost.at(num_samples)
+        counts = counts_of(cost, num_samples)
         assert (counts.bytes_read, counts.bytes_written) == (read * num_samples, written * num_samples)
-    assert cost.at(1).forward_flops == 0
+    assert counts_of(cost, 1).forward_flops == 0
 
 
 def test_a_lookup_reads_rows_and_not_the_table() -> None:
     graph = traced(Apply(lambda i, w: F.embedding(i, w), torch.randn(1000, 8)), torch.randint(0, 9, (5, 3)))
-    counts = graph_cost(graph.nodes).at(2)
+    counts = counts_of(graph_cost(graph.nodes), 2)
     assert (counts.bytes_read, counts.bytes_written) == (2 * 3 * 8 + 2 * 3 * 8 * 4, 2 * 3 * 8 * 4)
     assert counts.backward_weight_bytes > 1000 * 8 * 4  # its gradient is dense
 
@@ -241,11 +243,11 @@ def test_an_operator_nobody_counts_costs_its_bytes_and_is_named(unknown_operator
     costs = node_costs(graph.nodes)
     assert uncosted_ops(costs.values()) == ("fxpipe_tests.secret_matmul.default",)
     (unknown,) = (cost for cost in costs.values() if cost.uncosted)
-    counts = unknown.at(3)
+    counts = counts_of(unknown, 3)
     assert (counts.forward_flops, counts.bytes_read, counts.bytes_written) == (0, 3 * 6 * 4, 3 * 3 * 4)
     total = graph_cost(graph.nodes)
     assert total.uncosted == unknown.uncosted
-    assert total.at(3).bytes_written == 2 * 3 * 3 * 4
+    assert counts_of(total, 3).bytes_written == 2 * 3 * 3 * 4
 
 
 def test_a_registered_formula_makes_an_operator_known(unknown_operator: Callable[[Tensor], Tensor]) -> None:
@@ -290,7 +292,7 @@ def test_matrix_kernels_hidden_in_composites_are_named(function: Callable[[Tenso
     (name,) = cost.uncosted
     assert name.startswith("aten.linalg_")
     assert cost.forward_flops == 0
-    assert cost.at(2).bytes_read >= 2 * 6 * 6 * 4
+    assert counts_of(cost, 2).bytes_read >= 2 * 6 * 6 * 4
 
 
 def test_norms_are_not_taken_for_matrix_kernels() -> None:
@@ -302,4 +304,4 @@ def test_shape_arithmetic_is_free() -> None:
     sizes = [n for n in graph.nodes if n.target is operator.mul or n.target is torch.ops.aten.sym_size.int]
     assert sizes
     assert all(node_cost(node) == NodeCost() for node in sizes)
-    assert graph_cost(graph.nodes).at(3).bytes_written == (3 * 2 * 3) * 6 * 4
+    assert counts_of(graph_cost(graph.nodes), 3).bytes_written == (3 * 2 * 3) * 6 * 4

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxpipe.block_graph_check import require
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph_check import require
 from passes.blocks import analyse
 from passes.blocks.freeze import Freeze, freeze
 from tests.captured import captured, zoo

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.errors import CompileError
 from passes.placement.frozen_ranks import frozen_ranks
-from passes.schedules.named import POLICIES, make_schedule
+from passes.schedules.named import make_schedule
+from passes.schedules.policies import POLICIES
 from passes.schedules.problem import Problem
 from passes.schedules.synthesis import synthesise
 from tests.distributed import run_processes
@@ -54,8 +55,7 @@ class LargeText(nn.Module):
 
 def holders(program: fxpipe.Program) -> list[int]:
     """The ranks that hold the large weight, in a step and when they work ahead."""
-    assert program.filled is not None
-    forms = (program.step, *program.filled.forms)
+    forms = (program.step, *(program.filled.forms if program.filled else ()))
     return sorted({p.rank for form in forms for p in form.programs if LARGE in p.state})
 
 
@@ -64,8 +64,8 @@ def holders(program: fxpipe.Program) -> list[int]:
     [
         (2_000_000, {"schedule": "1f1b", "microbatches": 4}),
         (2_040_000, {"schedule": "wave", "microbatches": 4}),
-        (2_040_000, {"schedule": "zb-v", "microbatches": 3, "fill": "greedy"}),
-        (2_040_000, {"schedule": "hanayo", "microbatches": 4, "fill": "exact"}),
+        (2_040_000, {"schedule": "zb-v", "microbatches": 3, "fill": "idle"}),
+        (2_040_000, {"schedule": "hanayo", "microbatches": 4, "fill": "after"}),
         (2_000_000, {"schedule": "1f1b", "microbatches": 4, "data_parallel": 2}),
         (2_040_000, {"schedule": "interleaved"}),
         (2_000_000, {"schedule": "gpipe", "fill": "none"}),
@@ -85,7 +85,7 @@ def test_steps_within_a_limit_are_exact(limit: int, options: dict[str, Any]) -> 
     assert max(program.simulate(filled=True).peak_bytes) <= limit
     assert program.verify(**batches[0]).ok
     assert_same(ahead(program, batches), one_device(LargeText(), batches))
-    assert "where there is room for its weights" in str(program.plan)
+    assert "only where there is room for its weights" in str(program.plan)
 
 
 def train_in_processes(limit: str) -> tuple[list[float], Mapping[str, Tensor], bool]:
@@ -248,13 +248,13 @@ def test_more_than_all_ranks_hold_together_is_refused(world_size: int) -> None:
     assert float(needed) * 2**20 > 0.95 * limit
 
 
-def test_an_order_given_by_hand_is_held_to_the_limit_once() -> None:
+def test_an_order_given_by_hand_is_held_to_the_limit() -> None:
     given = make_schedule("1f1b", chain(2, 2), [0, 1], [1.0] * 2, [2.0] * 2)
     model, seen = Wide(), list[str]()
     options: dict[str, Any] = {"batch_size": 4, "schedule": given, "observe": lambda name, _: seen.append(name)}
     needed = max(fxpipe.compile(model, 2, **options).simulate().peak_bytes)
     fxpipe.compile(model, 2, memory_limit=needed, **options)
     seen.clear()
-    with pytest.raises(CompileError, match=r"no plan fits into memory_limit=.*of 1 programs that were tried"):
+    with pytest.raises(CompileError, match=r"the schedule needs .* on a rank, more than memory_limit="):
         fxpipe.compile(model, 2, memory_limit=needed - 1, **options)
-    assert seen.count("plan") == 1
+    assert seen == ["capture", "batch", "blocks", "costs"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -334,7 +334,10 @@ LINES = st.lists(
 @given(LINES)
 def test_random_views_and_writes_give_what_eager_gives(lines: list[tuple[int, int, int]]) -> None:
     model, x = Script(lines), torch.randn(2, 3, 4, dtype=torch.float64)
-    expected = model(x)
+    try:
+        expected = model(x)
+    except IndexError:  # the last of nothing
+        reject()
     (gradient,) = torch.autograd.grad(expected, model.weight)
     spec, examples = describe(model, (x,), {}, None)
     captured = capture(model, spec, examples)

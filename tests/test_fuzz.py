@@ -15,10 +15,14 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 
 import fxpipe
 from fxpipe.capture import loss_of
-from fxpipe.errors import ScheduleError
+from fxpipe.compiler import requested
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.schedule import Schedule
 from fxpipe.program import Program
-from fxpipe.schedule import Action, Schedule, Work
-from passes.placement.replicas import with_reductions
+from passes.placement.place import place_schedule
+from passes.schedules.replicas import with_reductions
 from tests.dumped import assert_text_runs
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
 
@@ -70,32 +74,29 @@ def compiled(model: RandomStep, batch: dict[str, Any], split: Split, **more: Any
 
 
 def custom_schedule(model: RandomStep, split: Split, options: dict[str, Any]) -> str:
-    """The text of a random correct schedule, stages on random ranks.
-
-    Which actions it needs is known once the stages are traced: a first compile with no more than the placement ends
-    in the schedule's refusal, right after that.
-    """
+    """The text of a random correct schedule, stages on random ranks."""
     rng = random.Random(split.seed)
     num_microbatches = split.microbatches or rng.randint(1, split.batch_size)
     owner = [tuple(rng.choices(range(split.world_size), k=rng.choice((1, 1, 2, 3)))) for _ in range(split.stages or 1)]
-    found: dict[str, Any] = {}
     for _ in range(2):
         # A stage that turns out empty has no actions, and the rest is then divided among fewer.
         ranks = tuple(
             tuple(Action(s, "F", 0) for s in range(len(owner)) if owner[s][0] == rank)
             for rank in range(split.world_size)
         )
-        placement = Schedule("custom", len(owner), num_microbatches, ranks)
-        try:
-            program = fxpipe.compile(
-                model, split.world_size, schedule=placement, observe=found.__setitem__, **options
-            )  # fmt: skip
-            return program.schedule.text()  # one stage that only goes forward is all there is
-        except ScheduleError:
-            work: Work = found["stage graphs"].work
+        work = work_of(model, Schedule("custom", len(owner), num_microbatches, ranks), options)
         owner = [owner[s] for s in work.stages]
     assert not work.empty
     return random_order(work, owner, split.world_size, rng).text()
+
+
+def work_of(model: RandomStep, placement: Schedule, options: dict[str, Any]) -> Work:
+    """Which actions a schedule with these stages needs."""
+    asked = requested(model, len(placement.ranks), schedule=placement, **options)
+    step = asked.analysed()
+    size = microbatch_sizes(step.batch_size, placement.num_microbatches)[0]
+    staged = place_schedule(step.graph, BlockTimes.of(step.blocks, size), placement, asked.cluster)
+    return step.work.of(staged, placement.num_microbatches)
 
 
 def random_order(work: Work, owner: list[tuple[int, ...]], world_size: int, rng: random.Random) -> Schedule:

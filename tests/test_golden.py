@@ -3,6 +3,7 @@
 `pytest tests/test_golden.py --update-golden` writes the files anew; read the difference before committing it.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FILES)
 def test_dump_reads_as_before(name: str, dumped: Path, golden: Callable[[str, str], None]) -> None:
-    golden(name + ".txt" if name.endswith(".py") else name, (dumped / name).read_text())
+    text = re.sub(r"step [0-9a-f]{12} in", "step ... in", (dumped / name).read_text())  # torch's version is part of it
+    golden(name + ".txt" if name.endswith(".py") else name, text)
 
 
 @pytest.mark.parametrize("schedule", ["wave", "zero-bubble", "gpipe"])
@@ -41,7 +43,8 @@ def test_a_dump_shows_every_form_of_a_filled_step(tmp_path: Path) -> None:
     program = compiled(schedule="wave")
     program.dump(tmp_path, filled=True)
     assert program.filled is not None
-    assert (tmp_path / "fill.txt").read_text().rstrip() == program.filled.text.rstrip()
+    assert program.plan.steady is not None
+    assert (tmp_path / "fill.txt").read_text().rstrip() == program.plan.steady.text()
     for name, form in zip(("prologue", "steady", "epilogue"), program.filled.forms, strict=True):
         for rank, of_rank in enumerate(form.programs):
             text = (tmp_path / name / f"rank_{rank}.py").read_text()

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe
-from fxpipe import ops
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
+from fxpipe.plan import ops
+from fxpipe.plan.program_check import check_programs, require_programs
+from fxpipe.plan.rank_program import Message, RankProgram, nest
 from fxpipe.program import Program
-from fxpipe.program_check import check_programs, require_programs
-from fxpipe.rank_program import Message, RankProgram, nest
 from passes.lowering.stage_graphs import StageGraphs
-from passes.lowering.units import at_batch
+from passes.lowering.step_graphs import StepGraphs
+from passes.lowering.units import run_unit
 from tests.strategies import Layer, RandomStep, StepSpec
 from tests.unet import TinyUNet
 
@@ -76,13 +77,13 @@ class Compiled:
 
 @pytest.fixture(scope="module", params=MODELS)
 def compiled(request: pytest.FixtureRequest) -> Compiled:
-    seen: dict[str, Any] = {}
-    program = fxpipe.compile(
-        MODELS[request.param](), 2, batch_size=4, microbatches=2, schedule="zero-bubble", stages=4,
-        observe=seen.__setitem__,
-    )  # fmt: skip
-    graphs = tuple(g for sizes in seen["stage graphs"].graphs.values() for g in sizes.values())
-    return Compiled(program, seen["capture"], graphs)
+    program = fxpipe.compile(MODELS[request.param](), 2, batch_size=4, microbatches=2, schedule="zero-bubble", stages=4)
+    costed, plan = program.costed, program.plan
+    step = StepGraphs(
+        costed.captured, costed.batch, costed.work, plan.staged, plan.microbatch_sizes, costed.frozen.nodes, CPU
+    )
+    graphs = tuple(step.graphs(key, size) for key in step.units for size in sorted(set(step.sizes)))
+    return Compiled(program, costed.captured, graphs)
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ class Ran:
 def ran(compiled: Compiled) -> Iterator[Ran]:
     for number, graphs in enumerate(compiled.stage_graphs):
         random = torch.Generator().manual_seed(number)
-        reads = [_random(value, random) for value in graphs.reads]
+        reads = [_random(value, random) for value in graphs.border.reads]
         module = bound(compiled, graphs.forward)
         with torch.no_grad():
             returns, saved = module(*reads)
-        tangents = [_random(value, random) for value in graphs.returns if value.requires_grad]
+        tangents = [_random(value, random) for value in graphs.border.returns if value.requires_grad]
         expected = _autograd(compiled, graphs, reads, tangents)
         yield Ran(graphs, reads, returns, saved, tangents, *expected)
 
@@ -125,15 +126,15 @@ def _autograd(
     compiled: Compiled, graphs: StageGraphs, reads: list[Tensor], tangents: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The unit's own operations under autograd: what it returns, gradients of reads and of weights."""
-    reads = [r.clone().requires_grad_(v.requires_grad) for r, v in zip(reads, graphs.reads, strict=True)]
-    state = {name: compiled.program.state[name] for name in graphs.state}
-    unit = at_batch(compiled.capture, graphs.unit, graphs.batch_size, CPU)
-    returns = list(unit(*state.values(), *reads))
+    reads = [r.clone().requires_grad_(v.requires_grad) for r, v in zip(reads, graphs.border.reads, strict=True)]
+    state = {name: compiled.program.state[name] for name in graphs.border.state}
+    border = graphs.border
+    returns = run_unit(compiled.capture, border.unit, border.batch_size, CPU, [*state.values()], reads)
     if graphs.backward is None:
         return returns, []
-    targets = [r for r, v in zip(reads, graphs.reads, strict=True) if v.name in graphs.input_grads]
-    targets += [state[name] for name in graphs.weight_grads]
-    sources = [r for r, v in zip(returns, graphs.returns, strict=True) if v.requires_grad]
+    targets = [r for r, v in zip(reads, border.reads, strict=True) if v.name in border.input_grads]
+    targets += [state[name] for name in border.weight_grads]
+    sources = [r for r, v in zip(returns, border.returns, strict=True) if v.requires_grad]
     found = torch.autograd.grad(sources, targets, tangents, allow_unused=True)
     return returns, [torch.zeros_like(t) if g is None else g for g, t in zip(found, targets, strict=True)]
 
@@ -162,9 +163,10 @@ def test_split_backward_equals_whole_backward_bit_for_bit(compiled: Compiled) ->
         with torch.no_grad():
             whole = bound(compiled, run.graphs.backward)(list(run.saved), *run.tangents)
             inputs, kept = bound(compiled, run.graphs.backward_input)(list(run.saved), *run.tangents)
+            assert all(isinstance(value, Tensor) for value in kept)  # of several results those that are needed
             (weights,) = bound(compiled, run.graphs.backward_weight)(kept)
-        assert len(inputs) == len(run.graphs.input_grads)
-        assert len(weights) == len(run.graphs.weight_grads)
+        assert len(inputs) == len(run.graphs.border.input_grads)
+        assert len(weights) == len(run.graphs.border.weight_grads)
         for ours, theirs in zip([*inputs, *weights], [*whole[0], *whole[1]], strict=True):
             assert torch.equal(ours, theirs)
         assert kept == []

@@ -12,14 +12,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fxpipe
-import fxpipe.engine
-from fxpipe import ops, private
+import fxpipe.run.engine
+from fxpipe.capture import private
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from fxpipe.graph_memory import Segment, Storage, call_memory
-from fxpipe.rank_program import RankProgram
-from fxpipe.run_rank import Draws
-from fxpipe.transport import Pending, PendingReduction, Transport
+from fxpipe.plan import ops
+from fxpipe.plan.rank_program import RankProgram
+from fxpipe.plan.transport import Pending, PendingReduction, Transport
+from fxpipe.run.run_rank import Draws
+from fxpipe.simulate.graph_memory import Segment, Storage, call_memory
 from tests.live_bytes import LiveBytes
 from tests.models import ZOO
 from tests.unet import TinyUNet
@@ -82,7 +83,7 @@ def measured_peaks(
 ) -> list[int]:
     """The most bytes alive on every rank in one step."""
     found: dict[int, int] = {}
-    original = fxpipe.engine.run_rank
+    original = fxpipe.run.engine.run_rank
 
     def run_rank(
         module: fx.GraphModule,
@@ -99,8 +100,8 @@ def measured_peaks(
         found[of_rank.rank] = live.peak
         return result
 
-    monkeypatch.setattr(fxpipe.engine, "run_rank", run_rank)
-    monkeypatch.setattr(fxpipe.engine, "SharedDraws", Draws)  # as in a process of its own
+    monkeypatch.setattr(fxpipe.run.engine, "run_rank", run_rank)
+    monkeypatch.setattr(fxpipe.run.engine, "SharedDraws", Draws)  # as in a process of its own
     program.run_local(**batch)  # type: ignore[arg-type]
     return [found[rank] for rank in range(program.world_size)]
 

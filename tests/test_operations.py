@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe import ops
 from fxpipe.errors import CompileError
+from fxpipe.plan import ops
 from tests.steps import exact
 
 Body = Callable[[nn.Module, Tensor, Tensor], Any]

@@ -1,14 +1,20 @@
 """Wrong options of `fxpipe.compile` and what the user is told."""
 
+import textwrap
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.options import asked_microbatches, given_bytes, microbatch_sizes
+from fxpipe.costs.model import CostModel, NodeSeconds
+from fxpipe.costs.table import CostTable
+from fxpipe.options import asked_microbatches, given_bytes
+from fxpipe.plan.plan import microbatch_sizes
 from tests.models import PEER_CASES
+from tests.unet import TinyUNet
 
 
 def _step() -> nn.Module:
@@ -17,6 +23,38 @@ def _step() -> nn.Module:
 
 class Silent(nn.Linear):
     """A module without example inputs."""
+
+
+class Free(CostModel):
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        return NodeSeconds(*np.zeros((3, len(table))))
+
+
+class OneSize(Free):
+    def seconds(self, table: CostTable) -> NodeSeconds:  # type: ignore[override]
+        return super().seconds(table, 1)
+
+
+class Seconds:
+    memory_bytes = None
+
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        return Free().seconds(table, num_samples)
+
+
+class Small(Free):
+    memory_bytes = "80 GB"  # type: ignore[assignment]
+
+
+def test_the_example_of_a_cost_model_compiles() -> None:
+    text = str(CostModel.__doc__)
+    example = textwrap.dedent(text[text.index("        class ") :])
+    names: dict[str, Any] = {"fxpipe": fxpipe, "model": TinyUNet()}
+    exec(example.replace("fxpipe.compile", "program = fxpipe.compile"), names)
+    table, found = names["program"].costing.costs, names["MemoryBound"]().seconds(names["program"].costing.costs, 3)
+    moved = table.counts(3).bytes_read + table.counts(3).bytes_written
+    assert found.forward.tolist() == (moved / 1e12).tolist()
+    assert names["program"].world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -32,7 +70,6 @@ class Silent(nn.Linear):
         ({"data_parallel": 3, "schedule": "1f1b"}, r"data_parallel=3 does not divide world_size=2"),
         ({"data_parallel": 2, "microbatches": 1}, r"no way to use world_size=2 with data_parallel=2"),
         ({"memory_limit": "lots"}, r"memory_limit='lots' is no number of bytes"),
-        ({"memory_limit": 10}, r"no plan fits into memory_limit=10 B per rank: the least needed is"),
         ({"collocation": "yes"}, r"collocation='yes'; give 'hard' or 'soft'"),
         (
             {"stages": 6, "schedule": "wave"},
@@ -49,11 +86,18 @@ class Silent(nn.Linear):
         ({"device": "tpu9"}, r"device 'tpu9' is no torch device"),
         ({"device": "meta"}, r"device 'meta' is not supported; use 'cpu' or 'cuda'"),
         ({"cost_model": "abacus"}, r"abacus"),
-        ({"cost_model": 7}, r"cost_model is 7, a int; give a device's name"),
-        ({"cost_model": Silent}, r"cost_model is the class Silent; .*methods forward_seconds, backward_input_seconds"),
+        ({"cost_model": 7}, r"cost_model is 7, a int without seconds, moving_seconds, .*; give a device's name"),
+        (
+            {"cost_model": Free},
+            r"cost_model is the class Free; give .* an object of a class that inherits from fxpipe.C",
+        ),
+        ({"cost_model": Seconds()}, r"a Seconds without moving_seconds, drawing_seconds; give .* fxpipe.CostModel"),
+        ({"cost_model": OneSize()}, r"a OneSize without seconds; .* has a method seconds\(table, num_samples\)"),
+        ({"cost_model": Small()}, r"memory_bytes of cost_model Small is '80 GB'; give a positive integer, or None"),
         ({"observe": "print"}, r"observe is 'print', a str; give a function of \(step's name, its result\)"),
         ({"observe": lambda name: None}, r"observe is <function .*; give a function of"),
         ({"recompute": "yes"}, r"recompute='yes'; give True or False"),
+        ({"cache": 7}, r"cache=7; give True, False or a folder"),
         ({"budget": "2s"}, r"budget='2s' is no number of seconds"),
         ({"budget": float("nan")}, r"budget=nan is no number of seconds"),
         ({"example_inputs": 7}, r"example_inputs is 7, a int; give one batch"),
@@ -67,10 +111,18 @@ class Silent(nn.Linear):
         ({"world_size": None}, r"world_size must be a positive integer, got None"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused_before_anything_is_captured(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.analysis.cached_capture", lambda *args: pytest.fail("captured"))
     arguments: dict[str, Any] = {"world_size": 2, "batch_size": 4, **options}
     with pytest.raises(ValueError, match=message):
         fxpipe.compile(_step(), arguments.pop("world_size"), **arguments)
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(fxpipe.CompileError, match=r"no plan fits into memory_limit=10 B per rank: the least needed is"):
+        fxpipe.compile(_step(), 2, batch_size=4, memory_limit=10)
 
 
 def test_unknown_options_are_errors() -> None:

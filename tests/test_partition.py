@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from passes.partition import StageMemory, interleaved, linear
+from passes.placement.lines import linear
+from passes.placement.memory import StageMemory
 from tests.partitions import memories
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -78,10 +79,6 @@ def test_memory_moves_the_cut() -> None:
     assert linear([1.0] * 6, 2, memory=memory) == (0, 2, 6)
 
 
-def test_interleaved_has_chunks_on_every_rank() -> None:
-    assert interleaved([1.0] * 8, num_ranks=2, chunks=2) == (0, 2, 4, 6, 8)
-
-
 def test_more_stages_than_blocks() -> None:
     assert linear([1.0, 1.0], 4) == (0, 1, 2, 2, 2)
     assert linear([], 2) == (0, 0, 0)
@@ -92,7 +89,5 @@ def test_refusals() -> None:
         linear([1.0], 0)
     with pytest.raises(CompileError, match=r"weights\[0\] is inf"):
         linear([float("inf")], 1)
-    with pytest.raises(CompileError, match="chunks=0"):
-        interleaved([1.0], 1, 0)
     with pytest.raises(CompileError, match="held_bytes has 0 entries, not 1"):
         linear([1.0], 1, memory=StageMemory([], [1], [1], 1))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from passes.partition import StageMemory, WavePartition, crossing, moves, ties, wave
+from passes.placement.memory import StageMemory
+from passes.placement.waves import WavePartition, crossing, moves, ties, wave
 from tests.partitions import WaveCase, wave_cases
 
 

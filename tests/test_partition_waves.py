@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from passes.partition import StageMemory, WavesPartition, descent, priced_wave, wave, waves
+from passes.placement.memory import StageMemory
+from passes.placement.waves import WavesPartition, descent, wave, waves
 from tests.partitions import WaveCase, memories, wave_cases
 
 Skips = list[tuple[int, int]]
@@ -113,64 +113,8 @@ def test_memory_decides_between_waves() -> None:
         waves([1.0] * 12, [], 2, 2, memory=StageMemory([1.0] * 12, [0.0] * 12, [1] * 8, 5))
 
 
-@given(wave_cases(max_blocks=6, max_ranks=3), st.data())
-@settings(max_examples=80, deadline=None)
-def test_prices_of_pairs(case: WaveCase, data: st.DataObject) -> None:
-    """The loads are those of the actual pairs, no wave beats the bound, and collocation is never better."""
-    prices = data.draw(st.lists(st.integers(0, 6), min_size=3, max_size=3))
-    skips = case.skips
-
-    def pair_seconds(skip: int, rank: int, other: int) -> float:
-        return case.costs[skip] * prices[rank + other - 1]
-
-    found = priced_wave(case.weights, skips, case.num_ranks, pair_seconds, case.cuts)
-    best = min(max(case.loads(b, pair_seconds)) for b in case.every())
-    assert found.partition.rank_loads == pytest.approx(case.loads(found.partition.boundaries, pair_seconds))
-    assert found.least_seconds <= best + 1e-9
-    assert max(found.partition.rank_loads) >= best - 1e-9
-    assert max(found.partition.rank_loads) <= max(wave(case.weights, skips, case.num_ranks).rank_loads) + 1e-9
-    if len(set(prices)) == 1:
-        assert max(found.partition.rank_loads) == pytest.approx(best)
-
-
-def test_prices_of_pairs_find_the_best_of_nearly_all_small_cases() -> None:
-    """Two nodes of two ranks, three times the price between nodes; the average price of a pair is no match."""
-    best_found = better = 0
-    for seed in range(8):
-        draw = random.Random(seed)
-        weights = [draw.randint(1, 9) for _ in range(7)]
-        skips = [(a, b) for a, b in (sorted(draw.sample(range(7), 2)) for _ in range(4))]
-        case = WaveCase(weights, skips, 4, [draw.randint(1, 4) for _ in skips], [0] * 8)
-
-        def pair_seconds(skip: int, rank: int, other: int, case: WaveCase = case) -> float:
-            return case.costs[skip] * (1 if rank // 2 == other // 2 else 3)
-
-        best = min(max(case.loads(b, pair_seconds)) for b in case.every())
-        average = wave(weights, skips, 4, hard=False, skip_cost=[cost * 7 / 3 for cost in case.costs])
-        found = max(priced_wave(weights, skips, 4, pair_seconds).partition.rank_loads)
-        best_found += found == best
-        better += found < max(case.loads(average.boundaries, pair_seconds))
-    assert best_found >= 7
-    assert better >= 2
-
-
-def test_a_cluster_prices_pairs() -> None:
-    """Crossing between the nodes would cost more seconds than all blocks take."""
-    cluster = Cluster.parse("2x2xV100")
-    weights, skips = [1.0] * 16, [(0, 13), (2, 15), (1, 14)]
-    found = priced_wave(weights, skips, 4, lambda skip, rank, other: 2 * cluster.transfer_seconds(rank, other, 4e9))
-    runs = enumerate(pairwise(found.partition.boundaries))
-    owner = [min(s, 7 - s) for s, (start, stop) in runs for _ in range(start, stop)]
-    nodes = [{owner[end] // 2 for end in skips[k]} for k in found.partition.crossing]
-    assert nodes
-    assert all(len(node) == 1 for node in nodes)
-
-
 def test_absurd_inputs() -> None:
-    assert priced_wave([1.0, 1.0], [(0, 1)], 1, lambda *_: 1.0).partition.rank_loads == (2.0,)
     assert waves([], [], 2, 3).boundaries == (0,) * 13
     assert waves([5.0], [], 3, 2).max_over_mean == 3.0
-    with pytest.raises(CompileError, match=r"pair_seconds\[1\] is inf"):
-        priced_wave([1.0, 1.0], [(0, 1)], 2, lambda *_: float("inf"))
     with pytest.raises(CompileError, match="num_waves=0; it must be at least 1"):
         waves([1.0], [], 1, 0)

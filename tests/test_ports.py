@@ -1,12 +1,16 @@
 """The busiest port: by hand, and never more than a simulated step."""
 
+from dataclasses import replace
+
 import pytest
 
-from fxpipe.block_graph import Block, BlockGraph, Edge
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from fxpipe.staged import Staged
-from passes.placement.ports import busiest_port_seconds
+from fxpipe.plan.block_graph import Block, BlockGraph, Edge
+from fxpipe.plan.staged import Staged
+from passes.placement.ports import message_seconds
+from passes.tuner.bounds import reduction_seconds
+from tests.test_compare_by_hand import case
 
 NODES = Cluster("toy", (Level(2, Link("inside", 1000.0, 0.0)), Level(2, Link("across", 100.0, 0.0))))
 NUM_BLOCKS = 4
@@ -43,13 +47,25 @@ ONE_EACH = line((0,), (1,), (2,), (3,))
     ],
 )
 def test_by_hand(edges: list[Edge], staged: Staged, seconds: float) -> None:
-    assert busiest_port_seconds(graph_of(*edges), staged, 8, NODES, (0,) * NUM_BLOCKS) == pytest.approx(seconds)
+    assert message_seconds(graph_of(*edges), staged, (4, 4), NODES) == pytest.approx(seconds)
+
+
+def test_relays_cross_every_border_once() -> None:
+    graph = graph_of(edge(0, 2, 3))
+    assert message_seconds(graph, ONE_EACH, (8,), NODES) == pytest.approx(2 * 8 * 10 / 100)
+    assert message_seconds(graph, ONE_EACH, (8,), NODES, relayed=True) == pytest.approx(8 * 10 / 100)
+
+
+def test_replicas_share_samples_as_they_take_turns() -> None:
+    """Replica 0 has micro-batches of 3 and 2 samples, replica 1 one of 3."""
+    inside = line((0, 2), (1, 3), (1, 3), (1, 3))
+    assert message_seconds(graph_of(edge(0, 1)), inside, (3, 3, 2), NODES) == pytest.approx(5 * 10 / 1000)
 
 
 def test_reductions_of_all_stages_pass_the_nodes_port() -> None:
+    """Four blocks with a weight of 500 bytes each."""
+    of = replace(case(NUM_BLOCKS, ranks=4, batch_size=4, weight_bytes=500), cluster=NODES)
     twins = line((0, 2), (1, 3), (0, 2), (1, 3))
-    each = NODES.all_reduce_seconds((0, 2), 500)
-    assert busiest_port_seconds(graph_of(), twins, 8, NODES, (500,) * NUM_BLOCKS) == pytest.approx(4 * each)
+    assert reduction_seconds(of, twins) == pytest.approx(4 * NODES.all_reduce_seconds((0, 2), 500))
     inside = line((0, 1), (0, 1), (2, 3), (2, 3))
-    alone = 2 * NODES.all_reduce_seconds((0, 1), 500)
-    assert busiest_port_seconds(graph_of(), inside, 8, NODES, (500,) * NUM_BLOCKS) == pytest.approx(alone)
+    assert reduction_seconds(of, inside) == pytest.approx(2 * NODES.all_reduce_seconds((0, 1), 500))

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sympy
@@ -11,14 +13,16 @@ from torch import Tensor, nn
 
 import fxpipe
 from cost_models.devices import device
-from cost_models.profiled import Entry, Key, Profile, Speeds, expected, interpolated, key_of, load, with_measurements
-from fxpipe.costing import costed
-from fxpipe.costs.call_costs import drawing_seconds, moving_seconds
-from fxpipe.costs.report import cost_data, formula
-from fxpipe.costs.rows import Costed, rows
+from cost_models.profile_files import load, save
+from cost_models.profiled import Entry, Key, Profile, Speeds, interpolated, key_of
+from cost_models.timing import expected
+from fxpipe.analysis import CostedStep, costed
+from fxpipe.costs.model import node_seconds
 from fxpipe.errors import CompileError
 from fxpipe.profiling import Profiler, gathered
 from fxpipe.profiling import profile as measure
+from fxpipe.show.cost_report import cost_data, formula
+from fxpipe.show.cost_rows import rows
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
 from tests.test_cli import TOY, invoke
@@ -30,12 +34,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def step() -> Costed:
+def step() -> CostedStep:
     return costed(TinyUNet("requires_grad"), None, 4, BASE, 8)
 
 
 @pytest.fixture(scope="module")
-def measured(step: Costed) -> Profile:
+def measured(step: CostedStep) -> Profile:
     return measure(step, [2, 1], CPU)
 
 
@@ -57,7 +61,7 @@ def test_expected_times_leave_out_the_extremes() -> None:
     assert expected([*range(1, 10), 1000.0]) == sum(range(2, 10)) / 8
 
 
-def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> None:
+def test_every_part_is_timed_at_every_size(step: CostedStep, measured: Profile) -> None:
     assert [entry.nodes for entry in measured.entries] == [part.nodes for part in step.parts]
     assert all(entry.samples == (1, 2) and min(entry.forward_seconds) > 0 for entry in measured.entries)
     component, *blocks = measured.entries
@@ -72,9 +76,9 @@ def test_every_part_is_timed_at_every_size(step: Costed, measured: Profile) -> N
 
 def test_what_is_done_between_stages_is_measured(measured: Profile, tmp_path: Path) -> None:
     assert measured.speeds is not None
-    assert moving_seconds(measured, 200, 100) == 300 / measured.speeds.moving
+    assert measured.moving_seconds(200, 100) == 300 / measured.speeds.moving
     assert measured.speeds.drawing == ()  # nothing is drawn in this step
-    measured.save(tmp_path / "profile.json")
+    save(measured, tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", BASE).speeds == measured.speeds
 
 
@@ -91,10 +95,10 @@ def test_draws_take_their_time() -> None:
     program = fxpipe.compile(Drawn(), 1, example_inputs=(torch.randn(8, 4),), microbatches=2, schedule="gpipe")
     (found,) = (draw.target for draw in program.step.draws.values())
     speeds = Speeds(moving=1e30, drawing=((found, 100.0),))
-    slow = with_measurements(BASE, key_of(program.capture.graph, CPU), (), speeds)
+    slow = Profile(BASE, key_of(program.costing.costs, CPU), (), speeds)
     added = program.simulate(cost_model=slow).makespan_seconds - program.simulate(cost_model=BASE).makespan_seconds
     assert added == pytest.approx(8 * 4 * 4 / 100.0, rel=1e-3)  # once, for the whole batch
-    assert drawing_seconds(slow, "another", 100) == drawing_seconds(BASE, found, 100) == 0.0
+    assert slow.drawing_seconds("another", 100) == BASE.drawing_seconds(found, 100) == 0.0
 
 
 def test_draws_are_timed_by_operation(tmp_path: Path) -> None:
@@ -102,12 +106,12 @@ def test_draws_are_timed_by_operation(tmp_path: Path) -> None:
     found = measure(step, [8], CPU)
     assert found.speeds is not None
     assert [target for target, _ in found.speeds.drawing] == ["aten.randn_like.default"]
-    assert drawing_seconds(found, "aten.randn_like.default", 100) > 0
-    found.save(tmp_path / "profile.json")
+    assert found.drawing_seconds("aten.randn_like.default", 100) > 0
+    save(found, tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", BASE).speeds == found.speeds
 
 
-def test_shares_of_a_profile_make_the_whole(step: Costed, measured: Profile) -> None:
+def test_shares_of_a_profile_make_the_whole(step: CostedStep, measured: Profile) -> None:
     told: list[str] = []
     shares = [measure(step, [1, 2], CPU, told.append, (rank, 3), rounds=2) for rank in range(3)]
     assert sorted(told) == sorted(4 * [part.name for part in step.parts])
@@ -144,20 +148,19 @@ def test_ranks_profile_together_and_rank_0_writes(tmp_path: Path) -> None:
     ]
 
 
-def test_nodes_share_what_their_block_was_measured(step: Costed) -> None:
+def test_nodes_share_what_their_block_was_measured(step: CostedStep) -> None:
     entry = Entry("all", tuple(step.costs), (1, 3), (1.0, 3.0), (2.0, 8.0))
-    model = with_measurements(BASE, key_of(step.captured.graph, CPU), (entry,))
-    seconds = model.node_seconds(step.captured.graph, step.costs, 2)
-    assert sum(seconds.forward.values()) == pytest.approx(2)
-    assert sum(seconds.backward.values()) == pytest.approx(5)
+    seconds = node_seconds(Profile(BASE, key_of(step.costs, CPU), (entry,)), step.costs, 2)
+    assert seconds.forward.sum() == pytest.approx(2)
+    assert seconds.backward.sum() == pytest.approx(5)
 
 
 def test_a_profile_is_a_file_that_compile_reads(measured: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    measured.save(path)
+    save(measured, path)
     assert load(path, BASE) == measured
     program = fxpipe.compile(TinyUNet("requires_grad"), 2, batch_size=4, cost_model=str(path))
-    assert sum(program.plan.block_seconds) > 0
+    assert sum(program.block_seconds) > 0
     with pytest.raises(CompileError, match="the profile is of another graph, "):
         fxpipe.compile(ToyStep(), 2, batch_size=4, cost_model=str(path))
 
@@ -166,13 +169,13 @@ def test_a_profile_is_a_file_that_compile_reads(measured: Profile, tmp_path: Pat
     ("field", "value", "says"),
     [
         ("torch", "1.0", "of another torch version, 1.0; here it is 2"),
-        ("dtype", "torch.int8", "another parameter type"),
+        ("fingerprint", "5f", "of another graph, 5f; here it is "),
     ],
 )
-def test_other_keys_are_refused(step: Costed, measured: Profile, field: str, value: str, says: str) -> None:
+def test_other_keys_are_refused(step: CostedStep, measured: Profile, field: str, value: str, says: str) -> None:
     other = dataclasses.replace(measured, key=dataclasses.replace(measured.key, **{field: value}))
     with pytest.raises(CompileError, match=says):
-        other.node_seconds(step.captured.graph, step.costs, 1)
+        other.seconds(step.costs, 1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"key": {"a": 1}, "entries": []})])
@@ -184,11 +187,70 @@ def test_wrong_files_are_refused(text: str, tmp_path: Path) -> None:
         load(tmp_path / "q.json", BASE)
 
 
+GOOD = {
+    "key": {"fingerprint": "5f", "device": "abacus", "torch": "2"},
+    "memory_bytes": None,
+    "entries": [
+        {"name": "a", "nodes": ["x"], "samples": [1, 4], "forward_seconds": [0.1, 1], "backward_seconds": [0, 0]}
+    ],
+    "speeds": {"moving": 1e9, "drawing": [["randn", 2.0]]},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("key", "device"), 7, "the key's values are texts"),
+        (("memory_bytes",), "80 GB", "memory_bytes is positive, or null; got '80 GB'"),
+        (("entries", 0, "samples"), [4, 1], "samples are positive integers, ascending; got 'a'"),
+        (("entries", 0, "samples"), [0, 1], "samples are positive integers, ascending; got 'a'"),
+        (("entries", 0, "samples"), [], "samples are positive integers, ascending; got 'a'"),
+        (("entries", 0, "samples"), [1.0, 2.0], "samples are positive integers, ascending; got 'a'"),
+        (("entries", 0, "forward_seconds"), [0.1], "seconds: one per size"),
+        (("entries", 0, "forward_seconds"), [0.1, -1], "seconds: one per size"),
+        (("entries", 0, "backward_seconds"), [0.1, "1"], "seconds: one per size"),
+        (("entries", 0, "nodes"), [["x"]], "names are texts; got 'a'"),
+        (("entries", 0, "nodes"), 7, "TypeError"),
+        (("entries",), 7, "TypeError"),
+        (("speeds", "moving"), 0, "speeds are positive"),
+        (("speeds", "drawing"), [["randn", None]], "speeds are positive"),
+        (("speeds", "moving"), float("inf"), "Infinity is no number of seconds"),
+        (("entries", 0, "forward_seconds"), [0.1, float("nan")], "NaN is no number of seconds"),
+    ],
+)
+def test_wrong_values_in_files_are_refused(place: tuple[str | int, ...], value: Any, says: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "p.json", json.loads(json.dumps(GOOD))
+    path.write_text(json.dumps(data))
+    assert load(path, BASE).entries[0].samples == (1, 4)
+    part = data
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(CompileError, match="is no profile") as caught:
+        load(path, BASE)
+    assert says in str(caught.value)
+
+
+def test_files_are_read_as_json_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    for content in (pickle.dumps(GOOD), b"\xff\xfe", 100_000 * b"[", b'{"a": 1'):
+        path.write_bytes(content)
+        with pytest.raises(CompileError, match="is no profile"):
+            load(path, BASE)
+
+
+def test_entries_of_operations_that_are_not_there_are_refused(step: CostedStep) -> None:
+    entry = Entry("a", ("nowhere",), (1,), (1.0,), (1.0,))
+    with pytest.raises(CompileError, match="the profile times 'nowhere', which the graph does not have"):
+        node_seconds(Profile(BASE, key_of(step.costs, CPU), (entry,)), step.costs, 1)
+
+
 def test_a_profile_holds_for_a_step_that_is_rewritten_for_micro_batches() -> None:
     model = PEER_CASES["tied_parameters"]()  # cross_entropy: a sum, divided by the number of targets
     made = measure(costed(model, model.example_inputs(4), 4, BASE, 4), [2], CPU)
     program = fxpipe.compile(model, 2, batch_size=4, microbatches=2, cost_model=made)
-    assert sum(program.plan.block_seconds) > 0
+    assert sum(program.block_seconds) > 0
 
 
 class Across(nn.Module):
@@ -212,12 +274,12 @@ def test_what_cannot_be_cut_is_costed_all_the_same() -> None:
     assert sum(sum(entry.backward_seconds) for entry in made.entries) > 0
 
 
-def test_there_is_no_profile_before_the_first_round(step: Costed) -> None:
+def test_there_is_no_profile_before_the_first_round(step: CostedStep) -> None:
     with pytest.raises(CompileError, match=r"nothing has been timed yet; call round\(\)"):
         Profiler(step, [1], CPU).profile()
 
 
-def test_sizes_must_be_positive(step: Costed) -> None:
+def test_sizes_must_be_positive(step: CostedStep) -> None:
     with pytest.raises(CompileError, match=r"must be positive, got \[0, 2\]"):
         measure(step, [0, 2], CPU)
 
@@ -264,7 +326,7 @@ def test_the_cost_table_as_data(tmp_path: Path) -> None:
     assert total["forward_seconds"] == pytest.approx(sum(part["forward_seconds"] for part in data["parts"]))
 
 
-def test_rows_tell_frozen_from_trained(step: Costed) -> None:
+def test_rows_tell_frozen_from_trained(step: CostedStep) -> None:
     frozen, *blocks, total = rows(step, 4)
     assert (frozen.kind, frozen.saved_bytes, frozen.input_gradient_seconds) == ("component", 0, 0.0)
     assert len(blocks) == len(step.graph.blocks)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CaptureError
-from fxpipe.run_rank import Draws, SharedDraws
+from fxpipe.run.run_rank import Draws, SharedDraws
 from tests.steps import Middle, Step, batch, exact
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe import ops
-from fxpipe.program_check import check_programs
-from fxpipe.schedule import Schedule, Work
-from fxpipe.schedule_check import check
-from passes.placement.replicas import tile
+from fxpipe.plan import ops
+from fxpipe.plan.actions import Work
+from fxpipe.plan.program_check import check_programs
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule_check import check
 from passes.schedules.named import make_schedule
+from passes.schedules.replicas import tile
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
 from tests.test_schedules_exact import assert_exact, unet

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import fxpipe
-from fxpipe.report.figures import (
+from fxpipe.plan.timeline import Event, Timeline
+from fxpipe.plan.tuning import Outcome, frontier
+from fxpipe.show.report.figures import (
     blocks_figure,
     busy_spans,
     frontier_figure,
@@ -21,8 +23,6 @@ from fxpipe.report.figures import (
     timeline_figure,
     traffic_figure,
 )
-from fxpipe.timeline import Event, Timeline
-from fxpipe.tuning import Outcome, frontier
 from tests.frozen_steps import SLOW, FrozenStep
 from tests.unet import TinyUNet
 
@@ -74,18 +74,22 @@ def test_every_rank_is_filled_by_work_and_bubbles(program: fxpipe.Program) -> No
     assert [drawn["rank 0"], drawn["rank 1"]] == pytest.approx(total)
 
 
+def _blocks(program: fxpipe.Program) -> dict[str, Any]:
+    return blocks_figure(program.plan, program.blocks, program.block_seconds)
+
+
 def test_skips_within_and_across_ranks_are_told_apart(program: fxpipe.Program) -> None:
-    names = [trace.get("name", "") for trace in blocks_figure(program.plan)["data"]]
+    names = [trace.get("name", "") for trace in _blocks(program)["data"]]
     assert "skip within a rank (2)" in names
     linear = fxpipe.compile(TinyUNet("no_grad"), 2, batch_size=4, microbatches=2, schedule="1f1b")
-    names = [trace.get("name", "") for trace in blocks_figure(linear.plan)["data"]]
+    names = [trace.get("name", "") for trace in _blocks(linear)["data"]]
     assert any(name.startswith("skip across ranks") for name in names)
-    shown = [text for trace in blocks_figure(linear.plan)["data"] for text in trace.get("text", [])]
-    assert sorted(map(int, shown)) == list(range(len(linear.plan.blocks.blocks)))
+    shown = [text for trace in _blocks(linear)["data"] for text in trace.get("text", [])]
+    assert sorted(map(int, shown)) == list(range(len(linear.blocks.blocks)))
 
 
 def test_traffic_beside_relays(program: fxpipe.Program) -> None:
-    relayed = relayed_bytes(program.plan)
+    relayed = relayed_bytes(program.plan, program.blocks, program.block_seconds)
     assert set(relayed) == {(0, 1), (1, 0)}
     data = traffic_figure(program.traffic(), relayed)["data"]
     drawn = sum(sum(trace["y"]) for trace in data if trace["offsetgroup"] == "this")
@@ -106,7 +110,7 @@ def frozen() -> fxpipe.Program:
 
 
 def test_frozen_work_is_coloured_by_component(frozen: fxpipe.Program, tmp_path: Path) -> None:
-    names = [component.name for component in frozen.plan.blocks.components]
+    names = [component.name for component in frozen.blocks.components]
     assert len(names) >= 2
     figures = Parts(frozen.report(tmp_path / "frozen.html"))
     for figure in ("timeline", "filled", "load"):

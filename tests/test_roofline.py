@@ -13,27 +13,36 @@ from cost_models.calibrate import measured
 from cost_models.devices import DEVICES, device
 from cost_models.flops import node_costs
 from cost_models.roofline import Roofline
-from fxpipe.costs import COUNT_NAMES, CostModel, NodeCost, total_cost
+from fxpipe.costs import COUNT_NAMES, NodeCost, total_cost
+from fxpipe.costs.model import CostModel, node_seconds
+from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
 from tests.captured import captured
 from tests.conftest import GOLDEN
+from tests.node_numbers import seconds_of
 
 S = sympy.Symbol("s", integer=True, positive=True)
-TOY = Roofline({torch.float32: 100.0, torch.bfloat16: 400.0}, 10.0, 0.5, 0.25, 1.0)
+TOY = Roofline(
+    peak_flops={torch.float32: 100.0, torch.bfloat16: 400.0},
+    bandwidth=10.0,
+    matrix_efficiency=0.5,
+    memory_efficiency=0.25,
+    launch_seconds=1.0,
+)
 
 
 def cost(flops: int, num_bytes: int, dtype: torch.dtype = torch.float32, kind: str = "matrix") -> NodeCost:
-    return NodeCost(flops * S, bytes_read=num_bytes * S, dtype=dtype, kind=kind)  # type: ignore[arg-type]
+    return NodeCost(forward_flops=flops * S, bytes_read=num_bytes * S, dtype=dtype, kind=kind)  # type: ignore[arg-type]
 
 
 def test_devices_are_cost_models_and_faster_than_a_core() -> None:
     models: list[CostModel] = [device(name) for name in DEVICES]
     product = cost(10**12, 10**6, torch.float16)
-    seconds = dict(zip(DEVICES, (model.forward_seconds(product, 1) for model in models), strict=True))
+    seconds = dict(zip(DEVICES, (seconds_of(model, product, 1).forward for model in models), strict=True))
     assert all(100 * value < seconds["CPU"] for name, value in seconds.items() if name != "CPU")
     assert seconds["H100"] == seconds["H200"] < seconds["A100-80GB"] == seconds["A100-40GB"] < seconds["V100-32GB"]
     moved = cost(0, 10**9)
-    assert device("H200").forward_seconds(moved, 1) < device("H100").forward_seconds(moved, 1)
+    assert seconds_of(device("H200"), moved, 1).forward < seconds_of(device("H100"), moved, 1).forward
 
 
 @pytest.mark.parametrize("name", ["rtx 4090", "RTX-4090", "Rtx-4090"])
@@ -61,20 +70,21 @@ def test_unknown_names_are_refused(name: str, says: str) -> None:
 
 def test_mixed_precision_computes_in_the_narrow_type_and_moves_its_bytes() -> None:
     mixed = replace(TOY, compute_dtype=torch.bfloat16)
-    assert TOY.forward_seconds(cost(400, 1), 1) == 400 / 50 + 1
-    assert mixed.forward_seconds(cost(400, 1), 1) == 400 / 200 + 1
-    assert mixed.forward_seconds(cost(0, 100), 1) == 50 / 2.5 + 1
+    assert seconds_of(TOY, cost(400, 1), 1).forward == 400 / 50 + 1
+    assert seconds_of(mixed, cost(400, 1), 1).forward == 400 / 200 + 1
+    assert seconds_of(mixed, cost(0, 100), 1).forward == 50 / 2.5 + 1
     for dtype in (torch.bfloat16, torch.int64):  # already narrow; an index is not rounded
-        assert mixed.forward_seconds(cost(0, 100, dtype), 1) == TOY.forward_seconds(cost(0, 100, dtype), 1)
+        assert seconds_of(mixed, cost(0, 100, dtype), 1).forward == seconds_of(TOY, cost(0, 100, dtype), 1).forward
     wide = replace(TOY, compute_dtype=torch.float64)
-    assert wide.forward_seconds(cost(400, 100), 1) == TOY.forward_seconds(cost(400, 100), 1)
+    assert seconds_of(wide, cost(400, 100), 1).forward == seconds_of(TOY, cost(400, 100), 1).forward
 
 
 def test_kinds_of_products_have_their_own_efficiency() -> None:
     model = replace(TOY, convolution_efficiency=1.0, attention_efficiency=0.1)
-    seconds = {kind: model.forward_seconds(cost(400, 1, kind=kind), 1) - 1 for kind in KINDS}
+    seconds = {kind: seconds_of(model, cost(400, 1, kind=kind), 1).forward - 1 for kind in KINDS}
     assert seconds == {"convolution": 4, "matrix": 8, "attention": 40}
-    assert {TOY.forward_seconds(cost(400, 1, kind=kind), 1) - 1 for kind in KINDS} == {8}  # where left out: matrices'
+    left_out = {seconds_of(TOY, cost(400, 1, kind=kind), 1).forward - 1 for kind in KINDS}
+    assert left_out == {8}  # that of matrices
 
 
 KINDS = ("convolution", "matrix", "attention")
@@ -103,26 +113,25 @@ def test_nodes_know_their_kind() -> None:
 
 def test_small_kernels_reach_half_the_rate_where_they_take_as_long_as_the_ramp() -> None:
     model = replace(TOY, launch_seconds=0.0, ramp_seconds=4.0)
-    rates = [100 * n / model.forward_seconds(cost(100, 0), n) for n in (1, 2, 4, 1000)]
+    rates = [100 * n / seconds_of(model, cost(100, 0), n).forward for n in (1, 2, 4, 1000)]
     assert rates[:2] == [100 / 6, 25]
     assert rates == sorted(rates)
     assert rates[-1] == pytest.approx(50, rel=0.01)
-    assert model.forward_seconds(cost(0, 10), 1) == 8
+    assert seconds_of(model, cost(0, 10), 1).forward == 8
 
 
 def test_stable_diffusions_frozen_share_on_an_a100() -> None:
     """DiffusionPipe's shares (Tian et al., MLSys 2024), each within a percentage point: the slow rise included."""
-    parts: dict[str, list[tuple[int, NodeCost]]] = {"frozen": [], "trainable": []}
+    parts: dict[str, list[NodeCost]] = {"frozen": [], "trainable": []}
     for row in json.loads((GOLDEN / "sd21_costs.json").read_text()):
         counts = {name: sympy.sympify(row.get(name, "0")) for name in COUNT_NAMES}
         dtype = getattr(torch, row["dtype"].removeprefix("torch."))
-        parts[row["part"]].append((row["count"], NodeCost(**counts, dtype=dtype, kind=row.get("kind"))))
+        parts[row["part"]] += row["count"] * [NodeCost(**counts, dtype=dtype, kind=row.get("kind"))]
     model = device("A100-80GB@bfloat16")
     shares = []
     for size in (8, 16, 32, 64):
-        frozen = sum(n * model.forward_seconds(cost, size) for n, cost in parts["frozen"])
-        both = [(n, model.forward_seconds(c, size) + model.backward_seconds(c, size)) for n, c in parts["trainable"]]
-        shares.append(frozen / sum(n * seconds for n, seconds in both))
+        frozen, trainable = (node_seconds(model, CostTable.of(part), size) for part in parts.values())
+        shares.append(frozen.forward.sum() / trainable.both.sum())
     assert shares == pytest.approx([0.38, 0.41, 0.43, 0.44], abs=0.01)
 
 
@@ -144,7 +153,8 @@ def test_the_machine_at_hand() -> None:
     model = measured("cpu")
     assert device("measured") is measured()
     assert model.launch_seconds < 1e-3
+    assert model.memory_bytes is None
     assert 1e8 < model.bandwidth < 1e13
-    large = NodeCost(sympy.Integer(10**11), dtype=torch.float32, kind="matrix")
-    small = NodeCost(sympy.Integer(10**3), dtype=torch.float32, kind="matrix")
-    assert model.forward_seconds(large, 1) > model.forward_seconds(small, 1) > 0
+    large = NodeCost(forward_flops=sympy.Integer(10**11), dtype=torch.float32, kind="matrix")
+    small = NodeCost(forward_flops=sympy.Integer(10**3), dtype=torch.float32, kind="matrix")
+    assert seconds_of(model, large, 1).forward > seconds_of(model, small, 1).forward > 0

@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpipe.block_graph import BlockGraph
 from fxpipe.capture import Capture
 from fxpipe.costs import evaluate
-from fxpipe.graph_memory import ARGUMENT, NEW, call_memory
-from fxpipe.staged import Staged
+from fxpipe.plan.block_graph import BlockGraph
+from fxpipe.plan.staged import Staged
+from fxpipe.simulate.graph_memory import ARGUMENT, NEW, call_memory
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
+from passes.costs.saved import SavedActivations, saved_activations
 from passes.lowering.stage_graphs import StageGraphs
-from passes.lowering.trace import trace
-from passes.saved import SavedActivations, saved_activations
+from passes.lowering.step_graphs import StepGraphs
+from passes.lowering.work import StepWork
 from tests.captured import captured, work, zoo
 from tests.unet import TinyUNet
 
@@ -121,14 +122,15 @@ def stage_per_block(capture: Capture, graph: BlockGraph, batch_size: int) -> lis
     """The explicit graphs of every block."""
     num_blocks = len(graph.blocks)
     alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
-    traced = trace(capture, analyse_batch(capture, 2), graph, alone, [batch_size], torch.device("cpu"))
-    return [traced.graphs["F", block.index][batch_size] for block in graph.blocks]
+    batch, work, layers = analyse_batch(capture, 2), StepWork.in_capture(capture, graph), ((),) * len(graph.components)
+    step = StepGraphs(capture, batch, work, alone, (batch_size,), layers, torch.device("cpu"))
+    return [step.graphs(("F", block.index), batch_size) for block in graph.blocks]
 
 
 def graph_bytes(stage: StageGraphs, edges: set[str]) -> int:
     """Bytes that a stage graph's forward saves: its own, and other blocks' values."""
     saved = set(call_memory(stage.forward).outputs[1])
-    read = {stage.reads[storage.index] for storage in saved if storage.owner == ARGUMENT}
+    read = {stage.border.reads[storage.index] for storage in saved if storage.owner == ARGUMENT}
     made = sum(storage.num_bytes for storage in saved if storage.owner == NEW)
     return made + sum(value.num_bytes for value in read if value.name in edges)
 
@@ -152,6 +154,6 @@ def test_blocks_keep_what_their_stage_graphs_save(name: str) -> None:
     saved, edges = saved_activations(capture), {edge.name for edge in graph.edges}
     stages = stage_per_block(capture, graph, 3)
     expected = [graph_bytes(stage, edges) for stage in stages]
-    found = [kept_in(saved, set(stage.unit.nodes), 3) for stage in stages]
+    found = [kept_in(saved, set(stage.border.unit.nodes), 3) for stage in stages]
     assert sum(found) == pytest.approx(sum(expected), rel=0.02)
     assert found == pytest.approx(expected, rel=0.1)

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError, ScheduleError
-from fxpipe.schedule import Action, Schedule, Work
-from fxpipe.schedule_check import check, require
-from fxpipe.simulator import simulate
-from passes.schedules.named import POLICIES, make_schedule
+from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.execution import simulate
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule_check import check, require
+from passes.schedules.named import make_schedule
+from passes.schedules.policies import POLICIES
 
 
 def chain(num_stages: int, num_microbatches: int, num_components: int = 0) -> Work:

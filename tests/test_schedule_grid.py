@@ -5,9 +5,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from fxpipe.schedule import Schedule
-from fxpipe.schedule_grid import STYLES, grid, painted, rich_grid
-from passes.schedules.named import POLICIES, make_schedule
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule_grid import STYLES, grid, painted, rich_grid
+from passes.schedules.named import make_schedule
+from passes.schedules.policies import POLICIES
 from tests.test_schedule import chain
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.self_conditioning import conditioned
+from fxpipe.models.self_conditioning import conditioned
 from tests.distributed import run_processes
 
 SEED, STEPS = 5, 6

@@ -1,24 +1,26 @@
 """The simulator: small machines by hand, and predictions that have the actions and bytes of their programs."""
 
-from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx
 
 import fxpipe
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from fxpipe.costs import NodeCost, Seconds, node_seconds
-from fxpipe.rank_program import Message
-from fxpipe.schedule import Action
-from fxpipe.simulation import noisy_makespans, walk
-from fxpipe.simulation.op_lists import Op
-from fxpipe.timeline import END, Event, RankMemory, Timeline
+from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
+from fxpipe.costs.table import CostTable
+from fxpipe.errors import ScheduleError
+from fxpipe.plan.actions import Action
+from fxpipe.plan.rank_program import Message
+from fxpipe.plan.timeline import END, Event, RankMemory, Timeline
+from fxpipe.run.emulation import Slower
+from fxpipe.simulate import noisy_makespans, walk
+from fxpipe.simulate.op_lists import Op
 from tests.unet import TinyUNet
 
 
@@ -86,7 +88,7 @@ def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
 
 
 def test_a_deadlock_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"wait forever for edges \[0\]"):
+    with pytest.raises(ScheduleError, match=r"wait forever for edges \[0\]"):
         walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, A_SECOND)
 
 
@@ -179,41 +181,40 @@ def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.P
 
 def test_every_graph_that_programs_call_has_a_cost(program: fxpipe.Program) -> None:
     called = {name for of_rank in program.step.programs for name in of_rank.modules}
-    assert called <= set(program.costing.calls)
-
-
-class Doubled:
-    """A cost model that takes twice as long as another."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        of_node = getattr(self._inner, name)
-        return lambda *args: 2 * of_node(*args)
+    assert called <= set(program.step.calls)
 
 
 def test_time_follows_the_cost_model_and_the_cluster(program: fxpipe.Program) -> None:
     fast = cluster_of(1e18, 0.0)
     base = program.simulate(cluster=fast)
-    slow: Any = Doubled(program.costing.model)
+    slow = Slower(program.costing.model, 2.0)
     assert program.simulate(slow, fast).makespan_seconds == pytest.approx(2 * base.makespan_seconds)
     slower_network = program.simulate(cluster=cluster_of(1e6, 1e-4))
     assert slower_network.makespan_seconds > base.makespan_seconds
     assert slower_network.busy_seconds == pytest.approx(base.busy_seconds)
 
 
-class Measured(Doubled):
+@pytest.mark.parametrize(("wrong", "says"), [("H100", "'H100', a str without seconds"), (Slower, "the class Slower;")])
+def test_what_is_no_cost_model_is_refused(program: fxpipe.Program, wrong: Any, says: str) -> None:
+    with pytest.raises(fxpipe.CompileError, match=f"cost_model is {says}.* give an object of a class that inherits"):
+        program.simulate(wrong)
+
+
+class Measured(CostModel):
     """A cost model that knows its graph: a second per node, whatever it costs."""
 
-    def node_seconds(self, graph: fx.Graph, costs: Mapping[str, NodeCost], num_samples: int) -> Seconds:
-        assert set(costs) <= {node.name for node in graph.nodes}
-        return Seconds(dict.fromkeys(costs, 1.0), dict.fromkeys(costs, 2.0))
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        assert table.graph is not None
+        assert set(table) == {node.name for node in table.graph.nodes}
+        return NodeSeconds(*np.ones((3, len(table))))
+
+    def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:
+        return 0.0
 
 
 def test_measured_nodes_are_taken_as_measured(program: fxpipe.Program) -> None:
-    model: Any = Measured(program.costing.model)
-    calls = program.costing.calls
+    model = Measured()
+    calls = program.step.calls
     num_nodes = {name: sum(map(len, call.blocks.values())) for name, call in calls.items()}
     forward = [e for e in program.simulate(model, cluster_of(1e18, 0.0)).actions if e.kind == "T"]
     assert forward
@@ -224,11 +225,11 @@ def test_measured_nodes_are_taken_as_measured(program: fxpipe.Program) -> None:
 
 def test_a_split_backward_takes_what_the_whole_one_does(program: fxpipe.Program) -> None:
     model, costs = program.costing.model, program.costing.costs
-    for name, call in program.costing.calls.items():
+    for name, call in program.step.calls.items():
         if call.part == "backward_input":
-            of_nodes = node_seconds(model, program.capture.graph, costs, call.num_samples)
-            parts = [program.costing.calls[name.replace("_input", part)] for part in ("_input", "_weight", "")]
-            inputs, weights, whole = (sum(p.seconds(model, costs, of_nodes).values()) for p in parts)
+            of_nodes = node_seconds(model, costs, call.num_samples)
+            parts = [program.step.calls[name.replace("_input", part)] for part in ("_input", "_weight", "")]
+            inputs, weights, whole = (sum(p.seconds(costs, of_nodes).values()) for p in parts)
             assert inputs + weights == pytest.approx(whole)
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from fxpipe.errors import CompileError
-from fxpipe.schedule import Schedule
-from passes.placement.waves import wave_ranks
-from passes.schedules import schedule_cache, solver
+from fxpipe.plan.schedule import Schedule
+from passes.placement.places import wave_ranks
+from passes.schedules import synthesis
 from passes.schedules.problem import Problem
 from passes.schedules.synthesis import synthesise
 from tests.test_schedule import chain
@@ -81,7 +81,7 @@ def test_everything_is_printed() -> None:
 @pytest.fixture
 def _without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were not installed: it is neither found nor imported."""
-    real_find, real_import = solver.find_spec, builtins.__import__
+    real_find, real_import = synthesis.find_spec, builtins.__import__
 
     def no_find(name: str) -> object:
         return None if name == "ortools" else real_find(name)
@@ -91,12 +91,11 @@ def _without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError(name)
         return real_import(name, globals, *rest)  # type: ignore[arg-type]
 
-    schedule_cache.clear()
     for module in [m for m in sys.modules if m.split(".")[0] == "ortools"]:
         monkeypatch.delitem(sys.modules, module)
-    for name in ("search", "exact", "windows", "window_bound", "periodic", "ramps"):
-        monkeypatch.delitem(sys.modules, f"passes.{name}", raising=False)
-    monkeypatch.setattr(solver, "find_spec", no_find)
+    for name in ("exact", "windows"):
+        monkeypatch.delitem(sys.modules, f"passes.schedules.{name}", raising=False)
+    monkeypatch.setattr(synthesis, "find_spec", no_find)
     monkeypatch.setattr(builtins, "__import__", no_import)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.observe import Recording
-from fxpipe.timeline import Event, RankMemory, Timeline
-from fxpipe.trace_format import trace_events, write_trace
+from fxpipe.plan.timeline import Event, RankMemory, Timeline
+from fxpipe.run.observe import Recording
+from fxpipe.show.trace_format import trace_events, write_trace
 from tests.unet import TinyUNet
 
 

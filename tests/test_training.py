@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import fxpipe
 from fxpipe.errors import CompileError, RunError
-from fxpipe.training import Training
+from fxpipe.run.training import Training
 from tests.distributed import start_processes
 from tests.frozen_steps import SLOW, FrozenStep
 

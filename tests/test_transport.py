@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import RunError
-from fxpipe.transport import Transport, run_ranks
-from fxpipe.transport.distributed import DistributedTransport
+from fxpipe.plan.transport import Transport
+from fxpipe.run.transport import run_ranks
+from fxpipe.run.transport.distributed import DistributedTransport
 from tests.distributed import run_processes, start_processes, start_torchrun
 
 CPU = torch.device("cpu")

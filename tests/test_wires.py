@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.cluster.network import route
-from fxpipe.simulation.wires import MANY, Arrival, Wires
+from fxpipe.simulate.wires import MANY, Arrival, Wires
 
 FAST, SLOW = Link("fast", 100.0, 1.0), Link("slow", 10.0, 5.0)
 ONE_NODE = Cluster("toy", (Level(8, FAST),))

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 class ToyStep(nn.Module):
     """Eight linear layers with one long skip; the loss is the mean squared error against `target`."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(width if i else 6, 6 if i == 7 else width) for i in range(8))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         skip = x = self.layers[0](x)
@@ -28,6 +28,13 @@ def toy() -> ToyStep:
 def frozen() -> ToyStep:
     """The same with its first layers frozen: work for idle time."""
     step = ToyStep()
+    step.layers[:3].requires_grad_(False)
+    return step
+
+
+def wider() -> ToyStep:
+    """The same with wider layers between the first and the last."""
+    step = ToyStep(7)
     step.layers[:3].requires_grad_(False)
     return step
 

@@ -45,6 +45,8 @@ def test_the_console_script_prints_help() -> None:
 def test_a_step_compiles_and_verifies() -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
-    report = fxpipe.compile(ToyStep().double(), world_size=2, example_inputs=batch).verify(*batch)
+    program = fxpipe.compile(ToyStep().double(), world_size=2, example_inputs=batch)
+    assert fxpipe.Plan.parse(str(program.plan)) == program.plan
+    report = program.verify(*batch)
     assert report.ok
     assert max(report.loss_error, report.max_grad_error) < 1e-10

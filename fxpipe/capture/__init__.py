@@ -7,6 +7,12 @@
 
 Every node carries `meta["val"]` (its fake tensor, with the batch as a symbol) and `meta["path"]` (its module's path);
 random draws and parameters are placeholders, `no_grad` regions and autocast regions are marks on the nodes.
+
+inputs, trees    a call's tensors by name         export        torch.export, watched: what it would lose is refused
+functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
+draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
+cache            captures on disk (stored, model_digest, files, expressions)   private   torch's private names
+fingerprint      which graph this is              sizes         symbolic sizes at a number of samples
 """
 
 import operator
@@ -19,16 +25,15 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe import private
-from fxpipe.capture import functionalise
+from fxpipe.capture import functionalise, private
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, export_step
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
+from fxpipe.capture.sizes import expression
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError
-from fxpipe.sizes import expression
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.errors import CaptureError
 
 aten = torch.ops.aten

@@ -1,15 +1,16 @@
 """How one random ATen operation of the graph becomes a `Draw`: the same call, on the whole batch, from shapes alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.randomness import DROPOUTS, Draw, is_random
+from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CaptureError
-from fxpipe.sizes import concrete
 
 # Random operations whose result depends on a tensor argument's shape and type only, not on its values.
 _SHAPE_ONLY = (
@@ -17,6 +18,52 @@ _SHAPE_ONLY = (
     "bernoulli", "log_normal", "geometric", "cauchy", "random",
 )  # fmt: skip
 _FACTORIES = ("randn", "rand", "randint", "randperm", "normal")
+
+
+@dataclass(frozen=True)
+class OnOnes:
+    """A call whose result depends on a tensor's shape and type alone: made of ones."""
+
+    target: Any
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        ones = torch.ones(concrete(self.shape, batch_size), dtype=self.dtype, device=device)
+        return self.target(ones, *self.args, **_on(self.kwargs, device))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A call without tensors: sizes, and where to put the result."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        return self.target(*concrete(self.args, batch_size), **_on(self.kwargs, device))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A call whose arguments `graph` makes of sizes and of the capture's `constants`, by placeholder."""
+
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+
+    def __call__(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        values: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                known = self.constants.get(node.meta["of"])
+                values[node] = concrete(node.meta["val"], batch_size) if known is None else known.to(device)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*concrete(args, batch_size), **_on(kwargs, device))
+        return values[node]  # type: ignore[no-any-return]
 
 
 def passes_through(node: fx.Node) -> bool:
@@ -63,21 +110,20 @@ def _draw_of(
         like = value.meta["val"]
         if name == "feature_dropout":  # drops whole channels
             like = like.new_empty((*like.shape[:2], *[1] * (like.ndim - 2)))
-        return Draw(index, str(target), _on_ones(target, like, node.args[1:], node.kwargs)), value, like
+        return Draw(index, str(target), _on_ones(node, like)), value, like
     if name in DROPOUTS:
         raise _refusal(node, f"{name} is not supported; use nn.Dropout")
     tensors = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)]
     if not tensors and name in _FACTORIES:
-        return Draw(index, str(target), _factory(target, node.args, node.kwargs)), None, node.meta["val"]
+        return Draw(index, str(target), _factory(node)), None, node.meta["val"]
     if len(tensors) == 1 and tensors[0] is node.args[0] and name in _SHAPE_ONLY and "Tensor" not in str(target):
         if name == "bernoulli" and len(node.args) < 2:
             raise _refusal(node, "its result depends on a tensor's values; compare torch.rand with the probabilities")
-        make = _on_ones(target, tensors[0].meta["val"], node.args[1:], node.kwargs)
-        return Draw(index, str(target), make), None, node.meta["val"]
+        return Draw(index, str(target), _on_ones(node, tensors[0].meta["val"])), None, node.meta["val"]
     recipe = _recipe(node, constants)
     if recipe is None or not isinstance(node.meta["val"], torch.Tensor):
         raise _refusal(node, "its result depends on a tensor's values; draw with rand/randn/randint and transform")
-    return Draw(index, str(target), _by_recipe(recipe, constants)), None, node.meta["val"]
+    return Draw(index, str(target), Recipe(recipe, constants)), None, node.meta["val"]
 
 
 def _recipe(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> fx.Graph | None:
@@ -103,42 +149,16 @@ def _is_size(node: fx.Node) -> bool:
     return private.first_tensor(node.meta["val"]) is None
 
 
-def _by_recipe(recipe: fx.Graph, constants: Mapping[str, torch.Tensor]) -> Callable[[int, torch.device], torch.Tensor]:
-    def make(batch_size: int, device: torch.device) -> torch.Tensor:
-        values: dict[fx.Node, Any] = {}
-        for node in recipe.nodes:
-            if node.op == "placeholder":
-                known = constants.get(node.meta["of"])
-                values[node] = concrete(node.meta["val"], batch_size) if known is None else known.to(device)
-                continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*concrete(args, batch_size), **_on(kwargs, device))
-        return values[node]  # type: ignore[no-any-return]
-
-    return make
-
-
 def _refusal(node: fx.Node, why: str) -> CaptureError:
     return CaptureError(f"{private.where(node)}: random operation {node.target}: {why}")
 
 
-def _on_ones(target: Any, like: torch.Tensor, args: Any, kwargs: Any) -> Callable[[int, torch.device], torch.Tensor]:
-    shape, dtype = tuple(like.shape), like.dtype
-
-    def make(batch_size: int, device: torch.device) -> torch.Tensor:
-        ones = torch.ones(concrete(shape, batch_size), dtype=dtype, device=device)
-        return target(ones, *args, **_on(kwargs, device))  # type: ignore[no-any-return]
-
-    return make
+def _on_ones(node: fx.Node, like: torch.Tensor) -> OnOnes:
+    return OnOnes(node.target, tuple(like.shape), like.dtype, node.args[1:], node.kwargs)
 
 
-def _factory(target: Any, args: Any, kwargs: Any) -> Callable[[int, torch.device], torch.Tensor]:
-    values = fx.map_arg(args, lambda n: n.meta["val"])
-
-    def make(batch_size: int, device: torch.device) -> torch.Tensor:
-        return target(*concrete(values, batch_size), **_on(kwargs, device))  # type: ignore[no-any-return]
-
-    return make
+def _factory(node: fx.Node) -> Factory:
+    return Factory(node.target, fx.map_arg(node.args, lambda n: n.meta["val"]), node.kwargs)
 
 
 def _on(kwargs: Any, device: torch.device) -> dict[str, Any]:

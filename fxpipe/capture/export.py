@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.sizes import concrete, is_symbolic
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
-from fxpipe.sizes import concrete, is_symbolic
 
 _TORCH = str(Path(torch.__file__).parent)
 LossOf = Callable[[Any], torch.Tensor]
@@ -137,10 +138,13 @@ def _tensors(inputs: InputSpec) -> list[Leaf]:
 
 
 def _free_size(model: nn.Module, inputs: InputSpec) -> int:
-    """A prime that no dimension of an input or parameter has, so that the trace confuses the batch with none."""
+    """A prime that no dimension of an input or parameter has, so that the trace confuses the batch with none.
+
+    The next from the call's size on: a branch such as diffusers' `if batch >= 64` is then the call's, in one trace.
+    """
     taken = {int(size) for leaf in _tensors(inputs) for size in leaf.shape[int(leaf.batched) :]}
     taken |= {int(size) for parameter in model.parameters() for size in parameter.shape}
-    return next(n for n in range(5, len(taken) ** 2 + 100) if n not in taken and sympy.isprime(n))
+    return next(n for n in count(max(5, inputs.batch_size)) if n not in taken and sympy.isprime(n))
 
 
 def _resized(

@@ -7,8 +7,8 @@
                                        w  = add(v1, 1)
 
 Tensors that share memory form a family: a root and views of views of it. A write goes up to the root through inverses
-of the views (`fxpipe/views.py`); any other member is made again from the new root when it is next read. What has no
-inverse is refused, with its place.
+of the views (`fxpipe/capture/views.py`); any other member is made again from the new root when it is next read. What
+has no inverse is refused, with its place.
 """
 
 import operator
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.views import inverse, shape_nodes, shows
 from fxpipe.errors import CaptureError
 

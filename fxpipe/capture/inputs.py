@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.trees import flatten, unflatten
 from fxpipe.errors import CompileError
 

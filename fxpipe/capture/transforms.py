@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.calls import Calls, Table
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.written_out import WRITTEN_OUT

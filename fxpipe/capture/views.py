@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.draws import passes_through
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.capture.calls import Calls, Table
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.transforms import plain_transforms
@@ -26,7 +26,7 @@ from fxpipe.errors import CaptureError
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
     """Trace inside: gradients on, checkpoints run plainly, the modules' attributes as before on leaving."""
-    _refuse_outside(model)
+    refuse_outside(model)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         for message in ("The tensor attribute", "Using `torch.compile"):  # both are dealt with here
@@ -72,7 +72,7 @@ def _refuse_cond(*args: Any, **kwargs: Any) -> Any:
     raise CaptureError("torch.cond decides by a tensor's value; compute both branches and choose with torch.where")
 
 
-def _refuse_outside(model: nn.Module) -> None:
+def refuse_outside(model: nn.Module) -> None:
     """What surrounds the model or hangs on it, and would change gradients."""
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         raise CaptureError("compile outside torch.autocast: put the autocast into the model's forward")

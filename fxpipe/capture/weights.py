@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fxpipe import private
+from fxpipe.capture import private
 from fxpipe.errors import CaptureError
 
 _FAULTS: tuple[tuple[Callable[[torch.Tensor], bool], str], ...] = (

@@ -23,7 +23,8 @@ from typer.core import TyperGroup
 from fxpipe.cli.costing import cost, profile
 from fxpipe.cli.options import Planning, planned, read
 from fxpipe.cli.planning import compare, fillers, report, simulate, trace, tune
-from fxpipe.errors import CompileError, FxpipeError
+from fxpipe.errors import CompileError, FxpipeError, RunError
+from fxpipe.plan.plan import Plan
 
 
 class OneLineErrors(TyperGroup):
@@ -36,6 +37,10 @@ class OneLineErrors(TyperGroup):
             code = super().main(args, *rest, **extra)
         except (FxpipeError, typer.TyperException) as error:
             _fail(error.format_message() if isinstance(error, typer.TyperException) else str(error))
+        except RunError as error:
+            if error.__cause__ is not None:  # raised in this process: where is of use
+                raise
+            _fail(str(error))
         except OSError as error:
             _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
         sys.exit(code if isinstance(code, int) else 0)
@@ -74,8 +79,7 @@ def compile_command(
         raise CompileError("--filled says what to dump: add --dump DIR, or leave it out")
     program, _ = planning.compiled()
     if dump is None:
-        _print_text("plan", str(program.plan))
-        _print_text("schedule", str(program.schedule))
+        _print_plan(program.plan)
         return
     program.dump(dump, filled)
     show(dump)
@@ -83,12 +87,11 @@ def compile_command(
 
 @app.command()
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that compile --dump wrote")]) -> None:
-    """Print the plan, the schedule and the traffic of a dumped program."""
+    """Print the plan, its schedules, drawn, and the traffic of a dumped program."""
     remedy = f"fxpipe compile MODEL --world-size N --dump {directory} writes it"
-    texts = {name: read(directory / name, remedy) for name in ("plan.txt", "grid.txt", "traffic.json")}
-    _print_text("plan", texts["plan.txt"])
-    _print_text("schedule", texts["grid.txt"])
-    Console().print(traffic_table(json.loads(texts["traffic.json"])))
+    _, traffic = (read(directory / name, remedy) for name in ("plan.txt", "traffic.json"))
+    _print_plan(Plan.load(directory / "plan.txt"))
+    Console().print(traffic_table(json.loads(traffic)))
 
 
 @app.command()
@@ -103,7 +106,7 @@ def run(
     """Train MODEL on its example inputs: under torchrun one rank a process, else all ranks in this process."""
     import torch
 
-    from fxpipe.engine import Engine
+    from fxpipe.run.engine import Engine
 
     torch.manual_seed(seed)
     program, batch = planning.compiled()
@@ -142,6 +145,14 @@ def traffic_table(rows: Sequence[dict[str, Any]]) -> Table:
         cells = [f"{by_kind.get(kind, 0):,}" for kind in kinds]
         table.add_row(f"{source} -> {target}", *cells, f"{sum(by_kind.values()):,}")
     return table
+
+
+def _print_plan(plan: Plan) -> None:
+    """What it says but for the orders, which are drawn."""
+    _print_text("plan", plan.summary())
+    _print_text("schedule", str(plan.step))
+    if plan.steady is not None:
+        _print_text("schedule with the next batch's frozen work", str(plan.steady))
 
 
 def _print_text(title: str, text: str) -> None:

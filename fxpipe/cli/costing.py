@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from cost_models.profiled import Profile
-    from fxpipe.costs.rows import Costed
-    from fxpipe.transport import Transport
+    from fxpipe.analysis import CostedStep
+    from fxpipe.plan.transport import Transport
 
 Blocks = Annotated[int, typer.Option(min=1, help="about how many blocks to cut the model into")]
 
@@ -34,9 +34,9 @@ def cost(
     ] = None,
 ) -> None:
     """Print what every block of MODEL costs: formulas in the batch b, seconds on a device."""
+    from fxpipe.analysis import costed, given_cost_model
     from fxpipe.cli.user_model import example_inputs, load_model
-    from fxpipe.costing import costed, given_cost_model
-    from fxpipe.costs.report import cost_data, cost_table
+    from fxpipe.show.cost_report import cost_data, cost_table
 
     step = load_model(model)
     seconds_of = given_cost_model(device or "A100-80GB")
@@ -62,7 +62,7 @@ def profile(
     Under torchrun every rank times its share of the blocks on its own device, and rank 0 writes the file.
     """
     from fxpipe.options import given_device
-    from fxpipe.transport.distributed import DistributedTransport
+    from fxpipe.run.transport.distributed import DistributedTransport
 
     sizes, where = _sizes(batch_sizes), given_device(device)
     if "RANK" not in os.environ:
@@ -82,15 +82,15 @@ def _profile(
     model: str, out: Path, sizes: Sequence[int], where: "torch.device", blocks: int, ranks: "Transport | None"
 ) -> None:
     """As rank 0 of one, or as one of many `ranks`."""
-    from cost_models import devices, profiled
+    from cost_models import devices, profile_files
+    from fxpipe.analysis import costed
     from fxpipe.cli.user_model import example_inputs, load_model
-    from fxpipe.costing import costed
     from fxpipe.profiling import ROUNDS, Profiler, gathered
 
     share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     step, base = load_model(model), devices.device()
     found = costed(step, example_inputs(step, max(sizes)), max(sizes), base, blocks)
-    held = share[0] == 0 and out.exists() and _holds(profiled.load(out, base), found, sizes, where)
+    held = share[0] == 0 and out.exists() and _holds(profile_files.load(out, base), found, sizes, where)
     if held:
         print(f"{out} holds already: all parts at {', '.join(map(str, sizes))} samples")
     if held if ranks is None else ranks.broadcast_object(held):
@@ -105,16 +105,16 @@ def _profile(
     shares = [made] if ranks is None else ranks.gather_object(made)
     if shares is not None:
         whole = gathered(shares)
-        whole.save(out)
+        profile_files.save(whole, out)
         by = "" if ranks is None else f", by {ranks.world_size} ranks"
         print(f"{out}: {len(whole.entries)} parts at {', '.join(map(str, sizes))} samples on {whole.key.device}{by}")
 
 
-def _holds(old: "Profile", found: "Costed", sizes: Sequence[int], where: "torch.device") -> bool:
+def _holds(old: "Profile", found: "CostedStep", sizes: Sequence[int], where: "torch.device") -> bool:
     """Whether a profile has all sizes; CompileError where it is of another graph or device."""
     from cost_models import profiled
 
-    profiled.require_key(old.key, profiled.key_of(found.captured.graph, where))
+    profiled.require_key(old.key, profiled.key_of(found.costs, where))
     return all(set(sizes) <= set(entry.samples) for entry in old.entries)
 
 

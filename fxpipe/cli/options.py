@@ -8,9 +8,9 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 
@@ -19,6 +19,8 @@ from fxpipe.errors import CompileError
 if TYPE_CHECKING:
     from torch import nn
 
+    from fxpipe.compiler import Requested
+    from fxpipe.plan.plan import Plan
     from fxpipe.program import Program
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
@@ -27,6 +29,7 @@ DeviceModel = Annotated[
     str | None,
     typer.Option(help="device whose times to plan by, as H100@bfloat16; measured; or a profile's .json file"),
 ]
+_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Planning:
 
     model: Model
     world_size: Annotated[int | None, typer.Option(min=1, help="number of ranks; under torchrun, its own")] = None
-    batch_size: BatchSize = 8
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help=f"samples in one step, over all ranks; {_SAMPLES} if left out")
+    ] = None
     microbatches: Annotated[int | None, typer.Option(min=1, help="micro-batches in one step")] = None
     stages: Annotated[int | None, typer.Option(min=1, help="stages of a pipeline")] = None
     data_parallel: Annotated[int | None, typer.Option(min=1, help="pipelines that share the batch")] = None
@@ -48,54 +53,79 @@ class Planning:
         str | None, typer.Option(help="both ends of a skip on one rank: hard, or soft where balance allows")
     ] = None
     budget: Annotated[float, typer.Option(min=0.0, help="seconds to look for a better schedule")] = 2.0
-    fill: Annotated[str, typer.Option(help="of idle time by frozen work: per-device, greedy, exact, none")] = (
-        "per-device"
-    )
+    fill: Annotated[
+        str, typer.Option(help="the next batch's frozen work: auto, idle (in idle time), after (training), none")
+    ] = "auto"
     cluster: Annotated[
         str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")
     ] = None
     device_model: DeviceModel = None
+    cache: Annotated[bool, typer.Option(help="use captures of earlier runs, and keep this one's")] = True
+    plan: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="a plan of tune --save or plan.txt of a dump: nothing is planned"),
+    ] = None
+
+    @cached_property
+    def made(self) -> "Plan | None":
+        """The plan that was made before."""
+        from fxpipe.plan.plan import Plan
+
+        return None if self.plan is None else Plan.load(self.plan)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks asked for, or torchrun's.
+        """The number of ranks asked for, torchrun's, or the plan's.
 
         Raises:
-            CompileError: neither is given, or they differ.
+            CompileError: none is given, or torchrun has started another number.
         """
         launched = os.environ.get("WORLD_SIZE")  # set by torchrun
         if launched is None:
-            if self.world_size is None:
+            if self.world_size is None and self.made is None:
                 raise CompileError("--world-size is missing; give it, or start under torchrun")
-            return self.world_size
+            return self.world_size or cast("Plan", self.made).staged.world_size
         if self.world_size not in (None, int(launched)):
             raise CompileError(
                 f"--world-size {self.world_size} differs from torchrun's {launched} processes; leave it out"
             )
         return int(launched)
 
-    def loaded(self) -> "tuple[nn.Module, Any]":
+    def loaded(self, batch_size: int) -> "tuple[nn.Module, Any]":
         """The model, and a batch of its example inputs."""
         from fxpipe.cli.user_model import example_inputs, load_model
 
         step = load_model(self.model)
-        return step, example_inputs(step, self.batch_size)
+        return step, example_inputs(step, batch_size)
+
+    def options(self) -> "tuple[nn.Module, Any, dict[str, Any]]":
+        """The model, a batch of its example inputs, and what `fxpipe.compile` is to be called with beside them."""
+        num_ranks, schedule, made = self.num_ranks, self.schedule, self.made
+        if schedule.endswith(".txt"):
+            schedule = read(Path(schedule), "give --schedule a schedule's name or the file of its text")
+        batch_size = self.batch_size or (_SAMPLES if made is None else made.batch_size)
+        step, batch = self.loaded(batch_size if made is None else made.batch_size)
+        return step, batch, {
+            "world_size": num_ranks, "example_inputs": batch, "batch_size": batch_size,
+            "microbatches": self.microbatches, "stages": self.stages, "data_parallel": self.data_parallel,
+            "schedule": schedule, "memory_limit": self.memory_limit, "collocation": self.collocation,
+            "recompute": self.recompute, "budget": self.budget, "fill": self.fill, "cluster": self.cluster,
+            "cost_model": self.device_model, "plan": made, "cache": self.cache,
+        }  # fmt: skip
+
+    def requested(self) -> "Requested":
+        """What is to be planned, checked."""
+        from fxpipe.compiler import requested
+
+        step, _, options = self.options()
+        return requested(step, **options)
 
     def compiled(self) -> "tuple[Program, Any]":
         """The program, and the example inputs it was compiled for."""
         import fxpipe
 
-        num_ranks, schedule = self.num_ranks, self.schedule
-        if schedule.endswith(".txt"):
-            schedule = read(Path(schedule), "give --schedule a schedule's name or the file of its text")
-        step, batch = self.loaded()
-        program = fxpipe.compile(
-            step, num_ranks, example_inputs=batch, batch_size=self.batch_size, microbatches=self.microbatches,
-            stages=self.stages, data_parallel=self.data_parallel, schedule=schedule, memory_limit=self.memory_limit,
-            collocation=self.collocation, recompute=self.recompute, budget=self.budget, fill=self.fill,
-            cluster=self.cluster, cost_model=self.device_model,
-        )  # fmt: skip
-        return program, batch
+        step, batch, options = self.options()
+        return fxpipe.compile(step, **options), batch
 
 
 def planned(function: Callable[..., None]) -> Callable[..., None]:

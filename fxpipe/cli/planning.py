@@ -1,7 +1,6 @@
 """`fxpipe tune`, `compare`, `fillers`, `simulate`, `trace` and `report`: plans, and what they will cost."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,112 +9,38 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from fxpipe.block_graph import human_bytes
 from fxpipe.cli.options import Planning, planned
 from fxpipe.errors import CompileError
-from fxpipe.timeline import human_seconds
+from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.timeline import human_seconds
+from fxpipe.show.progress import followed, progress
 
 if TYPE_CHECKING:
-    from fxpipe.cluster import Cluster
-    from fxpipe.costs import CostModel
-    from fxpipe.costs.rows import Costed
-    from passes.plan import Planned
-    from passes.rehearsal.case import Case
-    from passes.tuner.candidates import Wishes
+    from fxpipe.compiler import Requested
 
 Out = Annotated[Path, typer.Option(dir_okay=False, help="file to write")]
 Filled = Annotated[bool, typer.Option(help="the step that does the next batch's frozen work in its idle time")]
 
 
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """What a tuner needs: the costs of a step's blocks, machines, and what the user leaves open."""
-
-    step: "Costed"
-    model: "CostModel"
-    cluster: "Cluster"
-    wishes: "Wishes"
-    budget: float
-
-    @cached_property
-    def plan(self) -> "Planned":
-        """As `fxpipe.compile` chooses it."""
-        from passes.plan import make_plan
-
-        return make_plan(self.case, self.wishes, self.device_bytes, self.budget)
-
-    @cached_property
-    def case(self) -> "Case":
-        """The step and the machines, without a memory limit."""
-        from passes.frozen_layers import frozen_layers
-        from passes.rehearsal.case import Case
-
-        step, wishes = self.step, self.wishes
-        layers = frozen_layers(step.captured, step.graph, step.costs, self.model)
-        return Case(step.graph, step.blocks, layers, self.model, self.cluster, wishes.world_size, wishes.batch_size)
-
-    @property
-    def device_bytes(self) -> int | None:
-        """Devices by name know their memory."""
-        return getattr(self.model, "memory_bytes", None)
-
-
-def _question(planning: Planning) -> _Question:
-    """Capture the model and cost its blocks, cut as `fxpipe.compile` cuts them."""
-    from fxpipe.costing import costed, given_cost_model, num_blocks
-    from fxpipe.options import asked_microbatches, check_collocation, check_fill, given_bytes, given_cluster
-    from fxpipe.self_conditioning import SelfConditioning
-    from passes.tuner.candidates import Wishes
-
-    if planning.schedule.endswith(".txt"):
-        raise CompileError(f"--schedule {planning.schedule} is an order already; fxpipe simulate tells what it takes")
-    check_collocation(planning.collocation)
-    check_fill(planning.fill)
-    num_ranks, batch_size, name = planning.num_ranks, planning.batch_size, planning.schedule
-    cluster = given_cluster(planning.cluster, num_ranks)
-    model = given_cost_model(planning.device_model or cluster.device)
-    limit = given_bytes(planning.memory_limit)
-    count = asked_microbatches(planning.microbatches, batch_size, num_ranks, name)
-    samples = -(-batch_size // (count or 2 * num_ranks))
-    module, batch = planning.loaded()
-    conditioning = module.probability if isinstance(module, SelfConditioning) else None
-    module = module.step if isinstance(module, SelfConditioning) else module
-    step = costed(module, batch, batch_size, model, num_blocks(planning.stages, num_ranks), samples)
-    copies = planning.data_parallel if name == "auto" else planning.data_parallel or 1
-    wishes = Wishes(
-        name, num_ranks, batch_size, copies, planning.stages, count if step.captured.batch else 1,
-        planning.collocation, planning.recompute, limit, conditioning,
-        filled=planning.fill != "none" and bool(step.graph.components),
-    )  # fmt: skip
-    return _Question(step, model, cluster, wishes, planning.budget)
-
-
-def _limited(planning: Planning) -> tuple[_Question, int | None]:
-    """The question, and the memory limit: the user's, else the device's."""
-    from passes.plan import usable_bytes
-
-    asked = _question(planning)
-    limit = asked.wishes.memory_limit_bytes
-    return asked, usable_bytes(asked.device_bytes) if limit is None and asked.device_bytes else limit
-
-
-def _head(planning: Planning, asked: _Question, limit_bytes: int | None) -> str:
-    within = f", {human_bytes(limit_bytes)} a rank" if limit_bytes else ""
-    return f"{planning.batch_size} samples on {asked.wishes.world_size} ranks of {asked.cluster}{within}"
-
-
 @planned
-def tune(planning: Planning, top: Annotated[int, typer.Option(min=1, help="rows of the table")] = 15) -> None:
+def tune(
+    planning: Planning,
+    top: Annotated[int, typer.Option(min=1, help="rows of the table")] = 15,
+    save: Annotated[Path | None, typer.Option(dir_okay=False, help="file to write the plan to, for --plan")] = None,
+) -> None:
     """Print the ways to use the ranks, the best first, and what every other loses by.
 
     Captures MODEL and costs its blocks; no stage is traced, no program made.
     """
-    from fxpipe.tuning import outcome_table
+    from fxpipe.plan.tuning import outcome_table
 
-    asked = _question(planning)
-    plan = asked.plan
-    print(_head(planning, asked, plan.limit_bytes))
+    asked = _asked(planning)
+    with progress():
+        plan = asked.planned(asked.analysed(followed(None)))
+    print(_head(asked))
     print_wide(outcome_table(plan.outcomes, top))
+    if save is not None:
+        print(plan.save(save))
 
 
 @planned
@@ -124,13 +49,16 @@ def compare(planning: Planning) -> None:
 
     Every contestant by its best number of micro-batches that fits into memory. No stage is traced, no program made.
     """
-    from fxpipe.comparison import comparison_table
+    from fxpipe.show.comparison import comparison_table
     from passes.comparison import compare as contest
 
-    asked, limit = _limited(planning)
-    case = replace(asked.case, limit_bytes=limit)
-    print(_head(planning, asked, limit))
-    print_wide(comparison_table(contest(case, asked.wishes, planning.budget), limit))
+    asked = _asked(planning)
+    limit = _limit(asked)
+    with progress():
+        case, request = asked.case(asked.analysed(followed(None)))
+        contestants = contest(replace(case, limit_bytes=limit), request)
+    print(_head(asked))
+    print_wide(comparison_table(contestants, limit))
 
 
 @planned
@@ -141,9 +69,11 @@ def fillers(planning: Planning) -> None:
     """
     from passes.comparison import fillers as filled_by
 
-    asked, limit = _limited(planning)
-    setting, bound, found = filled_by(replace(asked.case, limit_bytes=limit), asked.wishes, planning.budget)
-    print(_head(planning, asked, limit))
+    asked = _asked(planning)
+    with progress():
+        case, request = asked.case(asked.analysed(followed(None)))
+        setting, bound, found = filled_by(replace(case, limit_bytes=_limit(asked)), request)
+    print(_head(asked))
     print(f"{setting}; no filling is shorter than {human_seconds(bound)}")
     table = Table("filler")
     for name in ("step", "over bound", "after the pipeline", "bubbles", "samples change ranks"):
@@ -155,13 +85,35 @@ def fillers(planning: Planning) -> None:
     print_wide(table)
 
 
+def _asked(planning: Planning) -> "Requested":
+    if planning.schedule.endswith(".txt"):
+        raise CompileError(f"--schedule {planning.schedule} is an order already; fxpipe simulate tells what it takes")
+    if planning.plan is not None:
+        raise CompileError(f"--plan {planning.plan} is a plan already; fxpipe simulate tells what it takes")
+    return planning.requested()
+
+
+def _limit(asked: "Requested") -> int | None:
+    """The memory limit: the user's, else the device's."""
+    from passes.tuner.plans import usable_bytes
+
+    limit, known = asked.request.memory_limit_bytes, asked.cost_model.memory_bytes
+    return usable_bytes(known) if limit is None and known else limit
+
+
+def _head(asked: "Requested") -> str:
+    limit, request = _limit(asked), asked.request
+    within = f", {human_bytes(limit)} a rank" if limit else ""
+    return f"{request.batch_size} samples on {request.world_size} ranks of {asked.cluster}{within}"
+
+
 @planned
 def simulate(planning: Planning) -> None:
     """Print what a step of MODEL will take, and with the next batch's frozen work in its idle time."""
     program, _ = planning.compiled()
     print(program.simulate())
     if program.filled is not None:
-        print(f"with the next batch's frozen work in idle time ({planning.fill}):")
+        print("with the next batch's frozen work:")
         print(program.simulate(filled=True))
 
 

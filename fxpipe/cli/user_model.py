@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.backbones import example_inputs as backbone_inputs
-from fxpipe.backbones import is_backbone
 from fxpipe.errors import CompileError
+from fxpipe.models.backbones import example_inputs as backbone_inputs
+from fxpipe.models.backbones import is_backbone
 
 
 def load_model(spec: str) -> nn.Module:

@@ -32,11 +32,24 @@ class BlockSeconds:
 
 
 @dataclass(frozen=True, eq=False)
+class LocalCosts:
+    """Operations that belong to no block, by number: whoever reads their results computes them, a stage once.
+
+    `of_block` and `of_component` are those that each needs, `at` the seconds of all by "F", "B", "I" and "W", as the
+    letters of actions, at a number of samples.
+    """
+
+    of_block: tuple[frozenset[int], ...]
+    of_component: tuple[frozenset[int], ...]
+    at: Callable[[int], Mapping[str, Sequence[float]]]
+
+
+@dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """Costs by block and by component, in the order of the block graph. Made by `passes.block_costs`.
+    """Costs by block and by component, in the order of the block graph. Made by `passes.costs.block_costs`.
 
     `seconds_at` and `largest_at` compute, at a number of samples, all seconds, and the bytes of every block's and every
-    component's largest operation.
+    component's largest operation; `whole_seconds_at` what is computed on a whole batch of so many.
     """
 
     weights: tuple[Weight, ...]
@@ -45,6 +58,9 @@ class BlockCosts:
     num_components: int
     seconds_at: Callable[[int], BlockSeconds]
     largest_at: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]
+    local: LocalCosts | None = None
+    whole_seconds_at: Callable[[int], float] = lambda num_samples: 0.0
+    loss_bytes: int = 4
     _seconds: dict[int, BlockSeconds] = field(default_factory=dict, init=False, repr=False)
     _largest: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
@@ -96,8 +112,17 @@ class BlockCosts:
 
     def weights_of(self, blocks: Collection[int]) -> tuple[Weight, ...]:
         """The weights of a stage of these blocks, each once."""
-        wanted = frozenset(blocks)
-        return tuple(weight for weight in self.weights if not wanted.isdisjoint(weight.blocks))
+        of_block = self._weights_of_block
+        places = sorted({place for block in set(blocks) for place in of_block[block]})
+        return tuple([self.weights[place] for place in places])
+
+    @cached_property
+    def _weights_of_block(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.num_blocks)]
+        for place, weight in enumerate(self.weights):
+            for block in weight.blocks:
+                found[block].append(place)
+        return found
 
     def _by_block(self, size: Callable[[Weight], int]) -> tuple[int, ...]:
         sums = [0] * self.num_blocks

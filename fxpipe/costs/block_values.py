@@ -6,6 +6,7 @@ value 12           5.2 MB*s           made by block 1; kept by 1 and 2; read by 
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import sympy
 
@@ -26,12 +27,22 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A model input or a random draw, with the blocks and components that read it; bytes are those of its batch."""
+    """A value of the whole batch that micro-batches take their samples of: bytes are those of its batch.
+
+    `kind` is "input", "draw" (`target` is what draws it), or "whole": computed on the whole batch from others, those
+    in `made_from`. `blocks` and `components` read it; none do where it is there for others alone. Samples are a view of
+    it, or `copied`; `shared`: all read the same.
+    """
 
     name: str
     num_bytes: sympy.Expr
     blocks: tuple[int, ...]
     components: tuple[int, ...]
+    kind: Literal["input", "draw", "whole"] = "input"
+    target: str = ""
+    made_from: tuple[str, ...] = ()
+    copied: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, eq=False)

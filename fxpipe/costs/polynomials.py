@@ -10,7 +10,7 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from fxpipe.costs import evaluate
+from fxpipe.costs import REMEMBERED, evaluate
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class Polynomials:
         return values
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=REMEMBERED)
 def _coefficients(expression: sympy.Expr) -> tuple[int, int, int] | None:
     """Of 1, s and s**2; None for what is no polynomial of degree two with whole coefficients."""
     if expression.is_Integer:

@@ -1,33 +1,77 @@
-"""The costs of all nodes of a graph as arrays, for cost models that take them all at once.
+"""The costs of all nodes of a graph as arrays: what cost models take them by.
 
 conv: 4.1 G*s FLOPs, ...                  forward_flops   [4.1e9, 0, ...] at one sample
 silu: 2.6 M*s bytes, ...        ->        groups          [(bfloat16, convolution), (bfloat16, None), ...]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from fxpipe.costs import COUNT_NAMES, CostModel, GraphCostModel, Kind, NodeCost
+from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.costs import COUNT_NAMES, Kind, NodeCost
 from fxpipe.costs.polynomials import Floats, Polynomials
 
 
-@dataclass(frozen=True, eq=False)
-class CostTable:
-    """The cost of every node of a graph, by name."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Counts:
+    """The counts of `NodeCost` at a number of samples, in FLOPs and bytes: a number per node of a table."""
+
+    forward_flops: Floats
+    backward_input_flops: Floats
+    backward_weight_flops: Floats
+    bytes_read: Floats
+    bytes_written: Floats
+    backward_input_bytes: Floats
+    backward_weight_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CostTable(Mapping[str, NodeCost]):
+    """The cost of every node of `graph`, by name; None where the costs are of no graph's nodes.
+
+    The arrays have a number per node, in this order.
+    """
 
     costs: Mapping[str, NodeCost]
+    graph: fx.Graph | None = None
+
+    @classmethod
+    def of(cls, costs: Iterable[NodeCost]) -> "CostTable":
+        """Costs of no graph, named by their places."""
+        return cls({str(place): cost for place, cost in enumerate(costs)})
+
+    def __getitem__(self, name: str) -> NodeCost:
+        return self.costs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.costs)
+
+    def __len__(self) -> int:
+        return len(self.costs)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
         """The place of every node in the arrays."""
         return {name: position for position, name in enumerate(self.costs)}
+
+    def positions(self, names: Iterable[str]) -> NDArray[np.intp]:
+        """The places of some nodes."""
+        return np.array([self.position[name] for name in names], dtype=np.intp)
+
+    def by_name(self, values: Floats) -> dict[str, float]:
+        """An array, node by node."""
+        return dict(zip(self.costs, values.tolist(), strict=True))
+
+    def counts(self, num_samples: int) -> Counts:
+        """What every node costs for so many samples."""
+        values = self._counts.at(num_samples).reshape(len(COUNT_NAMES), -1)
+        return Counts(**dict(zip(COUNT_NAMES, values, strict=True)))
 
     @cached_property
     def groups(self) -> tuple[tuple[torch.dtype | None, Kind | None], ...]:
@@ -41,68 +85,10 @@ class CostTable:
         return np.array([numbers[cost.dtype, cost.kind] for cost in self.costs.values()], dtype=np.intp)
 
     @cached_property
+    def fingerprint(self) -> str:
+        """Of the graph, for models that know one graph only; empty where there is none."""
+        return graph_fingerprint(self.graph) if self.graph else ""
+
+    @cached_property
     def _counts(self) -> Polynomials:
         return Polynomials(getattr(cost, name) for name in COUNT_NAMES for cost in self.costs.values())
-
-    def counts(self, num_samples: int) -> dict[str, Floats]:
-        """Every count of `NodeCost` by name, in FLOPs and bytes: a number per node."""
-        values = self._counts.at(num_samples).reshape(len(COUNT_NAMES), -1)
-        return dict(zip(COUNT_NAMES, values, strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class PartSeconds:
-    """Seconds of every node in the order of a table: forward, and the two parts of the backward."""
-
-    forward: Floats
-    backward_input: Floats
-    backward_weight: Floats
-
-
-SecondsAt = Callable[[int], PartSeconds]
-"""The seconds at a number of samples."""
-
-
-@runtime_checkable
-class TableCostModel(Protocol):
-    """A cost model that takes the nodes of a graph all at once."""
-
-    def of_table(self, graph: fx.Graph, table: CostTable) -> SecondsAt:
-        """The seconds of these nodes; refuses a graph it does not know."""
-        ...
-
-
-def seconds_of_table(model: CostModel, graph: fx.Graph, table: CostTable) -> SecondsAt:
-    """Any cost model's seconds of all nodes, in the fastest way it offers; those of `fxpipe.costs.node_seconds`."""
-    if isinstance(model, TableCostModel) and not _is_changed(type(model)):
-        return model.of_table(graph, table)
-    return lambda num_samples: _one_by_one(model, graph, table, num_samples)
-
-
-def _is_changed(given: type) -> bool:
-    """Whether a subclass computes the seconds of a node in a way that its inherited `of_table` does not know of."""
-    names = {"forward_seconds", "backward_input_seconds", "backward_weight_seconds", "backward_seconds", "node_seconds"}
-    for base in given.__mro__:
-        if "of_table" in vars(base):
-            return False
-        if names & set(vars(base)):
-            return True
-    return False
-
-
-def _one_by_one(model: CostModel, graph: fx.Graph, table: CostTable, num_samples: int) -> PartSeconds:
-    costs = table.costs.values()
-    inputs = np.array([model.backward_input_seconds(cost, num_samples) for cost in costs])
-    weights = np.array([model.backward_weight_seconds(cost, num_samples) for cost in costs])
-    if not isinstance(model, GraphCostModel):
-        return PartSeconds(np.array([model.forward_seconds(cost, num_samples) for cost in costs]), inputs, weights)
-    known = model.node_seconds(graph, table.costs, num_samples)
-    forward, backward = (np.array([of[name] for name in table.costs]) for of in (known.forward, known.backward))
-    return PartSeconds(forward, *shared_out(backward, inputs, weights))
-
-
-def shared_out(backward: Floats, inputs: Floats, weights: Floats) -> tuple[Floats, Floats]:
-    """Whole backwards in two parts, in the proportions of others: all of it the inputs' where there are none."""
-    both = inputs + weights
-    part = np.divide(inputs, both, out=np.ones_like(both), where=both > 0)
-    return backward * part, backward * (1 - part)

@@ -7,6 +7,10 @@
 Every operation between the inputs and the loss's reduction must act on each sample alone. One that mixes samples is
 run on the whole batch where it depends on no parameter, and refused with its place where it does. Nothing is assumed
 of an operation without a rule.
+
+layout    where samples lie in a value          follow, table    the rule of every operation, in order
+rules     most operations (views, products, lookups, composite)   sums   the loss's reduction, and what follows it
+rewrite   what lets micro-batches add up
 """
 
 from collections.abc import Mapping
@@ -34,8 +38,8 @@ class BatchPlan:
     loss_scale   with b_m of B samples in micro-batch m, the whole batch's loss is the sum of its losses ("sum"), or of
                  its losses times b_m/B ("mean")
     whole_batch  nodes to evaluate, with their ancestors, on the whole batch: no parameter is among these. Sizes among
-                 the ancestors are functions of the batch (`fxpipe.sizes`), not of the tensors they were read from.
-                 Micro-batches take the samples of the result that `layouts` names, or all of it.
+                 the ancestors are functions of the batch (`fxpipe.capture.sizes`), not of the tensors they were read
+                 from. Micro-batches take the samples of the result that `layouts` names, or all of it.
     divisible    False when there is one micro-batch, as where the batch could be captured at one size only
     """
 

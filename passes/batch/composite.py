@@ -12,13 +12,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe import private
-from passes.batch.layout import Call, Mixed, Result, State, bind
+from fxpipe.capture import private
+from passes.batch.layout import Mixed, Result, RuleCall, State, bind
 
-Follow = Callable[[Call], list[Result]]
+Follow = Callable[[RuleCall], list[Result]]
 
 
-def follow_parts(call: Call, follow: Follow) -> list[Result]:
+def follow_parts(call: RuleCall, follow: Follow) -> list[Result]:
     """The state of a composed operation, from its parts run on fake tensors.
 
     Raises:
@@ -47,7 +47,7 @@ def no_rule(part: str) -> Mixed:
 class _Parts(TorchDispatchMode):
     """Follows every operation run under it as a node of a graph of its own."""
 
-    def __init__(self, call: Call, follow: Follow) -> None:
+    def __init__(self, call: RuleCall, follow: Follow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._target, self._follow, self._graph = call.node.target, follow, fx.Graph()
         self._states: dict[fx.Node, Result] = {}

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from passes.batch import composite, sums
-from passes.batch.layout import Call, Layout, Mixed, Result, State, batch_dims, bind, splits
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, bind, splits
 from passes.batch.rules import pointwise
 from passes.batch.table import RULES
 
@@ -83,7 +83,7 @@ class Follow:
         return [(State(Layout(0)) if batched else State(), False)]
 
 
-def _results(call: Call) -> list[Result]:
+def _results(call: RuleCall) -> list[Result]:
     node = call.node
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor | list | tuple):
@@ -109,13 +109,13 @@ def _results(call: Call) -> list[Result]:
     return _rule(call)
 
 
-def _rule(call: Call) -> list[Result]:
+def _rule(call: RuleCall) -> list[Result]:
     tagged = torch.Tag.pointwise in getattr(call.node.target, "tags", ())
     rule = pointwise if tagged else RULES.get(call.name)
     return rule(call) if rule is not None else composite.follow_parts(call, _results)
 
 
-def _position(call: Call) -> list[Result]:
+def _position(call: RuleCall) -> list[Result]:
     if call.name not in ("to", "_to_copy", "unsqueeze", "slice", "view", "reshape", "clone", "detach", "alias"):
         raise Mixed("it computes with the numbers of samples")
     return [State(r.layout, "position") for r in _rule(call) if isinstance(r, State)]

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.sizes import expression
+from fxpipe.capture.sizes import expression
 
 _BATCH = sympy.Symbol("B", integer=True, positive=True)
 
@@ -69,7 +69,7 @@ class Mixed(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class RuleCall:
     """One call_function node: its arguments by schema name, and the state of each operand."""
 
     node: fx.Node
@@ -113,7 +113,7 @@ class Call:
         return [name for name in self.arguments if name not in allowed and _depends(self.number(name))]
 
 
-Rule = Callable[[Call], list[Result]]
+Rule = Callable[[RuleCall], list[Result]]
 
 
 def _values(value: Any) -> Any:
@@ -131,16 +131,16 @@ def _depends(value: Any) -> bool:
     return symbolic and bool(value.node.expr.free_symbols)
 
 
-def bind(node: fx.Node, states: Mapping[fx.Node, Result]) -> Call:
+def bind(node: fx.Node, states: Mapping[fx.Node, Result]) -> RuleCall:
     """A node's call with its arguments under their schema names, defaults included."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return Call(node, {str(i): a for i, a in enumerate(node.args)}, states)
+        return RuleCall(node, {str(i): a for i, a in enumerate(node.args)}, states)
     named = {}
     for index, argument in enumerate(target._schema.arguments):
         given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, _default(argument))
         named[argument.name] = given
-    return Call(node, named, states)
+    return RuleCall(node, named, states)
 
 
 def _default(argument: Any) -> Any:

@@ -3,11 +3,11 @@
 import torch
 from torch import fx
 
-from passes.batch.layout import Call, Layout, Mixed, Result, State, batch_dims, dimension
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, dimension
 from passes.batch.rules import acted_dims, aligned, along, broadcast, moved, no_batch_numbers, shapes_of
 
 
-def embedding(call: Call) -> list[Result]:
+def embedding(call: RuleCall) -> list[Result]:
     if call.arguments["scale_grad_by_freq"]:
         raise Mixed("scale_grad_by_freq scales gradients by counts over the batch", "turn scale_grad_by_freq off")
     weight, indices = call.operands
@@ -17,11 +17,11 @@ def embedding(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def embedding_bag(call: Call) -> list[Result]:
+def embedding_bag(call: RuleCall) -> list[Result]:
     raise Mixed("it sums bags of lengths in a tensor", "pass the numbers as [batch, length], without offsets")
 
 
-def gather(call: Call) -> list[Result]:
+def gather(call: RuleCall) -> list[Result]:
     """A lookup along `dim`: entry by entry, unless the table is the same for every sample."""
     table, index = call.operands
     layout, dim = call.layout(index), dimension(call.arguments["dim"], max(table.meta["val"].ndim, 1))
@@ -30,7 +30,7 @@ def gather(call: Call) -> list[Result]:
     return along(call)
 
 
-def index_select(call: Call) -> list[Result]:
+def index_select(call: RuleCall) -> list[Result]:
     table, index = call.operands
     layout = call.layout(table)
     if layout is None:
@@ -40,7 +40,7 @@ def index_select(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def index(call: Call) -> list[Result]:
+def index(call: RuleCall) -> list[Result]:
     """Advanced indexing: of a table by each sample's numbers, of each sample by fixed numbers, or both by arange(B)."""
     table, indices = call.operands[0], call.arguments["indices"]
     layout, used = call.layout(table), [n for n in indices if n is not None]
@@ -55,7 +55,7 @@ def index(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def index_put(call: Call) -> list[Result]:
+def index_put(call: RuleCall) -> list[Result]:
     table, indices = next(call.tensors("self")), call.arguments["indices"]
     (values,) = call.tensors("values")
     layout, used = call.layout(table), [n for n in indices if n is not None]
@@ -74,7 +74,7 @@ def index_put(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def _put_by_sample(call: Call, table: fx.Node, values: fx.Node) -> list[Result]:
+def _put_by_sample(call: RuleCall, table: fx.Node, values: fx.Node) -> list[Result]:
     """`x[arange(B), i] = y`: every sample's own entries."""
     indices, layout = call.arguments["indices"], call.layout(table)
     positions = [n for n in call.operands if call.states[n].form == "position"]  # type: ignore[union-attr]
@@ -88,7 +88,7 @@ def _put_by_sample(call: Call, table: fx.Node, values: fx.Node) -> list[Result]:
     return moved(call, layout)
 
 
-def arange(call: Call) -> list[Result]:
+def arange(call: RuleCall) -> list[Result]:
     """The numbers of the samples: drawn up on the whole batch, or counted within the micro-batch to index it."""
     numbers = {name: call.number(name) for name in ("start", "end", "step")}
     value = call.node.meta["val"]
@@ -97,7 +97,7 @@ def arange(call: Call) -> list[Result]:
     raise Mixed("it counts over the batch")
 
 
-def bucketize(call: Call) -> list[Result]:
+def bucketize(call: RuleCall) -> list[Result]:
     """`bucketize`, `searchsorted`: elementwise in the values; boundaries in one row, or a row for each of values."""
     values, (boundaries, *_) = next(call.tensors("self"), None), call.tensors("boundaries", "sorted_sequence")
     layout = call.layout(values) if values is not None else None
@@ -109,7 +109,7 @@ def bucketize(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def at_numbers(call: Call) -> list[Result]:
+def at_numbers(call: RuleCall) -> list[Result]:
     """`index_add`, `index_copy`, `index_fill`: writes at fixed numbers along another dimension than the batch."""
     no_batch_numbers(call)
     layout = aligned(call, list(call.tensors("self", "source")))
@@ -118,7 +118,7 @@ def at_numbers(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def select_scatter(call: Call) -> list[Result]:
+def select_scatter(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     value, part = call.operands
     layout, dim = call.layout(value), dimension(call.arguments["dim"], value.meta["val"].ndim)
@@ -127,7 +127,7 @@ def select_scatter(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def slice_scatter(call: Call) -> list[Result]:
+def slice_scatter(call: RuleCall) -> list[Result]:
     """A write into a slice: along the batch only of all of it, as in `x[:, 1] = y`."""
     value, part = call.operands
     layout, dim = call.layout(value), dimension(call.arguments["dim"], value.meta["val"].ndim)
@@ -138,7 +138,7 @@ def slice_scatter(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def diagonal_scatter(call: Call) -> list[Result]:
+def diagonal_scatter(call: RuleCall) -> list[Result]:
     """A write into a diagonal, which is the last dimension of what is written."""
     no_batch_numbers(call)
     value, part = call.operands

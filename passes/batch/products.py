@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Call, Layout, Mixed, Result, State
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State
 from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of
 
 Labels = list[Any]
@@ -20,7 +20,7 @@ def _matrix_labels(a: int, b: int) -> tuple[Labels, Labels, Labels]:
     return first, second, out
 
 
-def contract(call: Call, terms: Sequence[tuple[fx.Node, Labels]], out: Labels) -> State:
+def contract(call: RuleCall, terms: Sequence[tuple[fx.Node, Labels]], out: Labels) -> State:
     """The state of a product that sums over the labels not in `out`; its layout counts dimensions from the end.
 
     A sum over the batch is a sum over micro-batches, where every factor that has the batch holds it alike.
@@ -39,7 +39,7 @@ def contract(call: Call, terms: Sequence[tuple[fx.Node, Labels]], out: Labels) -
     return State(Layout(out.index(label) - len(out), outer, inner))
 
 
-def matmul(call: Call) -> list[Result]:
+def matmul(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     *bias, a, b = call.operands
     first, second, out = _matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
@@ -53,7 +53,7 @@ def matmul(call: Call) -> list[Result]:
     return moved(call, broadcast([*shapes_of(call, bias), *product]))
 
 
-def einsum(call: Call) -> list[Result]:
+def einsum(call: RuleCall) -> list[Result]:
     equation, nodes = call.arguments["equation"].replace(" ", ""), call.operands
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
@@ -74,7 +74,7 @@ def _einsum_labels(term: str, dots: int) -> Labels:
     return [*head, *middle, *tail]
 
 
-def attention(call: Call) -> list[Result]:
+def attention(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     query, key, value, *mask = call.operands
     lead: Labels = [("lead", j) for j in range(max(n.meta["val"].ndim for n in call.operands) - 2, 0, -1)]
@@ -86,7 +86,7 @@ def attention(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def cdist(call: Call) -> list[Result]:
+def cdist(call: RuleCall) -> list[Result]:
     a, b = call.operands
     first, second, out = _matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
     layout = contract(call, [(a, first), (b, [*second[:-2], "m", "k"])], out).layout
@@ -95,7 +95,7 @@ def cdist(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def solve(call: Call) -> list[Result]:
+def solve(call: RuleCall) -> list[Result]:
     """Systems of equations: matrices in the last two dimensions, right sides there or vectors in the last one."""
     no_batch_numbers(call)
     matrix = next(call.tensors("A", "LU", "self"))

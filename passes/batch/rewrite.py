@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe import private
-from fxpipe.sizes import is_symbolic
+from fxpipe.capture import private
+from fxpipe.capture.sizes import is_symbolic
 from passes.batch.layout import bind
 
 aten = torch.ops.aten

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Call, Layout, Mixed, Result, Rule, State, batch_dims, dimension
+from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, batch_dims, dimension
 
 
-def moved(call: Call, layout: Layout) -> list[Result]:
+def moved(call: RuleCall, layout: Layout) -> list[Result]:
     """The result of an operation that keeps samples apart and in order, wherever its shape says the batch went."""
     value = call.node.meta["val"]
     if isinstance(value, list | tuple):
@@ -32,7 +32,7 @@ def _placed(value: Any, layout: Layout) -> Layout | None:
     return layout.at(dim)
 
 
-def no_batch_numbers(call: Call, *allowed: str) -> None:
+def no_batch_numbers(call: RuleCall, *allowed: str) -> None:
     if names := call.batch_numbers(allowed):
         raise Mixed(
             f"its argument {names[0]!r} is computed from the batch size",
@@ -52,16 +52,16 @@ def broadcast(shapes: Sequence[tuple[Sequence[Any], Layout | None]]) -> Layout:
     return place
 
 
-def shapes_of(call: Call, nodes: Sequence[fx.Node]) -> list[tuple[Sequence[Any], Layout | None]]:
+def shapes_of(call: RuleCall, nodes: Sequence[fx.Node]) -> list[tuple[Sequence[Any], Layout | None]]:
     return [(n.meta["val"].shape, call.layout(n)) for n in nodes]
 
 
-def pointwise(call: Call) -> list[Result]:
+def pointwise(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     return moved(call, broadcast(shapes_of(call, call.operands)))
 
 
-def aligned(call: Call, nodes: Sequence[fx.Node]) -> Layout:
+def aligned(call: RuleCall, nodes: Sequence[fx.Node]) -> Layout:
     """The one layout of operands that are combined without broadcasting."""
     layouts = {call.layout(n) for n in nodes if n.meta["val"].ndim > 0}
     if len(layouts) != 1 or None in layouts or len({n.meta["val"].ndim for n in nodes} - {0}) != 1:
@@ -71,13 +71,13 @@ def aligned(call: Call, nodes: Sequence[fx.Node]) -> Layout:
     return layout
 
 
-def acted_dims(call: Call, ndim: int) -> set[int]:
+def acted_dims(call: RuleCall, ndim: int) -> set[int]:
     given = [call.arguments.get(name) for name in ("dim", "dims", "dimension", "dim1", "dim2")]
     named = [d for dims in given if dims is not None for d in (dims if isinstance(dims, list | tuple) else [dims])]
     return {dimension(d, ndim) for d in named} or set(range(ndim))
 
 
-def along(call: Call) -> list[Result]:
+def along(call: RuleCall) -> list[Result]:
     """An operation that acts along the dimensions it names."""
     no_batch_numbers(call)
     layout = aligned(call, call.operands)
@@ -87,7 +87,7 @@ def along(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def along_first(call: Call) -> list[Result]:
+def along_first(call: RuleCall) -> list[Result]:
     """An operation along dimensions of its first operand; the others are the same for every sample."""
     no_batch_numbers(call)
     first, *others = call.operands
@@ -99,24 +99,24 @@ def along_first(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def stack(call: Call) -> list[Result]:
+def stack(call: RuleCall) -> list[Result]:
     return moved(call, aligned(call, call.operands))
 
 
-def meshgrid(call: Call) -> list[Result]:
+def meshgrid(call: RuleCall) -> list[Result]:
     layouts = [call.layout(n) for n in call.batched()]
     if len(layouts) != 1 or layouts[0] is None:
         raise Mixed("it combines pairs of samples")
     return moved(call, layouts[0])
 
 
-def cast(call: Call) -> list[Result]:
+def cast(call: RuleCall) -> list[Result]:
     """Another type or device; a second operand only names the type."""
     layout = call.layout(call.operands[0])
     return [State()] if layout is None else moved(call, layout)
 
 
-def structural(call: Call) -> list[Result]:
+def structural(call: RuleCall) -> list[Result]:
     """Permutations of dimensions."""
     (node,) = call.operands
     layout = call.layout(node)
@@ -124,10 +124,10 @@ def structural(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def trailing(count: Callable[[Call, int], int], shared: Sequence[str] = ()) -> Rule:
+def trailing(count: Callable[[RuleCall, int], int], shared: Sequence[str] = ()) -> Rule:
     """An operation on the last `count` dimensions; `shared` operands hold the batch as the first operand does."""
 
-    def rule(call: Call) -> list[Result]:
+    def rule(call: RuleCall) -> list[Result]:
         no_batch_numbers(call)
         first, *others = call.operands
         joined = [first, *(n for n in others if n in set(call.tensors(*shared)))]
@@ -142,13 +142,13 @@ def trailing(count: Callable[[Call, int], int], shared: Sequence[str] = ()) -> R
     return rule
 
 
-def batch_norm(call: Call) -> list[Result]:
+def batch_norm(call: RuleCall) -> list[Result]:
     if call.arguments["training"]:
         raise Mixed("batch normalisation in training uses statistics of the whole batch", "use GroupNorm, or .eval()")
     return trailing(lambda call, ndim: ndim - 1)(call)
 
 
-def recurrent(call: Call) -> list[Result]:
+def recurrent(call: RuleCall) -> list[Result]:
     """`lstm`, `gru`, `rnn`: along time; the batch is dimension 1 of states, and of the input unless `batch_first`."""
     no_batch_numbers(call)
     if "batch_sizes" in call.arguments:

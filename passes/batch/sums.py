@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Call, Layout, Mixed, Result, Rule, State, power_of
+from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, power_of
 from passes.batch.rules import acted_dims, along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
 
 _NONE, _MEAN = 0, 1
@@ -36,7 +36,7 @@ class Unequal(Mixed):
         self.powers = powers
 
 
-def reduce(call: Call) -> list[Result]:
+def reduce(call: RuleCall) -> list[Result]:
     """`sum` and `mean`: within each sample, or over the batch."""
     no_batch_numbers(call)
     (node,) = call.operands
@@ -46,7 +46,7 @@ def reduce(call: Call) -> list[Result]:
     return [State(form="partial", power=int(call.name == "mean"))]
 
 
-def loss(call: Call) -> list[Result]:
+def loss(call: RuleCall) -> list[Result]:
     """An elementwise loss with its own reduction."""
     no_batch_numbers(call)
     if call.arguments["reduction"] == _NONE:
@@ -55,7 +55,7 @@ def loss(call: Call) -> list[Result]:
     return [State(form="partial", power=int(call.arguments["reduction"] == _MEAN))]
 
 
-def class_loss(call: Call) -> list[Result]:
+def class_loss(call: RuleCall) -> list[Result]:
     """`cross_entropy_loss` and `nll_loss`: classes in dimension 1 (0 without a batch)."""
     no_batch_numbers(call)
     scores, target, *weight = call.operands
@@ -75,7 +75,7 @@ def class_loss(call: Call) -> list[Result]:
     return [State(form="partial", power=int(call.arguments["reduction"] == _MEAN))]
 
 
-def linear(call: Call, rule: Rule) -> list[Result]:
+def linear(call: RuleCall, rule: Rule) -> list[Result]:
     """An operation on values whose scale or sum refers to the batch (`State.form` partial, or `State.power`)."""
     states = {name: _state_of(call, name) for name in call.arguments}
     if call.name in PRODUCTS and call.arguments.get("rounding_mode") is None:
@@ -91,7 +91,7 @@ def linear(call: Call, rule: Rule) -> list[Result]:
     raise Mixed(f"it is not linear in a value already summed over samples, or divided by their number: {_NOT_LINEAR}")
 
 
-def _state_of(call: Call, name: str) -> State:
+def _state_of(call: RuleCall, name: str) -> State:
     argument = call.arguments[name]
     if isinstance(argument, fx.Node) and argument in set(call.operands):
         return _tensor_state(call, argument)
@@ -101,7 +101,7 @@ def _state_of(call: Call, name: str) -> State:
     return State(power=power)
 
 
-def _tensor_state(call: Call, node: fx.Node) -> State:
+def _tensor_state(call: RuleCall, node: fx.Node) -> State:
     state = call.states[node]
     assert isinstance(state, State)
     return state
@@ -111,7 +111,7 @@ def _floating(node: fx.Node) -> bool:
     return bool(node.meta["val"].is_floating_point())
 
 
-def _product(call: Call, a: State, b: State, sign: int) -> State:
+def _product(call: RuleCall, a: State, b: State, sign: int) -> State:
     forms = {a.form, b.form}
     if "partial" not in forms:
         layout = _place(call)
@@ -121,7 +121,7 @@ def _product(call: Call, a: State, b: State, sign: int) -> State:
     return State(None, "partial", a.power + sign * b.power)
 
 
-def _place(call: Call) -> Layout | None:
+def _place(call: RuleCall) -> Layout | None:
     if not call.batched():
         return None
     (result,) = moved(call, broadcast(shapes_of(call, call.operands)))
@@ -129,7 +129,7 @@ def _place(call: Call) -> Layout | None:
     return result.layout
 
 
-def _sum(call: Call, terms: list[State]) -> State:
+def _sum(call: RuleCall, terms: list[State]) -> State:
     if any(t.layout is not None for t in terms):
         if len({(t.form, t.power) for t in terms}) != 1:
             raise Mixed(f"it adds samples to a value summed over the batch, or of another scale: {_NOT_LINEAR}")
@@ -140,7 +140,7 @@ def _sum(call: Call, terms: list[State]) -> State:
     return partial[0] if any(t.form == "partial" for t in terms) else terms[0]
 
 
-def _within(call: Call, rule: Rule) -> list[Result]:
+def _within(call: RuleCall, rule: Rule) -> list[Result]:
     """The layouts of the result, were the operand an ordinary value."""
     node, *others = call.operands  # others only name a type or a shape
     if not all(_tensor_state(call, n).plain for n in others):
@@ -150,7 +150,7 @@ def _within(call: Call, rule: Rule) -> list[Result]:
     return [State()] if call.layout(node) is None else rule(call)
 
 
-def _unary(call: Call, result: Result) -> Result:
+def _unary(call: RuleCall, result: Result) -> Result:
     before = _tensor_state(call, call.operands[0])
     if isinstance(result, tuple):
         return tuple(_unary(call, item) for item in result)  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Which rule follows the batch through which ATen operation, by the operation's name."""
 
 from passes.batch import lookups, products, rules, sums, views
-from passes.batch.layout import Call, Rule
+from passes.batch.layout import Rule, RuleCall
 from passes.batch.rules import trailing
 
 
@@ -9,18 +9,18 @@ def _names(text: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(text.split(), rule)
 
 
-def _spatial(call: Call, ndim: int) -> int:
+def _spatial(call: RuleCall, ndim: int) -> int:
     return int(next(c for c in call.name if c in "123"))
 
 
-def _pad_count(call: Call, ndim: int) -> int:
+def _pad_count(call: RuleCall, ndim: int) -> int:
     if call.name.startswith(("reflection", "replication", "_pad_circular")):
         return len(call.arguments.get("padding") or call.arguments["pad"]) // 2
     pad = call.number("pad")
     return max((i // 2 + 1 for i, p in enumerate(pad) if p != 0), default=0)
 
 
-def _normalized(call: Call, ndim: int) -> int:
+def _normalized(call: RuleCall, ndim: int) -> int:
     return len(call.arguments["normalized_shape"])
 
 

@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from passes.batch.layout import Call, Layout, Mixed, Result, State, batch_dims, dimension, factor, splits
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, dimension, factor, splits
 from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
 
 
-def view(call: Call) -> list[Result]:
+def view(call: RuleCall) -> list[Result]:
     """Same elements in the same order: the batch goes where as many entries lie before and after it."""
     node = call.operands[0]
     layout, shape = call.layout(node), node.meta["val"].shape
@@ -32,18 +32,18 @@ def _one_batch_dim(value: torch.Tensor) -> list[tuple[int, int]]:
     return dims
 
 
-def uniform(call: Call) -> list[Result]:
+def uniform(call: RuleCall) -> list[Result]:
     """A value that is constant along its batch dimension: any layout of it is right."""
     ((dim, k),) = _one_batch_dim(call.node.meta["val"])
     return [State(layout) for layout in splits(dim, k)]
 
 
-def factory(call: Call) -> list[Result]:
+def factory(call: RuleCall) -> list[Result]:
     no_batch_numbers(call, "size")
     return uniform(call) if batch_dims(call.node.meta["val"]) else [State()]
 
 
-def expand(call: Call) -> list[Result]:
+def expand(call: RuleCall) -> list[Result]:
     node = call.operands[0]
     layout, value = call.layout(node), node.meta["val"]
     if layout is None:
@@ -54,11 +54,11 @@ def expand(call: Call) -> list[Result]:
     return moved(call, layout)
 
 
-def broadcast_tensors(call: Call) -> list[Result]:
+def broadcast_tensors(call: RuleCall) -> list[Result]:
     return moved(call, broadcast(shapes_of(call, call.operands)))
 
 
-def repeat(call: Call) -> list[Result]:
+def repeat(call: RuleCall) -> list[Result]:
     """`repeat` and `tile`: entry j of a dimension of size n, repeated r times, is at j, n + j, 2n + j, ..."""
     node, out = call.operands[0], call.node.meta["val"]
     layout, shape = call.layout(node), [1] * (out.ndim - node.meta["val"].ndim) + list(node.meta["val"].shape)
@@ -71,7 +71,7 @@ def repeat(call: Call) -> list[Result]:
     return [State(Layout(dim, k // layout.inner, layout.inner))]
 
 
-def repeat_interleave(call: Call) -> list[Result]:
+def repeat_interleave(call: RuleCall) -> list[Result]:
     """Entry j repeated r times is at j*r, ..., j*r + r - 1."""
     node, out = call.operands[0], call.node.meta["val"]
     layout, dim = call.layout(node), call.arguments.get("dim")
@@ -86,7 +86,7 @@ def repeat_interleave(call: Call) -> list[Result]:
     return [State(Layout(at, layout.outer, k // layout.outer))]
 
 
-def cat(call: Call) -> list[Result]:
+def cat(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     nodes = [n for n in call.operands if list(n.meta["val"].shape) != [0]]
     dim = dimension(call.arguments["dim"], nodes[0].meta["val"].ndim)
@@ -100,7 +100,7 @@ def cat(call: Call) -> list[Result]:
     return moved(call, Layout(dim, outer, layouts[0].inner if layouts[0] else 1))
 
 
-def pieces(call: Call) -> list[Result]:
+def pieces(call: RuleCall) -> list[Result]:
     """`split`, `chunk`, ...: along the batch, pieces must be whole copies of it."""
     node, *points = call.operands
     layout, dim = call.layout(node), call.arguments.get("dim", 0)
@@ -116,7 +116,7 @@ def pieces(call: Call) -> list[Result]:
     return [tuple(results)]
 
 
-def cut(call: Call) -> list[Result]:
+def cut(call: RuleCall) -> list[Result]:
     """`slice` and `narrow`."""
     (node,) = call.operands
     layout, dim = call.layout(node), dimension(call.arguments["dim"], node.meta["val"].ndim)

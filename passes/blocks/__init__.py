@@ -7,6 +7,9 @@ alive there. Among all ways to cut with no run above 1/target of the time, the o
 a cut one module deeper costs four times as much. So cuts fall between large modules first, inside them when the target
 demands it, and of the places between two modules where the fewest bytes cross: after a residual's addition, before a
 skip's concatenation.
+
+freeze   what trains, what only feeds that     line    the backbone's operations in one order
+adopt    light frozen work moves to its block  skips   what crosses between blocks (paths: names as people read them)
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +20,9 @@ from math import inf, sqrt
 import torch
 from torch import fx
 
-from fxpipe.block_graph import Block, BlockGraph, Component, is_size, tensor_bytes
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph import Block, BlockGraph, Component, is_size, tensor_bytes
 from passes.blocks.adopt import adopt
 from passes.blocks.freeze import Freeze, components, freeze
 from passes.blocks.line import line

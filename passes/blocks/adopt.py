@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpipe.block_graph import Block, is_size, tensor_bytes
 from fxpipe.capture import Capture
+from fxpipe.plan.block_graph import Block, is_size, tensor_bytes
 
 _LIGHT = 0.25  # of the largest share of time a block may have
 

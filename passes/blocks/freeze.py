@@ -21,10 +21,10 @@ from math import prod
 import torch
 from torch import fx
 
-from fxpipe.block_graph import Component, is_size
 from fxpipe.capture import Capture
+from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CompileError
-from fxpipe.sizes import concrete
+from fxpipe.plan.block_graph import Component, is_size
 from passes.blocks.paths import common, label, parts
 
 _PRODUCTS = ("linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot")

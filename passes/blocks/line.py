@@ -12,8 +12,8 @@ from itertools import accumulate
 
 from torch import fx
 
-from fxpipe.block_graph import is_size, tensor_bytes
 from fxpipe.capture import Capture
+from fxpipe.plan.block_graph import is_size, tensor_bytes
 
 
 def line(

@@ -14,9 +14,9 @@ from math import inf
 
 from torch import fx
 
-from fxpipe.block_graph import Block, Component, Edge, Kind, Owner, crossing, is_size, tensor_bytes
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph import Block, Component, Edge, Kind, Owner, crossing, is_size, tensor_bytes
 from passes.blocks.paths import parts
 
 _SMALL_MODULE = 1 / 3  # of the backbone's time

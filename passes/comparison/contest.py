@@ -8,38 +8,28 @@ DDP    1 micro-batch, needs 96 GiB      too much
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpipe.comparison import Contestant
-from fxpipe.simulation import walk
-from fxpipe.timeline import Timeline
-from passes.rehearsal.case import Case
-from passes.rehearsal.op_writer import OpWriter
-
-
-@dataclass(frozen=True)
-class Built:
-    """A way to run the step that is known in full: what it needs, and what it does."""
-
-    peak_bytes: int
-    ops: Callable[[], OpWriter]
+from fxpipe.show.comparison import Contestant
+from fxpipe.simulate import simulate, timeline
+from fxpipe.simulate.op_lists import StepOps
+from passes.case import Case
+from passes.tuner.simulate import least_peaks
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to run the step, which takes `bound_seconds` or more; built and simulated only if it may be the best."""
+    """One way to run the step, which takes `bound_seconds` or more; written and walked only if it may be the best."""
 
     setting: str
     bound_seconds: float
-    build: Callable[[], Built]
+    write: Callable[[], StepOps]
 
 
-def simulated(case: Case, name: str, setting: str, built: Built) -> Contestant:
-    """A row, with its timeline."""
-    writer = built.ops()
-    timeline: Timeline = walk(writer.ops, {}, case.cluster).timeline()
-    return Contestant(
-        name, setting, timeline.makespan_seconds, case.batch_size, timeline.bubble_ratio,
-        writer.wire_bytes, built.peak_bytes, case.fits(built.peak_bytes), timeline,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _Tried:
+    setting: str
+    ops: StepOps
+    seconds: float
+    peak_bytes: int
 
 
 def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contestant | None:
@@ -48,20 +38,38 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
     Args:
         ladder: attempts by preference, such as those without recomputation, then those with.
     """
-    too_large: list[tuple[str, Built]] = []
+    least: _Tried | None = None
     for rung in ladder:
-        found: Contestant | None = None
+        found: _Tried | None = None
         for attempt in sorted(rung, key=lambda a: a.bound_seconds):
             if found is not None and attempt.bound_seconds >= found.seconds:
                 break
-            built = attempt.build()
-            if not case.fits(built.peak_bytes):
-                too_large.append((attempt.setting, built))
-                continue
-            tried = simulated(case, name, attempt.setting, built)
-            found = tried if found is None or tried.seconds < found.seconds else found
+            tried = _try(case, attempt)
+            if not case.fits(tried.peak_bytes):
+                least = tried if least is None or tried.peak_bytes < least.peak_bytes else least
+            elif found is None or tried.seconds < found.seconds:
+                found = tried
         if found is not None:
-            return found
-    if not too_large:
-        return None
-    return simulated(case, name, *min(too_large, key=lambda item: item[1].peak_bytes))
+            return contestant(case, name, found.setting, found.ops)
+    return None if least is None else contestant(case, name, least.setting, least.ops)
+
+
+def _try(case: Case, attempt: Attempt) -> _Tried:
+    """Walked only if it may fit."""
+    ops = attempt.write()
+    needed = max(least_peaks(ops))
+    if not case.fits(needed):
+        return _Tried(attempt.setting, ops, 0.0, needed)
+    walked = simulate(ops, case.cluster)
+    return _Tried(attempt.setting, ops, walked.seconds, walked.peak_bytes)
+
+
+def contestant(case: Case, name: str, setting: str, ops: StepOps) -> Contestant:
+    """A row, with its timeline."""
+    walked = simulate(ops, case.cluster)
+    whole = walked.seconds * len(ops.ranks)
+    idle = sum(walked.idle_seconds) / whole if whole else 0.0
+    return Contestant(
+        name, setting, walked.seconds, case.batch_size, idle, ops.wire_bytes, walked.peak_bytes,
+        case.fits(walked.peak_bytes), timeline(ops, case.cluster),
+    )  # fmt: skip

@@ -9,25 +9,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fxpipe.errors import CompileError
-from passes.fill import Fill, FillProblem, fill, lower_bound_seconds, per_device, published
-from passes.rehearsal.case import Case
-from passes.rehearsal.rehearse import Rehearsal
-from passes.tuner.candidates import Wishes
-from passes.tuner.finals import finals
+from passes.case import Case
+from passes.comparison.published import exact, greedy, published
+from passes.fill.bound import lower_bound_seconds
+from passes.fill.per_device import no_fill, per_device
+from passes.fill.problem import FillProblem
+from passes.fill.result import Fill
+from passes.tuner.plans import tuned
+from passes.tuner.request import Request
+from passes.tuner.simulate import simulate
 
 WAYS: Mapping[str, Callable[[FillProblem], Fill]] = {
-    "no fill": lambda problem: fill(problem, "none"),
-    "greedy, whole layers": lambda problem: fill(replace(published(problem), partial=False), "greedy"),
-    "greedy, as published": lambda problem: fill(published(problem), "greedy"),
-    "exact, in the same bubbles": lambda problem: fill(published(problem), "exact"),
-    "greedy, in all bubbles": lambda problem: fill(problem, "greedy"),
+    "no fill": no_fill,
+    "greedy, whole layers": lambda problem: greedy(replace(published(problem), partial=False)),
+    "greedy, as published": lambda problem: greedy(published(problem)),
+    "exact, in the same bubbles": lambda problem: exact(published(problem)),
+    "greedy, in all bubbles": greedy,
     "per-device, whole layers": lambda problem: per_device(replace(problem, partial=False)),
-    "per-device": lambda problem: fill(problem, "per-device"),
+    "per-device": per_device,
 }
 
 
-def fillers(case: Case, wishes: Wishes, budget_seconds: float) -> tuple[str, float, dict[str, Fill]]:
-    """The plan that `fxpipe.compile` makes, a lower bound on its step's seconds, and its idle time filled each way.
+def fillers(case: Case, request: Request) -> tuple[str, float, dict[str, Fill]]:
+    """The plan that does frozen work ahead, a lower bound on its step's seconds, and its idle time filled each way.
 
     A way that is for fewer components than there are is left out.
 
@@ -36,13 +40,15 @@ def fillers(case: Case, wishes: Wishes, budget_seconds: float) -> tuple[str, flo
     """
     if not case.frozen.names:
         raise CompileError("nothing of this step is frozen: there is no work for its idle time")
-    within = replace(wishes, memory_limit_bytes=case.limit_bytes, filled=True)
-    tuned = finals(case, within, budget_seconds if wishes.schedule == "auto" else None)
-    problem = Rehearsal(case, tuned.chosen).fill_problem(tuned.search_seconds)
+    best = tuned(case, replace(request, fill="idle")).best
+    assert best.schedule is not None
+    training = simulate(case, best.placed, best.schedule.where(lambda a: not a.is_piece), best.sizes(case)).training
+    components = case.frozen.components(case.batch_size, None, not case.divisible, best.placed.frozen_ranks)
+    problem = FillProblem(training.seconds, tuple(training.idle), components, case.batch_size)
     found = {}
     for name, way in WAYS.items():
         try:
             found[name] = way(problem)
         except CompileError:  # the exact filler, of many components
             continue
-    return str(tuned.chosen.outcome), lower_bound_seconds(problem), found
+    return str(best.outcome), lower_bound_seconds(problem), found

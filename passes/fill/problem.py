@@ -6,7 +6,7 @@ rank 1  |--|1F0 1B0 1F1 1B1 1F2 1B2|------|    and   text   6 layers
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -14,28 +14,10 @@ from math import inf
 import numpy as np
 
 from fxpipe.errors import CompileError
-from passes.fill.layer import Layer
+from passes.costs.layer import FrozenComponent
 
 Interval = tuple[float, float]
 """Start and end in seconds from the start of the iteration."""
-
-PAPER_LOCAL_BATCHES = (4, 8, 12, 16, 24, 32, 48, 64, 96)
-PAPER_MIN_BUBBLE_SECONDS = 0.010
-
-
-@dataclass(frozen=True)
-class FrozenComponent:
-    """A frozen module as layers that run one after the other.
-
-    `depends` are the positions of the components whose results it reads, all before its own. `ranks` are those that
-    have room for its weights; None: all. Where `whole` its samples can't be taken apart: every layer runs once, on all.
-    """
-
-    name: str
-    layers: tuple[Layer, ...]
-    depends: tuple[int, ...] = ()
-    ranks: tuple[int, ...] | None = None
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,12 +100,6 @@ class FillProblem:
         """The ranks that may run a component."""
         ranks = self.components[component].ranks
         return tuple(range(self.num_ranks)) if ranks is None else ranks
-
-
-def published(problem: FillProblem) -> FillProblem:
-    """The same work under the limits of DiffusionPipe (Tian et al., MLSys 2024): bubbles from 10 ms, a few
-    local batches."""
-    return replace(problem, min_bubble_seconds=PAPER_MIN_BUBBLE_SECONDS, local_batches=PAPER_LOCAL_BATCHES)
 
 
 def _check_intervals(rank: int, intervals: Sequence[Interval], pipeline_seconds: float) -> None:

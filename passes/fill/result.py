@@ -7,9 +7,7 @@ rank 1: ...
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
-from fxpipe.schedule import Action
 from passes.fill.problem import FillProblem
 
 
@@ -35,7 +33,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FillFault:
     """What is wrong with a rank's piece, by its place in order; None: with the rank, or with the fill as a whole."""
 
     rank: int | None
@@ -48,7 +46,7 @@ class Fill:
     """Pieces of every rank in the order they run; those that start at the pipeline's end or later are the tail.
 
     `method` says what found it. Where `stays`, a sample is on one rank for all layers of a component, and changes ranks
-    between components only (`holders` says from where to where); otherwise it may between any two layers.
+    between components only; otherwise it may between any two layers.
     `bubble_ratio` is idle device time over iteration x devices, as in DiffusionPipe.
     """
 
@@ -67,7 +65,7 @@ class Fill:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, faults: Iterable[Fault] = ()) -> str:
+    def text(self, faults: Iterable[FillFault] = ()) -> str:
         """A line per rank, times in milliseconds; each fault in its place."""
         faults = tuple(faults)
         whole, tail = 1e3 * self.iteration_seconds, 1e3 * self.tail_seconds
@@ -87,7 +85,7 @@ class Fill:
         return f"{names.get(piece.component, piece.component)}[{layers}] x {samples} @ {times}"
 
 
-def _here(faults: Sequence[Fault], rank: int | None, piece: int | None) -> str:
+def _here(faults: Sequence[FillFault], rank: int | None, piece: int | None) -> str:
     return "".join(f"  <-- HERE: {fault.message}" for fault in faults if (fault.rank, fault.piece) == (rank, piece))
 
 
@@ -112,35 +110,8 @@ def parts(problem: FillProblem, piece: Piece) -> Iterator[range]:
         yield range(start, min(start + step, piece.last_sample))
 
 
-class Positioned(Protocol):
-    """Frozen work that comes after so many of a rank's actions."""
-
-    @property
-    def position(self) -> int: ...
-
-
-P = TypeVar("P", bound=Positioned)
-
-
-def among(actions: Sequence[Action], pieces: Sequence[P]) -> Iterator[tuple[int, Action | P]]:
-    """A rank's actions and pieces in order, each with its place among its kind."""
-    waiting = list(enumerate(pieces))
-    for position, action in enumerate(actions):
-        while waiting and waiting[0][1].position <= position:
-            yield waiting.pop(0)
-        yield position, action
-    yield from waiting
-
-
 def placed(fill: Fill) -> Iterator[tuple[int, int, Piece]]:
     """Every piece, with its rank and its place among the rank's pieces."""
     for rank, pieces in enumerate(fill.ranks):
         for place, piece in enumerate(pieces):
             yield rank, place, piece
-
-
-def holders(problem: FillProblem, fill: Fill, component: int) -> tuple[tuple[int, int, int], ...]:
-    """Who ends up with a component's results: (first sample, last sample, rank), by sample."""
-    last = len(problem.components[component].layers)
-    ends = [(rank, p) for rank, _, p in placed(fill) if p.component == component and p.last_layer == last]
-    return tuple(sorted((p.first_sample, p.last_sample, rank) for rank, p in ends))

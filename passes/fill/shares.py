@@ -26,14 +26,14 @@ Room = tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """Pieces of every rank, and what of them is after the pipeline."""
 
     ranks: list[list[Piece]]
     tail_seconds: float
 
 
-def balanced(problem: FillProblem, rooms: Sequence[Room], apart: bool) -> Plan:
+def balanced(problem: FillProblem, rooms: Sequence[Room], apart: bool) -> Assignment:
     """The plan with the least tail that bisection finds, lane after lane."""
     planner = _Planner(problem, rooms, apart)
     best = planner.plan(inf)
@@ -60,7 +60,7 @@ class _Planner:
         self._share = _largest_first if apart else _in_proportion
         self._packed: dict[tuple[tuple[tuple[int, ...], ...], int, Room], Packed] = {}
 
-    def plan(self, tail_seconds: float) -> Plan | None:
+    def plan(self, tail_seconds: float) -> Assignment | None:
         """A plan with about this tail; None where there is none."""
         deadline = self._problem.pipeline_seconds + tail_seconds
         rooms = list(self._rooms)
@@ -79,7 +79,7 @@ class _Planner:
                 rooms[rank] = _without(rooms[rank], packed.runs)
                 first, end = first + share, max(end, packed.end_seconds)
             ends.append(end)
-        return Plan(ranks, max(0.0, max(ends, default=0.0) - self._problem.pipeline_seconds))
+        return Assignment(ranks, max(0.0, max(ends, default=0.0) - self._problem.pipeline_seconds))
 
     def _shares(self, lane: Lane, rooms: dict[int, Room], deadline: float) -> dict[int, int] | None:
         """Samples of every rank of a lane, so that all end by the deadline."""

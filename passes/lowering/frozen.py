@@ -1,6 +1,6 @@
 """Frozen work of the next batch: pieces of it between a rank's actions, and its results on their way to their readers.
 
-    rank 0: 0F0 | vae[0:4] x 0:5 | 0F1 ...      rank 1: 1F0 | vae[0:4] x 5:8 | ...
+    rank 0: 0F0 0T[0:4]x0:5 0F1 ...             rank 1: 1F0 0T[0:4]x5:8 ...
             latents 0:5  made here                      latents 5:8  made here
             latents 5:8  from rank 1                    latents 4:5  from rank 0
             carried to the next step: latents of the micro-batches that this rank's stages read
@@ -16,117 +16,97 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from fxpipe import ops
-from fxpipe.rank_program import Message
+from fxpipe.plan import ops
+from fxpipe.plan.actions import Action
+from fxpipe.plan.rank_program import Message
+from fxpipe.plan.schedule import Schedule
+from passes.lowering.borders import Border
 from passes.lowering.messages import Layout
-from passes.lowering.rank_writer import BatchSlice, RankWriter, WholeBatch, carried_name, shape_only
-from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.rank_writer import RankWriter, WholeBatch, carried_name, shape_only
+from passes.lowering.sources import BatchSlice
+from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
 
-Key = tuple[str, int]
+Carried = tuple[str, int]
 """A value and a micro-batch."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Frozen layers, by number, on samples from `start` to before `stop`, after `position` of the rank's actions."""
-
-    layers: range
-    start: int
-    stop: int
-    position: int
-    label: str
-
-    @property
-    def num_samples(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenWork:
-    """Frozen layers and who runs them.
+    """The pieces of a schedule, and who reads what they make: the stages of `training`, in the step after."""
 
-    Args:
-        graphs: of every layer, by the numbers of samples it runs on.
-        pieces: per rank, in order.
-        values: one sample's shape and type of everything the layers return.
-    """
-
-    graphs: Sequence[Mapping[int, StageGraphs]]
-    pieces: tuple[tuple[Piece, ...], ...]
-    layout: Layout
-    values: Mapping[str, torch.Tensor]
-    slices: Mapping[str, BatchSlice | None]
+    step: StepGraphs
+    schedule: Schedule
+    training: Layout
 
     @cached_property
-    def maker(self) -> dict[str, int]:
+    def pieces(self) -> list[list[Action]]:
+        """Per rank, in order."""
+        return [[action for action in actions if action.is_piece] for actions in self.schedule.ranks]
+
+    def border(self, layer: Key, num_samples: int) -> Border:
+        return self.step.border(layer, num_samples)
+
+    @cached_property
+    def maker(self) -> dict[str, Key]:
         """The layer that returns a value."""
-        return {v: i for i, sizes in enumerate(self.graphs) for v in next(iter(sizes.values())).unit.returns}
+        return {value: key for key, unit in self.step.layer_units.items() for value in unit.returns}
 
-    def reads(self, layer: int) -> tuple[str, ...]:
-        return next(iter(self.graphs[layer].values())).unit.reads
+    def reads(self, piece: Action) -> set[str]:
+        """What comes into a piece's layers."""
+        return {name for layer in self.step.layers_of(piece) for name in self.step.unit(layer).reads}
 
     @cached_property
-    def kept(self) -> list[list[Key]]:
+    def kept(self) -> list[list[Carried]]:
         """Per rank: the values of micro-batches that its stages read."""
-        found: list[dict[Key, None]] = [{} for _ in self.pieces]
-        for (unit, microbatch), rank in sorted(self.layout.rank_of.items()):
-            for name in self.layout.graph(unit, microbatch).unit.reads:
+        found: list[dict[Carried, None]] = [{} for _ in self.schedule.ranks]
+        for (unit, microbatch), rank in self.training.rank_of.items():
+            for name in self.training.units[unit].reads:
                 if name in self.maker:
                     found[rank][name, microbatch] = None
         return [sorted(keys) for keys in found]
 
     def samples_of(self, microbatch: int) -> range:
-        start = sum(self.layout.sizes[:microbatch])
-        return range(start, start + self.layout.sizes[microbatch])
+        start = sum(self.step.sizes[:microbatch])
+        return range(start, start + self.step.sizes[microbatch])
 
     @cached_property
-    def wanted(self) -> list[dict[str, set[int]]]:
-        """Per rank: the samples of every value that its stages or its own pieces read."""
-        found: list[dict[str, set[int]]] = [{} for _ in self.pieces]
+    def wanted(self) -> list[dict[str, dict[int, None]]]:
+        """Per rank: the samples of every value that its own pieces or its stages read, those first read first."""
+        found: list[dict[str, dict[int, None]]] = [{} for _ in self.pieces]
         for rank, pieces in enumerate(self.pieces):
-            for name, microbatch in self.kept[rank]:
-                found[rank].setdefault(name, set()).update(self.samples_of(microbatch))
             for piece in pieces:
-                for name in {name for layer in piece.layers for name in self.reads(layer)} & self.maker.keys():
-                    found[rank].setdefault(name, set()).update(range(piece.start, piece.stop))
+                for name in sorted(self.reads(piece) & self.maker.keys()):
+                    found[rank].setdefault(name, {}).update(dict.fromkeys(range(*piece.samples)))
+            for name, microbatch in self.kept[rank]:
+                found[rank].setdefault(name, {}).update(dict.fromkeys(self.samples_of(microbatch)))
         return found
 
-    def sends(self, rank: int, piece: Piece) -> Iterator[tuple[int, str, int, int]]:
+    def sends(self, rank: int, piece: Action) -> Iterator[tuple[int, str, int, int]]:
         """(rank, value, first sample, last sample + 1) of what a piece gives to other ranks."""
-        for name in (name for layer in piece.layers for name in self._returns(layer)):
+        start, stop = piece.samples
+        for name in (name for layer in self.step.layers_of(piece) for name in self.step.unit(layer).returns):
             for other, wanted in enumerate(self.wanted):
                 if other == rank or name not in wanted:
                     continue
-                if self.slices[name] is None:  # the same for every sample: the first piece that makes it tells all
-                    if piece is self._first_maker(name) and not self._makes(other, name):
-                        yield other, name, piece.start, piece.stop
+                if self.slices[name] is None:  # the same for every sample: that of the first sample that is read
+                    if start <= next(iter(wanted[name])) < stop:
+                        yield other, name, start, stop
                     continue
-                for start, stop in _runs([s for s in range(piece.start, piece.stop) if s in wanted[name]]):
-                    yield other, name, start, stop
+                for first, end in _runs([s for s in range(start, stop) if s in wanted[name]]):
+                    yield other, name, first, end
 
-    def _returns(self, layer: int) -> tuple[str, ...]:
-        return next(iter(self.graphs[layer].values())).unit.returns
+    @property
+    def slices(self) -> Mapping[str, BatchSlice | None]:
+        return self.step.sources.slices
 
-    def _first_maker(self, name: str) -> Piece:
-        layer = self.maker[name]
-        return min((p for ps in self.pieces for p in ps if layer in p.layers), key=lambda p: p.start)
+    def message(self, edge: int, src: int, piece: Action, dst: int, name: str, start: int, stop: int) -> Message:
+        value = self.value(name, stop - start)
+        return Message(edge, src, dst, piece, name, -1, "conditioning", value.shape, value.dtype, (start, stop))
 
-    def _makes(self, rank: int, name: str) -> bool:
-        return any(self.maker[name] in piece.layers for piece in self.pieces[rank])
-
-    def message(self, edge: int, src: int, dst: int, name: str, start: int, stop: int) -> Message:
-        value = self.shape(name, stop - start)
-        samples = start, stop
-        return Message(edge, src, dst, None, name, -1, "conditioning", tuple(value.shape), value.dtype, samples)
-
-    def shape(self, name: str, num_samples: int) -> torch.Tensor:
+    def value(self, name: str, num_samples: int) -> Value:
         """Shape and type of so many samples of a value."""
-        value, where = self.values[name], self.slices[name]
-        shape = list(value.shape)
-        if where is not None:
-            shape[where.dim] *= num_samples
-        return shape_only(shape, value.dtype)
+        return next(v for v in self.border(self.maker[name], num_samples).returns if v.name == name)
 
 
 def _runs(samples: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -159,23 +139,25 @@ class FrozenWriter:
     _segments: dict[str, list[_Segment]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for message in self.writer.messages:
-            if message.samples is not None and message.dst == self.writer.rank:
+        for message in self.writer.mail.incoming:
+            if message.samples is not None:
                 self._add(message.value, *message.samples, message)
 
-    def run(self, piece: Piece, messages: Sequence[Message]) -> None:
+    def run(self, piece: Action) -> None:
         """Call the piece's layers one after the other, and send what others read."""
-        self.writer.begin(piece.label)
-        for layer in piece.layers:
-            graphs = self.work.graphs[layer][piece.num_samples]
-            args = tuple(self._read(name, piece.start, piece.stop) for name in graphs.unit.reads)
-            result = self.writer.call_module(f"{graphs.unit.name}_b{piece.num_samples}", graphs.forward, args)
-            returns = self.writer.item(result, 0, f"returns_{graphs.unit.name}_{piece.start}")
-            for index, value in enumerate(graphs.returns):
-                node = self.writer.item(returns, index, _name(value.name, piece.start, piece.stop))
+        self.writer.begin(str(piece))
+        start, stop = piece.samples
+        for layer in self.work.step.layers_of(piece):
+            border = self.work.border(layer, piece.num_samples)
+            args = tuple(self._read(name, start, stop) for name in border.unit.reads)
+            forward = self.work.step.graphs(layer, piece.num_samples).forward
+            result = self.writer.call_module(f"{border.unit.name}_b{piece.num_samples}", forward, args)
+            returns = self.writer.item(result, 0, f"returns_{border.unit.name}_{start}")
+            for index, value in enumerate(border.returns):
+                node = self.writer.item(returns, index, _name(value.name, start, stop))
                 node.meta["val"] = shape_only(value.shape, value.dtype)
-                self._add(value.name, piece.start, piece.stop, node)
-        for message in messages:
+                self._add(value.name, start, stop, node)
+        for message in self.writer.sends_after(piece):
             assert message.samples is not None
             self.writer.send(message, self._read(message.value, *message.samples, own=True))
 
@@ -213,7 +195,7 @@ class FrozenWriter:
             return parts[0]
         label = _name(name, start, stop)
         joined = self.writer.call(ops.cat_batch, (parts, where.dim, where.outer, where.inner), label)
-        joined.meta["val"] = self.work.shape(name, stop - start)
+        joined.meta["val"] = self._shape(name, stop - start)
         return joined
 
     def _part(self, segment: _Segment, start: int, stop: int, where: BatchSlice, name: str) -> fx.Node:
@@ -224,20 +206,16 @@ class FrozenWriter:
         part = self.writer.call(
             ops.slice_batch, (node, where.dim, where.outer, where.inner, *place), _name(name, start, stop)
         )
-        part.meta["val"] = self.work.shape(name, stop - start)
+        part.meta["val"] = self._shape(name, stop - start)
         return part
 
     def _node(self, segment: _Segment) -> fx.Node:
         return self.writer.receive(segment.source) if isinstance(segment.source, Message) else segment.source
 
+    def _shape(self, name: str, num_samples: int) -> torch.Tensor:
+        value = self.work.value(name, num_samples)
+        return shape_only(value.shape, value.dtype)
+
 
 def _name(value: str, start: int, stop: int) -> str:
     return f"{value}_s{start}_{stop}"
-
-
-def one_sample(value: Value, num_samples: int, where: BatchSlice | None) -> torch.Tensor:
-    """Shape and type of one sample of a value that was traced with several."""
-    shape = list(value.shape)
-    if where is not None:
-        shape[where.dim] //= num_samples
-    return shape_only(shape, value.dtype)

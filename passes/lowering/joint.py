@@ -11,19 +11,30 @@ backward_weight. A convolution's backward, which gives both gradients at once, b
 
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from fxpipe import ops, private
+from fxpipe.capture import private
+from fxpipe.plan import ops
 from passes.lowering.units import Value
 
 aten = torch.ops.aten
 
 # Operations that insist on the memory format of their first arguments.
 _NEEDS_CONTIGUOUS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Runs of blocks that the backward computes again, as captured nodes by name; `local` are those that no block owns,
+    since every stage computes them for itself."""
+
+    runs: tuple[frozenset[str], ...] = ()
+    local: frozenset[str] = frozenset()
 
 
 class Joint:
@@ -33,57 +44,92 @@ class Joint:
     forward computes, `tangents` the nodes that stand for incoming gradients.
     """
 
-    def __init__(self, graph: fx.Graph, returns: tuple[Value, ...], weight_grads: tuple[str, ...]) -> None:
-        self.graph, self.returns, self.weight_grads = graph, returns, weight_grads
+    def __init__(
+        self, graph: fx.Graph, returns: Sequence[Value], weight_grads: Sequence[str], recompute: Recompute
+    ) -> None:
+        self.graph, self._local = graph, recompute.local
+        self._run_of = {name: number for number, names in enumerate(recompute.runs) for name in names}
         (output,) = graph.find_nodes(op="output")
         self.outputs, self.tangents, self.input_grads, self.weight_nodes = (list(part) for part in output.args[0])
-        self.has_backward = bool(self.input_grads or self.weight_nodes)
         self.reads = [n for n in graph.nodes if n.op == "placeholder"]
         for node, value in zip(self.tangents, (v for v in returns if v.requires_grad), strict=True):
             private.rename(node, f"grad_{value.name}")
         for node, name in zip(self.weight_nodes, weight_grads, strict=True):
             private.rename(node, f"grad_{name.replace('.', '_')}")
-        self.made_forward = _ancestors(self.outputs) | set(self.reads)
-        for node in graph.nodes:
-            if node.target is operator.getitem and node.args[0] in self.made_forward:
-                self.made_forward.add(node)
+        self.made_forward = _with_items(graph, _ancestors(self.outputs) | set(self.reads))
 
-    def forward(self, recompute: bool) -> tuple[fx.Graph, list[fx.Node]]:
-        """forward(reads) -> (returns, saved); the saved nodes in order.
+    @cached_property
+    def again(self) -> set[fx.Node]:
+        """The forward's nodes that the backward computes again."""
+        return self._cut[1]
 
-        With `recompute` only what came in is saved: the backward, which takes what it needs from the saved values,
-        makes the rest again.
-        """
-        wanted = _ancestors([*self.input_grads, *self.weight_nodes])
-        if recompute:
-            saved = [n for n in self.reads if n in wanted]
-            return _extract(self.graph, self.reads, (self.outputs, saved)), saved
-        used = {a for n in wanted - self.made_forward for a in n.all_input_nodes}
-        saved = [n for n in self.graph.nodes if n in used and n in self.made_forward and n.op != "get_attr"]
-        saved = [n for n in saved if n not in self.tangents]
-        return _extract(self.graph, self.reads, (self.outputs, saved)), saved
+    @property
+    def saved(self) -> list[fx.Node]:
+        return self._cut[0]
 
-    def backward(self, saved: list[fx.Node]) -> fx.Graph:
+    @cached_property
+    def forward(self) -> fx.Graph:
+        """forward(reads) -> (returns, saved)."""
+        return _extract(self.graph, self.reads, (self.outputs, self.saved))
+
+    @cached_property
+    def backward(self) -> fx.Graph:
         """backward(saved, tangents) -> (input gradients, weight gradients)."""
-        return _extract(self.graph, self.tangents, (self.input_grads, self.weight_nodes), saved)
+        return _extract(self.graph, self.tangents, (self.input_grads, self.weight_nodes), self.saved, self.again)
 
-    def backward_input(self, saved: list[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-        """backward_input(saved, tangents) -> (input gradients, kept); the kept nodes in order."""
-        _split_convolution_backward(self.graph)
-        given = set(saved) | set(self.tangents)
-        made_input = _ancestors(self.input_grads, stop=given) | given
-        late = _ancestors(self.weight_nodes, stop=made_input) - made_input
-        used = {a for n in late for a in n.all_input_nodes} | (set(self.weight_nodes) & made_input)
-        kept = [n for n in self.graph.nodes if n in used and n in made_input and n.op != "get_attr"]
-        return _extract(self.graph, self.tangents, (self.input_grads, kept), saved), kept
+    @cached_property
+    def backward_input(self) -> fx.Graph:
+        """backward_input(saved, tangents) -> (input gradients, kept); what is computed again is so here."""
+        return _extract(self.graph, self.tangents, (self.input_grads, self._kept), self.saved, self.again)
 
-    def backward_weight(self, kept: list[fx.Node]) -> fx.Graph:
+    @cached_property
+    def backward_weight(self) -> fx.Graph:
         """backward_weight(kept) -> (weight gradients,)."""
-        return _extract(self.graph, [], (self.weight_nodes,), kept)
+        return _extract(self.graph, [], (self.weight_nodes,), self._kept)
+
+    @cached_property
+    def _kept(self) -> list[fx.Node]:
+        """What backward_weight needs of backward_input, in order."""
+        self.forward, self.backward  # noqa: B018  are those of the whole backward's operations
+        _split_convolution_backward(self.graph)
+        given = {*self.saved, *self.tangents}
+        made = _with_items(self.graph, _ancestors(self.input_grads, stop=given) | given | self.again)
+        late = _ancestors(self.weight_nodes, stop=made) - made
+        used = {a for n in late for a in n.all_input_nodes} | (set(self.weight_nodes) & made)
+        return [n for n in self.graph.nodes if n in used and n in made and n.op != "get_attr"]
+
+    @cached_property
+    def _cut(self) -> tuple[list[fx.Node], set[fx.Node]]:
+        """(What the forward saves, in order, and what the backward computes again from it.)
+
+        A run's own backward takes what comes into the run and computes the rest again; the backward of a block outside
+        takes what it reads. What no run owns, since every stage computes it for itself, goes with those who read it.
+        """
+        saved: set[fx.Node] = set()
+        of_runs: list[tuple[fx.Node, int]] = []  # values that the backward of a run needs
+        for node in _ancestors([*self.input_grads, *self.weight_nodes]) - self.made_forward - {*self.tangents}:
+            run = self._run_of.get(node.meta["origin"]) if self._run_of else None
+            values = [v for v in node.all_input_nodes if v in self.made_forward and v.op != "get_attr"]
+            of_runs += [(value, run) for value in values if run is not None]
+            saved.update(values if run is None else ())
+        wanted = [value for value, _ in of_runs]
+        seen: set[tuple[fx.Node, int]] = set()
+        while of_runs:
+            value, run = of_runs.pop()
+            if value in saved or value.op == "get_attr" or (value, run) in seen:
+                continue
+            seen.add((value, run))
+            if value.op == "placeholder" or self._run_of.get(origin := value.meta["origin"]) != run:
+                if value.op == "placeholder" or origin not in self._local:
+                    saved.add(value)
+                    continue
+            of_runs += [(argument, run) for argument in value.all_input_nodes]
+        again = {v for v in _ancestors(wanted, stop=saved) if v.op == "call_function"}
+        return [n for n in self.graph.nodes if n in saved], again
 
 
-def prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value], parts: Sequence[int]) -> fx.Graph:
-    """State becomes attributes, reads get their names, the flat output its four parts."""
+def prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value]) -> None:
+    """State becomes attributes, reads get their names."""
     placeholders = graph.find_nodes(op="placeholder")
     for node, name in zip(placeholders, state, strict=False):
         with graph.inserting_before(node), warnings.catch_warnings():
@@ -94,12 +140,8 @@ def prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value], parts
         graph.erase_node(node)
     for node, value in zip(placeholders[len(state) :], reads, strict=True):
         private.rename(node, value.name)
-    (output,) = graph.find_nodes(op="output")
-    nodes = iter(pytree.tree_leaves(output.args[0]))
-    output.args = (tuple([next(nodes) for _ in range(size)] for size in parts),)
     _tidy(graph)
     _harden_strides(graph)
-    return graph
 
 
 def _harden_strides(graph: fx.Graph) -> None:
@@ -177,15 +219,25 @@ def _ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[
     return found
 
 
+def _with_items(graph: fx.Graph, made: set[fx.Node]) -> set[fx.Node]:
+    """With the results of each of these nodes that gives several: who needs one need not keep them all."""
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in made:
+            made.add(node)
+    return made
+
+
 def _extract(
     graph: fx.Graph,
     inputs: Sequence[fx.Node],
     outputs: tuple[Sequence[fx.Node], ...],
     packed: Sequence[fx.Node] | None = None,
+    again: Collection[fx.Node] = (),
 ) -> fx.Graph:
     """The part of `graph` between inputs and outputs as a graph of its own, attributes read where needed.
 
-    Values in `packed` come first, in one list that is emptied, so that each is freed after its last use.
+    Values in `packed` come first, in one list that is emptied, so that each is freed after its last use. Nodes in
+    `again` come right before the first that needs them.
     """
     cut = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -199,9 +251,33 @@ def _extract(
             env[node].meta = dict(node.meta)
         cut.call_function(ops.release, (saved,))
     wanted = _ancestors([n for part in outputs for n in part], stop=env)
-    for node in graph.nodes:
-        if node in wanted:
-            assert node.op in ("call_function", "get_attr"), f"{node.name} is not available in this part"
-            env[node] = cut.node_copy(node, lambda n: env[n])
+    for node in _ordered(graph, wanted, again, outputs):
+        assert node.op in ("call_function", "get_attr"), f"{node.name} is not available in this part"
+        env[node] = cut.node_copy(node, lambda n: env[n])
     cut.output(tuple([env[n] for n in part] for part in outputs))
     return cut
+
+
+def _ordered(
+    graph: fx.Graph, wanted: set[fx.Node], again: Collection[fx.Node], outputs: tuple[Sequence[fx.Node], ...]
+) -> Iterator[fx.Node]:
+    """The wanted nodes in the graph's order, but each of `again` as late as its readers permit."""
+    late = wanted & set(again)
+    place = {node: number for number, node in enumerate(graph.nodes)} if late else {}
+
+    def needed(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        found: set[fx.Node] = set()
+        pending = list(nodes)
+        while pending:
+            node = pending.pop()
+            if node in late:
+                late.remove(node)
+                found.add(node)
+                pending += node.all_input_nodes
+        yield from sorted(found, key=place.__getitem__)
+
+    for node in graph.nodes:
+        if node in wanted and node not in again:
+            yield from needed(node.all_input_nodes)
+            yield node
+    yield from needed(node for part in outputs for node in part)

@@ -7,77 +7,88 @@ A value goes once to each rank that reads it, from the action that makes it; the
 to a value are summed there and go back once, from the last of those stages' backwards.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxpipe.rank_program import Message, Reduction
-from fxpipe.schedule import Action, Schedule
-from passes.lowering.stage_graphs import StageGraphs
-from passes.lowering.units import Value
+from fxpipe.plan.actions import Action
+from fxpipe.plan.rank_program import Message, Reduction
+from fxpipe.plan.schedule import Schedule
+from passes.lowering.borders import Border
+from passes.lowering.units import Unit, Value
 
-Graphs = Mapping[tuple[str, int], Mapping[int, StageGraphs]]
+Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is lowered: graphs of every unit, ("F", stage) or ("T", component), by micro-batch size, and who runs them.
+    """What is lowered: units, ("F", stage) or ("T", component), what each reads and gives, and who runs them.
 
-    `kinds` gives the kind of a value as read by a unit, by (value, unit).
+    `border` tells it of a unit at a number of samples, `kinds` the kind of a value as read by a unit, by (value, unit).
     """
 
-    graphs: Graphs
+    units: Mapping[Key, Unit]
+    border_at: Callable[[Key, int], Border]
     schedule: Schedule
     sizes: tuple[int, ...]
-    kinds: Mapping[tuple[str, tuple[str, int]], str]
+    kinds: Mapping[tuple[str, Key], str]
     loss: str
-    zeros: Mapping[str, Mapping[int, Value]] = field(default_factory=dict)  # values that are zeros, by micro-batch size
+    zeros: Mapping[str, Key] = field(default_factory=dict)  # values that are zeros, by the unit that would make them
 
     def without(self, stages: Collection[int]) -> "Layout":
         """The layout without some stages; what they return is zeros to the others."""
         gone = {("F", stage) for stage in stages}
-        actions = (tuple(a for a in ranks if a.kind == "T" or a.stage not in stages) for ranks in self.schedule.ranks)
-        zeros: dict[str, dict[int, Value]] = {}
-        for unit in gone & self.graphs.keys():
-            for size, graphs in self.graphs[unit].items():
-                for value in graphs.returns:
-                    zeros.setdefault(value.name, {})[size] = value
-        return replace(
-            self,
-            graphs={unit: sizes for unit, sizes in self.graphs.items() if unit not in gone},
-            schedule=replace(self.schedule, ranks=tuple(actions)),
-            zeros=zeros,
-        )
+        zeros = {name: key for key in gone & self.units.keys() for name in self.units[key].returns}
+        left = {key: unit for key, unit in self.units.items() if key not in gone}
+        schedule = self.schedule.where(lambda a: a.kind == "T" or a.stage not in stages)
+        return replace(self, units=left, schedule=schedule, zeros=zeros)
 
-    def graph(self, unit: tuple[str, int], microbatch: int) -> StageGraphs:
-        return self.graphs[unit][self.sizes[microbatch]]
+    def border(self, key: Key, microbatch: int) -> Border:
+        return self.border_at(key, self.sizes[microbatch])
 
     @cached_property
-    def producer(self) -> dict[str, tuple[str, int]]:
-        return {v: unit for unit, sizes in self.graphs.items() for v in next(iter(sizes.values())).unit.returns}
+    def producer(self) -> dict[str, Key]:
+        return {value: key for key, unit in self.units.items() for value in unit.returns}
 
     @cached_property
-    def readers(self) -> dict[str, list[tuple[str, int]]]:
-        readers: dict[str, list[tuple[str, int]]] = {}
-        for unit, sizes in self.graphs.items():
-            for value in next(iter(sizes.values())).unit.reads:
-                readers.setdefault(value, []).append(unit)
+    def readers(self) -> dict[str, list[Key]]:
+        readers: dict[str, list[Key]] = {}
+        for key, unit in self.units.items():
+            for value in unit.reads:
+                readers.setdefault(value, []).append(key)
         return readers
 
     @cached_property
-    def rank_of(self) -> dict[tuple[tuple[str, int], int], int]:
+    def rank_of(self) -> dict[tuple[Key, int], int]:
         """The rank that runs a unit for a micro-batch."""
         owner = {}
         for rank, actions in enumerate(self.schedule.ranks):
             for action in actions:
-                if action.kind in "FT":
+                if action.kind in "FT" and not action.is_piece:
                     owner[(action.kind, action.stage), action.microbatch] = rank
         return owner
 
-    def gradient_givers(self, value: str, microbatch: int) -> list[int]:
-        """Stages whose backward gives a gradient to `value`, in order."""
-        units = self.readers.get(value, [])
-        return sorted(s for kind, s in units if kind == "F" and value in self.graph((kind, s), microbatch).input_grads)
+    def gradient_givers(self, value: str) -> list[int]:
+        """Stages whose backward gives a gradient to `value`, in order; they are the same for every micro-batch."""
+        if value not in self._givers:
+            units = [key for key in self.readers.get(value, []) if key[0] == "F"]
+            self._givers[value] = sorted(key[1] for key in units if value in self.border(key, 0).input_grads)
+        return self._givers[value]
+
+    @cached_property
+    def _givers(self) -> dict[str, list[int]]:
+        return {}
+
+    @cached_property
+    def last_givers(self) -> dict[tuple[int, int, str], Action]:
+        """By rank, micro-batch and value the last of its backwards that gives the value a gradient."""
+        found: dict[tuple[int, int, str], Action] = {}
+        for rank, actions in enumerate(self.schedule.ranks):
+            for action in actions:
+                if action.kind in "BI":
+                    for name in self.border(("F", action.stage), action.microbatch).input_grads:
+                        found[rank, action.microbatch, name] = action
+        return found
 
     @cached_property
     def loss_ranks(self) -> tuple[int, ...]:
@@ -89,40 +100,51 @@ class Layout:
 def plan_reductions(layout: Layout, first_edge: int) -> tuple[Reduction, ...]:
     """One per stage with replicas: the gradients of the parameters that no other stage holds."""
     holders: dict[str, set[int]] = {}
-    for (kind, stage), sizes in layout.graphs.items():
-        for name in next(iter(sizes.values())).state if kind == "F" else ():
-            holders.setdefault(name, set()).add(stage)
+    for key in layout.units:
+        for name in layout.border(key, 0).state if key[0] == "F" else ():
+            holders.setdefault(name, set()).add(key[1])
     reductions: list[Reduction] = []
     for stage, ranks in enumerate(layout.schedule.stage_ranks):
         if len(ranks) < 2:
             continue
-        graphs = layout.graph(("F", stage), 0)
-        names = tuple(name for name in graphs.weight_grads if len(holders[name]) == 1)
+        border = layout.border(("F", stage), 0)
+        names = tuple(name for name in border.weight_grads if len(holders[name]) == 1)
         if names:
-            size = sum(graphs.state[name].num_bytes for name in names)
+            size = sum(border.state[name].num_bytes for name in names)
             reductions.append(Reduction(first_edge + len(reductions), stage, tuple(sorted(ranks)), names, size))
     return tuple(reductions)
 
 
-def messages_after(layout: Layout, rank: int, position: int, first_edge: int) -> list[Message]:
+def messages_after(layout: Layout, rank: int, action: Action, first_edge: int) -> list[Message]:
     """What a rank sends right after one of its actions."""
-    actions = layout.schedule.ranks[rank]
-    action = actions[position]
-    sends: Iterator[tuple[int, Value, str]] = iter(())
+    sends: Iterable[tuple[int, Value, str]] = ()
     if action.kind in "FT":
         sends = _values(layout, rank, action)
     elif action.kind in "BI":
-        sends = _gradients(layout, rank, action, actions[position + 1 :])
+        sends = _gradients(layout, rank, action)
     return [
         _message(first_edge + i, rank, dst, action, value, action.microbatch, kind)
         for i, (dst, value, kind) in enumerate(sends)
     ]
 
 
-def closing_messages(layout: Layout, tied: Sequence["TiedGradient"], rank: int, first_edge: int) -> list[Message]:
-    """What a rank sends after its last action."""
-    sends = ((dst, value, kind) for src, dst, value, kind in _closing(layout, tied) if src == rank)
-    return [_message(first_edge + i, rank, dst, None, value, -1, kind) for i, (dst, value, kind) in enumerate(sends)]
+def tied_gradients(layout: Layout, reduced: Collection[str]) -> list["TiedGradient"]:
+    """Trained parameters that more than one rank holds, unless they are reduced with their stage."""
+    givers: dict[str, set[int]] = {}
+    holders: dict[str, set[int]] = {}
+    values: dict[str, Value] = {}
+    for (key, microbatch), rank in layout.rank_of.items():
+        border = layout.border(key, microbatch)
+        values |= border.state
+        for name in border.state:
+            holders.setdefault(name, set()).add(rank)
+        for name in border.weight_grads:
+            givers.setdefault(name, set()).add(rank)
+    return [
+        TiedGradient(values[name], tuple(sorted(ranks)), tuple(sorted(holders[name])))
+        for name, ranks in sorted(givers.items())
+        if len(holders[name]) > 1 and name not in reduced
+    ]
 
 
 @dataclass(frozen=True)
@@ -139,7 +161,7 @@ def _message(edge: int, src: int, dst: int, action: Action | None, value: Value,
 
 
 def _values(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Value, str]]:
-    for value in layout.graph((action.kind, action.stage), action.microbatch).returns:
+    for value in layout.border((action.kind, action.stage), action.microbatch).returns:
         kinds: dict[int, str] = {}
         for unit in layout.readers.get(value.name, []):
             kinds.setdefault(layout.rank_of[unit, action.microbatch], layout.kinds[value.name, unit])
@@ -148,19 +170,24 @@ def _values(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Va
             yield reader, value, kind
 
 
-def _gradients(layout: Layout, rank: int, action: Action, later: Sequence[Action]) -> Iterator[tuple[int, Value, str]]:
-    graphs = layout.graph(("F", action.stage), action.microbatch)
-    pending = {a.stage for a in later if a.kind in "BI" and a.microbatch == action.microbatch}
-    for value in graphs.reads:
-        if value.name not in graphs.input_grads or pending & set(layout.gradient_givers(value.name, action.microbatch)):
+def _gradients(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Value, str]]:
+    border = layout.border(("F", action.stage), action.microbatch)
+    for value in border.reads:
+        if layout.last_givers.get((rank, action.microbatch, value.name)) != action:
             continue
         producer = layout.rank_of[layout.producer[value.name], action.microbatch]
         if producer != rank:
             yield producer, value, "gradient"
 
 
-def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, Value, str]]:
-    """(source, destination, value, kind) after the last action: tied gradients to and from their owner, the loss."""
+def closing_messages(layout: Layout, tied: Sequence[TiedGradient], rank: int, first_edge: int) -> list[Message]:
+    """What a rank sends after its last action: tied gradients to and from their owner, the loss."""
+    sends = ((dst, value, kind) for src, dst, value, kind in closing(layout, tied) if src == rank)
+    return [_message(first_edge + i, rank, dst, None, value, -1, kind) for i, (dst, value, kind) in enumerate(sends)]
+
+
+def closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, Value, str]]:
+    """(source, destination, value, kind), every one after those that it waits for."""
     for gradient in tied:
         owner, *others = gradient.givers
         for giver in others:
@@ -169,7 +196,7 @@ def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int
         for holder in gradient.holders:
             if holder != gradient.givers[0]:
                 yield gradient.givers[0], holder, gradient.value, "gradient"
-    loss = layout.graph(layout.producer[layout.loss], 0).returns[-1]
+    loss = layout.border(layout.producer[layout.loss], 0).returns[-1]
     first, *others = layout.loss_ranks
     for rank in others:
         yield rank, first, loss, "loss"
@@ -180,4 +207,4 @@ def _closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int
 
 def gradient_ranks(layout: Layout, value: str, microbatch: int) -> list[int]:
     """The ranks whose stages give a gradient to a value."""
-    return sorted({layout.rank_of[("F", s), microbatch] for s in layout.gradient_givers(value, microbatch)})
+    return sorted({layout.rank_of[("F", s), microbatch] for s in layout.gradient_givers(value)})

@@ -6,7 +6,7 @@ read("h", 2)      made on this rank        its node
 """
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,42 +14,51 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe import ops
-from fxpipe.rank_program import Message
-from fxpipe.schedule import Action
+from fxpipe.plan import ops
+from fxpipe.plan.actions import Action
+from fxpipe.plan.rank_program import Message
 from passes.lowering.messages import Layout
-from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.step_graphs import WHOLE_BATCH, StepGraphs
 from passes.lowering.units import Value
 
 
 @dataclass(frozen=True)
-class BatchSlice:
-    """Where the samples are in a whole-batch value: dimension `dim` is outer x batch x inner."""
+class Mail:
+    """The messages that come to a rank and those that it sends, each in the order of all messages."""
 
-    dim: int
-    outer: int
-    inner: int
+    incoming: Sequence[Message]
+    outgoing: Sequence[Message]
+
+    @cached_property
+    def by_action(self) -> dict[Action | None, list[Message]]:
+        """What is sent after each action."""
+        table: dict[Action | None, list[Message]] = {}
+        for message in self.outgoing:
+            table.setdefault(message.action, []).append(message)
+        return table
+
+    @cached_property
+    def by_use(self) -> dict[tuple[str, int, bool], list[Message]]:
+        """What comes in by (value, micro-batch, whether a gradient)."""
+        uses: dict[tuple[str, int, bool], list[Message]] = {}
+        for message in self.incoming:
+            uses.setdefault((message.value, message.microbatch, message.kind == "gradient"), []).append(message)
+        return uses
+
+    def closing(self, value: str) -> list[Message]:
+        """What is sent of `value` after the last actions, from here or to here, ordered by edge."""
+        found = [m for m in (*self.incoming, *self.outgoing) if m.action is None and m.value == value]
+        return sorted(found, key=lambda m: m.edge)
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where values that no unit makes come from.
-
-    `inputs` and `draws` (with their index) are whole-batch values; `prologue` makes further ones from some of them;
-    `slices` says how each is cut into micro-batches, None where all samples share it.
-    """
-
-    inputs: tuple[str, ...]
-    draws: Mapping[str, int]
-    prologue: StageGraphs | None
-    slices: Mapping[str, BatchSlice | None]
-
-    def inputs_for(self, reads: Collection[str]) -> list[str]:
-        """The inputs among what is read, and those that the prologue needs for it."""
-        wanted = set(reads)
-        if self.prologue is not None and wanted & {v.name for v in self.prologue.returns}:
-            wanted |= set(self.prologue.unit.reads)
-        return [name for name in self.inputs if name in wanted]
+def sorted_mail(messages: Iterable[Message], ranks: Iterable[int]) -> dict[int, Mail]:
+    """The mail of these ranks."""
+    incoming: dict[int, list[Message]] = {rank: [] for rank in ranks}
+    outgoing: dict[int, list[Message]] = {rank: [] for rank in incoming}
+    for message in messages:
+        incoming.get(message.dst, []).append(message)
+        outgoing.get(message.src, []).append(message)
+    return {rank: Mail(incoming[rank], outgoing[rank]) for rank in incoming}
 
 
 class RankWriter:
@@ -57,25 +66,24 @@ class RankWriter:
 
     Args:
         inputs, next_inputs: whole-batch inputs of this batch and of the next one that the rank reads.
-        carried: shape and type of the values of micro-batches that the step before has made.
+        carried: the values of micro-batches that the step before has made, by (name, micro-batch).
     """
 
     def __init__(
         self,
         rank: int,
         layout: Layout,
-        sources: Sources,
-        messages: Sequence[Message],
-        device: torch.device,
+        step: StepGraphs,
+        mail: Mail,
+        inputs: Sequence[str],
         next_inputs: Sequence[str] | None = None,
-        carried: Mapping[tuple[str, int], torch.Tensor] | None = None,
-        trains: bool = True,
+        carried: Mapping[tuple[str, int], Value] | None = None,
     ) -> None:
-        self.rank, self.layout, self.sources, self.messages, self.device = rank, layout, sources, messages, device
+        self.rank, self.layout, self.step, self.mail = rank, layout, step, mail
         self.graph = fx.Graph()
         self.modules: dict[str, fx.Graph] = {}
         self.transport = self.graph.placeholder("transport")
-        self.batch = WholeBatch(self, self._inputs_needed() if trains else [], "")
+        self.batch = WholeBatch(self, inputs, "")
         self.next_batch = None if next_inputs is None else WholeBatch(self, next_inputs, "next_")
         self.carried = dict(carried or {})
         self._store = self.graph.placeholder("carried") if carried else None
@@ -107,7 +115,7 @@ class RankWriter:
 
     def filled(self, value: Value, number: float, name: str) -> fx.Node:
         """A tensor like `value` that holds `number` everywhere."""
-        return self.call(ops.constant, (number, list(value.shape), value.dtype, str(self.device)), name)
+        return self.call(ops.constant, (number, list(value.shape), value.dtype, str(self.step.device)), name)
 
     # -- values
 
@@ -119,32 +127,29 @@ class RankWriter:
 
     def _fetch(self, name: str, microbatch: int) -> fx.Node:
         if name in self.layout.producer:
-            return self.receive(self._incoming_by_use[name, microbatch, False][0])
+            return self.receive(self.mail.by_use[name, microbatch, False][0])
         if (name, microbatch) in self.carried:
             taken = self.call(ops.take, (self._store, carried_name(name, microbatch)), name_at(name, microbatch))
-            taken.meta["val"] = self.carried[name, microbatch]
+            taken.meta["val"] = shape_only(self.carried[name, microbatch].shape, self.carried[name, microbatch].dtype)
             return taken
         sizes = self.layout.sizes
         if name in self.layout.zeros:
-            return self.filled(self.layout.zeros[name][sizes[microbatch]], 0.0, name_at(name, microbatch))
+            border = self.layout.border(self.layout.zeros[name], microbatch)
+            value = next(v for v in border.returns if v.name == name)
+            return self.filled(value, 0.0, name_at(name, microbatch))
         start = sum(sizes[:microbatch])
         return self.batch.samples(name, start, start + sizes[microbatch], name_at(name, microbatch))
-
-    def _inputs_needed(self) -> list[str]:
-        units = {unit for (unit, _), rank in self.layout.rank_of.items() if rank == self.rank}
-        reads = {name for unit in units for name in next(iter(self.layout.graphs[unit].values())).unit.reads}
-        return self.sources.inputs_for(reads)
 
     # -- messages
 
     def gradients_from_others(self, value: str, microbatch: int) -> dict[int, Message]:
         """The gradient of `value` that each other rank sends, by rank."""
-        return {m.src: m for m in self._incoming_by_use.get((value, microbatch, True), ())}
+        return {m.src: m for m in self.mail.by_use.get((value, microbatch, True), ())}
 
     def post_all(self, action: Action) -> None:
         """Post every receive that `action` needs, and those before it on the same channels."""
         for use in self._uses(action):
-            for message in self._incoming_by_use.get(use, ()):
+            for message in self.mail.by_use.get(use, ()):
                 self.post(message)
 
     def post(self, message: Message) -> None:
@@ -152,7 +157,7 @@ class RankWriter:
         while message.edge not in self._posted:
             following = queue.pop(0)
             args = (self.transport, following.src, following.edge, list(following.shape), following.dtype)
-            node = self.call(ops.recv, (*args, str(self.device)), f"recv_{message_name(following)}")
+            node = self.call(ops.recv, (*args, str(self.step.device)), f"recv_{message_name(following)}")
             node.meta["message"] = following
             self._posted[following.edge] = node
 
@@ -169,42 +174,24 @@ class RankWriter:
         node.meta["message"] = message
 
     def sends_after(self, action: Action | None) -> list[Message]:
-        return self._outgoing.get(action, [])
+        return self.mail.by_action.get(action, [])
 
     def _uses(self, action: Action) -> list[tuple[str, int, bool]]:
         if action.kind in "FT":
-            graphs = self.layout.graph((action.kind, action.stage), action.microbatch)
-            return [(name, action.microbatch, False) for name in graphs.unit.reads]
+            reads = self.layout.units[action.kind, action.stage].reads
+            return [(name, action.microbatch, False) for name in reads]
         if action.kind in "BI":
-            graphs = self.layout.graph(("F", action.stage), action.microbatch)
-            return [(name, action.microbatch, True) for name in graphs.tangents]
+            border = self.layout.border(("F", action.stage), action.microbatch)
+            return [(name, action.microbatch, True) for name in border.tangents]
         return []
 
     @cached_property
     def _queues(self) -> dict[int, list[Message]]:
         """Receives not yet posted, in the order of each channel."""
         queues: dict[int, list[Message]] = {}
-        for message in self.messages:
-            if message.dst == self.rank:
-                queues.setdefault(message.src, []).append(message)
+        for message in self.mail.incoming:
+            queues.setdefault(message.src, []).append(message)
         return queues
-
-    @cached_property
-    def _incoming_by_use(self) -> dict[tuple[str, int, bool], list[Message]]:
-        """Messages by (value, micro-batch, whether a gradient)."""
-        uses: dict[tuple[str, int, bool], list[Message]] = {}
-        for message in self.messages:
-            if message.dst == self.rank:
-                uses.setdefault((message.value, message.microbatch, message.kind == "gradient"), []).append(message)
-        return uses
-
-    @cached_property
-    def _outgoing(self) -> dict[Action | None, list[Message]]:
-        table: dict[Action | None, list[Message]] = {}
-        for message in self.messages:
-            if message.src == self.rank:
-                table.setdefault(message.action, []).append(message)
-        return table
 
 
 def message_name(message: Message) -> str:
@@ -236,14 +223,14 @@ class WholeBatch:
 
     def samples(self, name: str, start: int, stop: int, label: str) -> fx.Node:
         """Samples from `start` to before `stop` of a value; all of one that every sample shares."""
-        whole, where = self._value(name), self._writer.sources.slices[name]
+        whole, where = self._value(name), self._writer.step.sources.slices[name]
         if where is None:
             return whole
-        place = (where.dim, where.outer, where.inner, start, stop, sum(self._writer.layout.sizes))
+        place = (where.dim, where.outer, where.inner, start, stop, self._writer.step.batch_size)
         return self._writer.call(ops.slice_batch, (whole, *place), label)
 
     def _value(self, name: str) -> fx.Node:
-        draws = self._writer.sources.draws
+        draws = self._writer.step.sources.draws
         if name not in self._whole:
             if name in draws:
                 self._whole[name] = self._writer.call(ops.draw, (self._random, draws[name]), self._prefix + name)
@@ -252,11 +239,11 @@ class WholeBatch:
         return self._whole[name]
 
     def _run_prologue(self) -> None:
-        prologue = self._writer.sources.prologue
-        assert prologue is not None
-        result = self._writer.call_module("whole_batch", prologue.forward, tuple(map(self._value, prologue.unit.reads)))
+        graphs = self._writer.step.graphs(WHOLE_BATCH, self._writer.step.batch_size)
+        args = tuple(map(self._value, graphs.border.unit.reads))
+        result = self._writer.call_module("whole_batch", graphs.forward, args)
         returns = self._writer.item(result, 0, f"{self._prefix}whole_batch_values")
-        for index, value in enumerate(prologue.returns):
+        for index, value in enumerate(graphs.border.returns):
             self._whole[value.name] = self._writer.item(returns, index, self._prefix + value.name)
 
 

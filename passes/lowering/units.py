@@ -6,6 +6,7 @@ unit stage_1:   reads   sample_mix (edge), timesteps (input), draw_1 (draw)
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
-from fxpipe.sizes import concrete
+from fxpipe.capture.sizes import concrete
 
 STATE_KINDS = ("parameter", "buffer", "constant")
 
@@ -104,27 +105,50 @@ def _draft(
     return name, ordered, read, states
 
 
-def at_batch(capture: Capture, unit: Unit, batch_size: int, device: torch.device) -> fx.GraphModule:
-    """The unit's forward as a graph for `batch_size` samples on `device`: sizes are numbers, devices are `device`.
+def state_name(capture: Capture, placeholder: str) -> str:
+    """The attribute a stage graph reads for a state placeholder: its original name, or `_constants.<name>`."""
+    return capture.tensors.get(placeholder, f"_constants.{placeholder}")
 
-    Input: `state` placeholders, then `reads`. Output: `returns`, a tuple. Nodes keep their marks (no_grad, autocast).
+
+def run_unit(
+    capture: Capture,
+    unit: Unit,
+    batch_size: int,
+    device: torch.device,
+    state: Sequence[torch.Tensor],
+    reads: Sequence[torch.Tensor],
+    before: Callable[[str], None] = lambda name: None,
+) -> list[torch.Tensor]:
+    """What a unit returns, its operations run as the model runs them: sizes are numbers, devices are `device`.
+
+    Args:
+        state, reads: the values of `unit.state` and `unit.reads`, in order.
+        before: called with every operation's name before it runs.
     """
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
     by_name = capture.nodes
-    for name in (*unit.state, *unit.reads):
-        env[by_name[name]] = graph.placeholder(name)
+    given = zip((*unit.state, *unit.reads), (*state, *reads), strict=True)
+    env: dict[fx.Node, Any] = {by_name[name]: tensor for name, tensor in given}
     place = _placer(env, batch_size, device)
     for name in unit.nodes:
+        before(name)
         node = by_name[name]
-        copy = graph.create_node("call_function", node.target, place(node.args), place(node.kwargs), node.name)
-        copy.meta = {key: node.meta[key] for key in ("no_grad", "autocast", "path") if key in node.meta}
-        env[node] = copy
-    graph.output(tuple(env[by_name[name]] for name in unit.returns))
-    return fx.GraphModule(torch.nn.Module(), graph)
+        with _as_marked(node):
+            env[node] = node.target(*place(node.args), **place(node.kwargs))  # type: ignore[operator]
+    return [env[by_name[name]] for name in unit.returns]
 
 
-def _placer(env: dict[fx.Node, fx.Node], batch_size: int, device: torch.device) -> Callable[[Any], Any]:
+def _as_marked(node: fx.Node) -> AbstractContextManager[object]:
+    """Without gradients or under autocast, where the model runs the node so."""
+    stack = ExitStack()
+    if node.meta.get("no_grad"):
+        stack.enter_context(torch.no_grad())
+    if "autocast" in node.meta:
+        device, dtype, enabled = node.meta["autocast"]
+        stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+    return stack
+
+
+def _placer(env: dict[fx.Node, Any], batch_size: int, device: torch.device) -> Callable[[Any], Any]:
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return concrete(value.meta["val"], batch_size) if is_size(value) else env[value]

@@ -1,6 +1,11 @@
 """Placement: which blocks form a stage, which ranks hold it.
 
-place           all placements there are: lines, folds, waves, replicas, given ones
-waves, replicas, cascade    several stages per rank, several ranks per stage, several backbones
-frozen_ranks    who holds a frozen component        ports    the least that messages take
+    blocks   0  1  2  3  4  5  6  7        line   [0 1 2 3] on rank 0   [4 5 6 7] on rank 1
+    skips    0-7 1-6 2-5             ->    wave   [0 1] [6 7] on rank 0   [2 3] [4 5] on rank 1
+
+place           every shape there is: lines, folds, loops, replicas, several backbones, given ones
+lines, waves    the two ways to cut: stages in line, and skips collocated
+cascade         backbones in opposite directions, and one that runs twice
+places          the ranks of stages, several per rank          frozen_ranks    who holds a frozen component
+ports           the least that messages take                   memory          what stages may hold
 """

@@ -10,13 +10,17 @@
 Methods: DiffusionPipe (Tian et al., MLSys 2024), sections 4.2 and 4.3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from fxpipe.block_graph import BlockGraph
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
-from passes.partition import linear
+from fxpipe.plan.block_graph import BlockGraph
+from passes.placement.lines import Line, part
+
+Cut = Callable[[Line, Sequence[tuple[int, ...]]], tuple[int, ...]]
+"""Cuts of a line, for these ranks of every stage."""
 
 _LOSS_BYTES = 64  # per sample, of what losses that are added up send at most
 
@@ -38,24 +42,25 @@ def borders(graph: BlockGraph, costs: BlockCosts) -> tuple[int, ...]:
     return tuple(found)
 
 
-def opposite(
-    graph: BlockGraph, costs: BlockCosts, seconds: Sequence[float], places: int, cuts: Sequence[float]
-) -> tuple[int, ...]:
-    """Boundaries of 2 x `places` stages: one group of backbones, then the other, each cut into `places`.
+def opposite(line: Line, found: Sequence[int], ranks: Sequence[tuple[int, ...]], cut: Cut) -> tuple[int, ...]:
+    """Boundaries of the stages on `ranks`: one half for one group of backbones, then for the other.
 
     Of more than two backbones, neighbours form a group, so that both have about as much to do.
+
+    Args:
+        found: the `borders` of the line.
 
     Raises:
         CompileError: there is one backbone.
     """
-    found = borders(graph, costs)
     if not found:
         raise CompileError(
             "schedule 'bidirectional' needs two backbones that share nothing but the sum of their losses; here is one"
         )
+    seconds, places = line.seconds, len(ranks) // 2
     half = min(found, key=lambda k: abs(sum(seconds[:k]) - sum(seconds[k:])))
-    first = linear(seconds[:half], places, cuts[: half + 1])
-    second = linear(seconds[half:], places, cuts[half:])
+    first = cut(part(line, 0, half, directions=2), ranks[:places])
+    second = cut(part(line, half, len(seconds), directions=2), ranks[places:])
     return (*first, *(half + position for position in second[1:]))
 
 
@@ -73,20 +78,17 @@ def first_stages(graph: BlockGraph, costs: BlockCosts, boundaries: Sequence[int]
 
 
 def two_passes(
-    graph: BlockGraph,
-    costs: BlockCosts,
-    seconds: Sequence[float],
-    places: int,
-    cuts: Sequence[float],
-    probability: float = 1.0,
+    line: Line, costs: BlockCosts, length: int, probability: float, ranks: Sequence[tuple[int, ...]], cut: Cut
 ) -> tuple[int, ...]:
-    """Boundaries of 2 x `places` stages: the second pass, balanced with the first's expected time at its weights."""
-    length = first_pass(graph, costs)
+    """Boundaries of two stages on each of `ranks`: the second pass, cut with the first's expected time at its weights.
+
+    `length` blocks are the first pass's, which runs with `probability`.
+    """
     home = _homes(costs, length)
-    loads = list(seconds[length:])
+    loads = list(line.seconds[length:])
     for block in range(length):
-        loads[home[block] - length] += probability * seconds[block]
-    second = linear(loads, places, cuts[length:])
+        loads[home[block] - length] += probability * line.seconds[block]
+    second = cut(replace(part(line, length, len(line.seconds)), seconds=loads), ranks)
     first = [next((b for b in range(length) if home[b] - length >= position), length) for position in second]
     assert all(a <= b for a, b in pairwise(first))
     return (0, *first[1:-1], length, *(length + position for position in second[1:]))

@@ -7,6 +7,9 @@ t5       9.4 GiB          rank 2
 
 from collections.abc import Sequence
 
+from fxpipe.plan.block_graph import BlockGraph
+from fxpipe.plan.staged import Staged
+
 _MOST_TRIED = 10_000  # ways to place every component once
 
 
@@ -43,6 +46,15 @@ def frozen_ranks(
         else:
             growing.remove(component)
     return tuple(tuple(sorted(of_component)) for of_component in ranks)
+
+
+def home_ranks(graph: BlockGraph, staged: Staged) -> tuple[int, ...]:
+    """The ranks of the stage that reads most of what frozen components make."""
+    read = [0] * staged.num_stages
+    for edge in (edge for edge in graph.edges if isinstance(edge.producer, str)):
+        for stage in {staged.stage_of_block[block] for block in edge.consumers if isinstance(block, int)}:
+            read[stage] += edge.bytes_per_sample
+    return tuple(sorted(staged.stage_ranks[read.index(max(read))]))
 
 
 def _once_each(sizes: Sequence[int], left: list[int]) -> list[int] | None:

@@ -5,29 +5,31 @@
 
     4 ranks, two replicas     linear   ranks 0 2: [0-4]       ranks 1 3: [5-9]
 
-How many replicas, stages and micro-batches is `passes.tuner.tune`'s choice where the user leaves it open.
+How many replicas, stages and micro-batches is `passes.tuner`'s choice where the user leaves it open.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts
+from fxpipe.costs.block_times import BlockTimes
 from fxpipe.errors import CompileError
-from fxpipe.schedule import Schedule
-from fxpipe.staged import Staged
-from passes.chains import solve_unequal
-from passes.chains.of_blocks import chain_of
-from passes.estimate import BlockTimes
-from passes.partition import StageMemory, WavePartition, WavesPartition, linear, wave, waves
-from passes.placement.cascade import first_pass, opposite, two_passes
-from passes.placement.ports import busiest_port_seconds
-from passes.schedules.named import POLICIES
+from fxpipe.plan.block_graph import BlockGraph
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged, whole_stages
+from passes.placement.cascade import borders, first_pass, opposite, two_passes
+from passes.placement.lines import linear
+from passes.placement.lines.costs import Line, cut_line
+from passes.placement.lines.uneven import uneven_line
+from passes.placement.memory import StageMemory
+from passes.placement.ports import message_seconds
+from passes.placement.waves import WavePartition, WavesPartition, wave, waves
+from passes.schedules.policies import FOLDED, POLICIES
 
 _SLACKS = (0.03, 0.15, 0.5)
-"""Of the mean load: more balance is worth less than cheaper cuts. The first, unless links are slow."""
+"""Of the mean load of a fold: more balance is worth less than cheaper cuts. The first, unless links are slow."""
 _MOST_PAID = 1000  # times the blocks' seconds, for a skip that crosses
 _BUSY_LINKS = 1.0  # of the busiest rank's time: up to that, messages hide behind compute
 
@@ -64,19 +66,24 @@ class Shape:
     @property
     def is_folded(self) -> bool:
         """Whether the network is folded, so that both ends of a skip can be on one rank."""
-        return self.schedule in FOLDED or (self.schedule in SPLIT and self.stages == 2 * self.places > 2)
+        return POLICIES[self.schedule].is_folded(self.stages, self.places)
 
     @property
     def is_opposite(self) -> bool:
         """Whether two groups of backbones go through the ranks in opposite directions."""
-        return self.schedule == "bidirectional"
+        return POLICIES[self.schedule].reverses
+
+    @property
+    def waits(self) -> bool:
+        """Whether micro-batches in flight are so few that stages wait for messages to be answered."""
+        rule = POLICIES[self.schedule].rule
+        return not rule.drain_last and not rule.grouped
 
     @property
     def is_cut_by_memory(self) -> bool:
-        """Whether there is a partition within limits of memory: of a line with a stage per place, and of one wave whose
-        skips are all collocated."""
+        """Whether there is a partition within limits of memory: of a line with a stage per place, and of waves."""
         if self.is_folded:
-            return self.hard and self.stages == 2 * self.places
+            return True
         return not self.is_uneven and not self.is_opposite and self.stages == self.places
 
     @property
@@ -86,13 +93,6 @@ class Shape:
         if self.is_folded or self.is_opposite:
             return tuple(s % n if s // n % 2 == 0 else n - 1 - s % n for s in range(self.stages))
         return tuple(s % n for s in range(self.stages))
-
-
-LINES = ("1f1b", "gpipe")
-FOLDED = ("wave", "zb-v", "hanayo")
-SPLIT = ("zero-bubble", "zb-h1")
-LOOPED = ("interleaved",)
-TWO_PER_RANK = (*FOLDED, *LOOPED, "bidirectional")
 
 
 def shape(name: str, world_size: int, stages: int | None, data_parallel: int, strided: bool = False) -> Shape:
@@ -113,19 +113,19 @@ def shape(name: str, world_size: int, stages: int | None, data_parallel: int, st
         raise CompileError(
             f"data_parallel={data_parallel} does not divide world_size={world_size}; every pipeline has as many ranks"
         )
-    places = world_size // data_parallel
-    count = stages or places * (2 if name in TWO_PER_RANK else 1)
+    policy, places = POLICIES[name], world_size // data_parallel
+    count = stages or places * policy.stages_per_rank[0]
     found = Shape(name, count, pipelines(places, data_parallel, strided))
-    if count < places and data_parallel == 1 and name in LINES:
+    if count < places and data_parallel == 1 and policy.uneven:
         return found
     if count % places:
         raise CompileError(
             f"stages={count} is no multiple of the {places} ranks of a pipeline (world_size={world_size}, "
             f"data_parallel={data_parallel}); every rank owns as many stages"
         )
-    if name == "bidirectional" and count != 2 * places:
-        raise CompileError(f"schedule 'bidirectional' has two stages per rank of a pipeline, {2 * places}, not {count}")
-    if name in FOLDED and count % (2 * places):
+    if policy.reverses and count != 2 * places:
+        raise CompileError(f"schedule {name!r} has two stages per rank of a pipeline, {2 * places}, not {count}")
+    if policy.folds and count % (2 * places):
         raise CompileError(
             f"schedule {name!r} goes there and back: its stages are a multiple of {2 * places}, not {count}"
         )
@@ -150,9 +150,8 @@ def place(
 ) -> Staged:
     """The stages of a shape, and the ranks of their replicas.
 
-    A line with fewer stages than ranks is cut together with its numbers of replicas (`passes.chains`).
-
     Args:
+        microbatches: of all pipelines together.
         memory: of the places of a shape that `is_cut_by_memory`.
 
     Raises:
@@ -160,36 +159,61 @@ def place(
     """
     assert memory is None or wanted.is_cut_by_memory
     if wanted.is_uneven:
-        return _uneven(graph, costs, times, wanted, cluster, microbatches)
-    best = _with_slack(graph, costs, times, wanted, cluster, _SLACKS[0], memory)
-    load, port = _busiest(graph, times, best, cluster)
-    if port > _BUSY_LINKS * load and memory is None:
-        others = [_with_slack(graph, costs, times, wanted, cluster, slack, None) for slack in _SLACKS[1:]]
-        best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
-    return best
+        return _uneven(times, wanted)
+    ranks, world_size = wanted.stage_ranks, wanted.places * len(wanted.pipelines)
+    if wanted.is_folded:
+        found = _fold(graph, times, wanted, cluster, memory)
+        return replace(found, recompute=whole_stages(found.boundaries) if wanted.recompute else ())
+    boundaries = _unfolded(graph, costs, times, wanted, cluster, -(-microbatches // len(wanted.pipelines)), memory)
+    recompute = whole_stages(boundaries) if wanted.recompute else ()
+    return Staged(boundaries, ranks, wanted.schedule, False, world_size, recompute)
 
 
-def _with_slack(
+def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape) -> Staged | None:
+    """The stages of a line by time alone, whatever they send: `place` weighs both by fewer terms than a step has.
+
+    None for other shapes, and where the blocks make two passes.
+    """
+    if wanted.is_uneven or wanted.is_folded or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
+        return None
+    boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
+    world_size = wanted.places * len(wanted.pipelines)
+    return Staged(boundaries, wanted.stage_ranks, wanted.schedule, False, world_size)
+
+
+def _unfolded(
     graph: BlockGraph,
     costs: BlockCosts,
     times: BlockTimes,
     wanted: Shape,
     cluster: Cluster,
-    slack: float,
+    microbatches: int,
     memory: StageMemory | None,
-) -> Staged:
-    """The stages with loads up to 1 + `slack` times the mean, or up to the least possible, and the cheapest cuts."""
-    ranks, world_size = wanted.stage_ranks, wanted.places * len(wanted.pipelines)
-    recompute = frozenset(range(wanted.stages)) if wanted.recompute else frozenset[int]()
-    if wanted.is_folded:
-        return replace(_folded(graph, times, wanted, cluster, ranks, slack, memory), recompute=recompute)
+) -> tuple[int, ...]:
+    """Boundaries of a line, of two lines in opposite directions, or of two passes over one."""
+
+    def cut(line: Line, ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        rounds = max(1, wanted.stages // wanted.places) if line.directions == 1 else 1
+        return cut_line(line, ranks, cluster, rounds * (microbatches - 1) + 1, memory)
+
+    line = Line(graph, times.total, times.backward, costs.trained_bytes, times.num_samples, wanted.waits)
     if wanted.is_opposite:
-        boundaries = opposite(graph, costs, times.total, wanted.places, cut_bytes(graph))
-    elif wanted.schedule in LOOPED and wanted.stages == 2 * wanted.places and first_pass(graph, costs):
-        boundaries = two_passes(graph, costs, times.total, wanted.places, cut_bytes(graph), wanted.conditioning)
-    else:
-        boundaries = linear(times.total, wanted.stages, cut_bytes(graph), memory, slack)
-    return Staged(boundaries, ranks, wanted.schedule, False, world_size, recompute)
+        return opposite(line, borders(graph, costs), wanted.stage_ranks, cut)
+    length = first_pass(graph, costs)
+    if POLICIES[wanted.schedule].loops and wanted.stages == 2 * wanted.places and length:
+        return two_passes(line, costs, length, wanted.conditioning, wanted.stage_ranks[: wanted.places], cut)
+    return cut(line, wanted.stage_ranks)
+
+
+def _fold(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster, memory: StageMemory | None) -> Staged:
+    """Balanced levels with the cheapest cuts; the less balanced the slower the links are."""
+    ranks = wanted.stage_ranks
+    best = _folded(graph, times, wanted, cluster, ranks, _SLACKS[0], memory)
+    load, port = _busiest(graph, times, best, cluster)
+    if port > _BUSY_LINKS * load and memory is None:
+        others = [_folded(graph, times, wanted, cluster, ranks, slack) for slack in _SLACKS[1:]]
+        best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
+    return best
 
 
 def _busiest(graph: BlockGraph, times: BlockTimes, staged: Staged, cluster: Cluster) -> tuple[float, float]:
@@ -197,8 +221,8 @@ def _busiest(graph: BlockGraph, times: BlockTimes, staged: Staged, cluster: Clus
     loads, total = dict.fromkeys(range(staged.world_size), 0.0), times.total
     for stage, ranks in enumerate(staged.stage_ranks):
         loads[ranks[0]] += sum(total[block] for block in staged.blocks(stage))
-    samples = times.num_samples * staged.replicas
-    return max(loads.values()), busiest_port_seconds(graph, staged, samples, cluster, (0,) * len(total))
+    sizes = (times.num_samples,) * staged.replicas
+    return max(loads.values()), message_seconds(graph, staged, sizes, cluster)
 
 
 def _price(load: float, port: float) -> float:
@@ -206,18 +230,12 @@ def _price(load: float, port: float) -> float:
     return max(load, port) + 0.05 * (load + port)
 
 
-def _uneven(
-    graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape, cluster: Cluster, microbatches: int
-) -> Staged:
-    """Replicas that share a micro-batch take as long as replicas that take micro-batches in turn."""
-    stages, places = wanted.stages, wanted.places
-    chain = chain_of(graph, costs, cluster, places, replicas=range(1, places - stages + 2))
-    samples = times.num_samples * microbatches
-    plan = solve_unequal(chain, stages, 1, places, batch_size=samples, objective="paper-clamped")
-    starts = [0, *accumulate(plan.replicas)]
+def _uneven(times: BlockTimes, wanted: Shape) -> Staged:
+    boundaries, replicas = uneven_line(times.total, wanted.stages, wanted.places)
+    starts = [0, *accumulate(replicas)]
     ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
-    recompute = frozenset(range(stages)) if wanted.recompute else frozenset[int]()
-    return Staged(plan.boundaries, ranks, wanted.schedule, False, places, recompute)
+    recompute = whole_stages(boundaries) if wanted.recompute else ()
+    return Staged(boundaries, ranks, wanted.schedule, False, wanted.places, recompute)
 
 
 def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:
@@ -226,7 +244,7 @@ def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, clu
     mirrored = ranks == ranks[::-1] and len(ranks) > 1 and len(set(ranks)) > 1 and all(ranks)
     if mirrored and len(ranks) == 2 * len(set(ranks)):
         places = list(dict.fromkeys(ranks))
-        wanted = Shape("wave", len(ranks), pipelines(len(places), 1))
+        wanted = Shape(FOLDED, len(ranks), pipelines(len(places), 1))
         return replace(_folded(graph, times, wanted, cluster, ranks), schedule=schedule.name, world_size=world_size)
     used = [stage for stage, replicas in enumerate(ranks) if replicas]
     weights = times.total
@@ -260,8 +278,8 @@ def _folded(
 def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[str, ...]:
     """What the skips of a fold cost its balance, or how many cross ranks for it."""
     pairs, owners = skip_pairs(graph), [ranks[:1] for ranks in staged.stage_ranks]
-    places = len(set(owners))
-    folded = owners == owners[::-1] and staged.num_stages % (2 * places) == 0 and staged.schedule != "bidirectional"
+    places, policy = len(set(owners)), POLICIES.get(staged.schedule)
+    folded = owners == owners[::-1] and staged.num_stages % (2 * places) == 0 and not (policy and policy.reverses)
     if not pairs or places < 2 or not folded:
         return ()
     busiest = _max_over_mean(times, staged)
@@ -269,7 +287,7 @@ def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[st
     crossing = sum(owners[stage_of[a]] != owners[stage_of[b]] for a, b in pairs)
     if crossing:
         return (f"{crossing} of {len(pairs)} skips cross ranks, busiest rank {busiest:.3f} x mean",)
-    shape = Shape("wave", staged.num_stages, pipelines(places, 1), hard=False)
+    shape = Shape(FOLDED, staged.num_stages, pipelines(places, 1), hard=False)
     free = _waves(times.total, [], shape, staged.num_stages // (2 * places), cut_bytes(graph, skips=False), [])
     return (
         f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if balance alone "
@@ -298,7 +316,7 @@ def _waves(
 ) -> WavePartition | WavesPartition:
     if num_waves == 1:
         return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, memory, slack)
-    return waves(seconds, skips, wanted.places, num_waves, wanted.hard, cuts, costs)
+    return waves(seconds, skips, wanted.places, num_waves, wanted.hard, cuts, costs, memory)
 
 
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:

@@ -1,70 +1,64 @@
-"""The busiest port of a placement: no step is shorter than all its messages and reductions take to pass there.
+"""The busiest port of a placement: no step is shorter than all its messages take to pass there.
 
     8 stages over 2 nodes, M micro-batches    every one: main and skips of the cut between the nodes, gradients back
-    2 replicas over 2 nodes                   every stage's reduction through the same two ports
 
 Schedules are simulated with every transfer as a lag of its own, which hides that transfers queue: where links are slow
 this bound is what a step takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import lcm
 
-from fxpipe.block_graph import BlockGraph
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Port, route
-from fxpipe.simulation.collectives import ring_ports
-from fxpipe.staged import Staged
+from fxpipe.plan.block_graph import BlockGraph, Edge
+from fxpipe.plan.staged import Staged
+
+Ranks = tuple[int, ...]
 
 
-def busiest_port_seconds(
-    graph: BlockGraph, staged: Staged, batch_size: int, cluster: Cluster, gradient_bytes: Sequence[int]
+def message_seconds(
+    graph: BlockGraph, staged: Staged, sizes: Sequence[int], cluster: Cluster, relayed: bool = False
 ) -> float:
-    """Seconds in which the busiest port has something to send; `gradient_bytes` are per block, for reductions."""
+    """Seconds in which the busiest port has something to send, reductions aside.
+
+    Args:
+        sizes: samples of every micro-batch.
+        relayed: what a later stage reads is handed on from stage to stage; else it is sent there once per rank.
+    """
     busy: dict[Port, float] = {}
-    for (a, b), num_bytes in _rank_bytes(graph, staged, batch_size).items():
+    for (a, b), num_bytes in _rank_bytes(graph, staged, sizes, relayed).items():
         link, ports = route(cluster, a, b)
         for port in ports:
             busy[port] = busy.get(port, 0.0) + num_bytes / link.bandwidth_bytes_per_second
-    for stage, ranks in enumerate(staged.stage_ranks):
-        size = sum(gradient_bytes[block] for block in staged.blocks(stage)) if len(ranks) > 1 else 0
-        seconds = cluster.all_reduce_seconds(ranks, size)
-        for port in ring_ports(cluster, tuple(sorted(ranks))) if size else ():
-            busy[port] = busy.get(port, 0.0) + seconds
     return max(busy.values(), default=0.0)
 
 
-def relayed_port_seconds(
-    graph: BlockGraph, staged: Staged, batch_size: int, cluster: Cluster, gradient_bytes: Sequence[int]
-) -> float:
-    """The same where stages in a line, one rank each, hand on whatever a later stage reads."""
-    busy: dict[Port, float] = {}
-    for cut, (left, right) in zip(staged.boundaries[1:], pairwise(staged.stage_ranks), strict=False):
-        for edge in (edge for edge in graph.edges if isinstance(edge.producer, int)):
-            readers = [consumer for consumer in edge.consumers if isinstance(consumer, int)]
-            if int(edge.producer) < cut <= max(readers, default=-1):
-                back = [(right[0], left[0])] if edge.requires_grad else []
-                for pair in [(left[0], right[0]), *back]:
-                    link, ports = route(cluster, *pair)
-                    for port in ports:
-                        seconds = edge.num_bytes(batch_size) / link.bandwidth_bytes_per_second
-                        busy[port] = busy.get(port, 0.0) + seconds
-    return max(busy.values(), default=0.0)
-
-
-def _rank_bytes(graph: BlockGraph, staged: Staged, batch_size: int) -> dict[tuple[int, int], float]:
-    """Bytes a step from rank to rank: a value goes once to every rank that reads it, its gradient back."""
+def _rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int], relayed: bool) -> dict[tuple[int, int], float]:
+    """Bytes a step from rank to rank: a value one way, its gradient back."""
     found: dict[tuple[int, int], float] = {}
-    stage_of, ranks = staged.stage_of_block, staged.stage_ranks
+    samples: dict[tuple[int, int], list[int]] = {}
     for edge in (edge for edge in graph.edges if isinstance(edge.producer, int)):
-        made = ranks[stage_of[int(edge.producer)]]
-        readers = {ranks[stage_of[c]] for c in edge.consumers if isinstance(c, int)} - {made}
-        for reading in readers:
-            parts = max(len(made), len(reading))
-            size = edge.num_bytes(batch_size) / parts
-            for part in range(parts):
-                pair = made[part % len(made)], reading[part % len(reading)]
+        for made, reading in _hops(edge, staged, relayed):
+            counts = len(made), len(reading)
+            if counts not in samples:
+                turns = lcm(*counts)
+                samples[counts] = [sum(sizes[turn::turns]) for turn in range(turns)]
+            for turn, num_samples in enumerate(samples[counts]):
+                pair = made[turn % counts[0]], reading[turn % counts[1]]
                 for a, b in (pair, pair[::-1]) if edge.requires_grad else (pair,):
                     if a != b:
-                        found[a, b] = found.get((a, b), 0.0) + size
+                        found[a, b] = found.get((a, b), 0.0) + edge.num_bytes(num_samples)
     return found
+
+
+def _hops(edge: Edge, staged: Staged, relayed: bool) -> Iterator[tuple[Ranks, Ranks]]:
+    """The ranks between which a value goes."""
+    ranks, stages = staged.stage_ranks, [staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)]
+    assert isinstance(edge.producer, int)
+    made = staged.stage_of_block[edge.producer]
+    if relayed:
+        passed = [stage for stage in range(made, max(stages, default=made) + 1) if staged.blocks(stage)]
+        return ((ranks[a], ranks[b]) for a, b in pairwise(passed))
+    return ((ranks[made], reading) for reading in {ranks[stage] for stage in stages} - {ranks[made]})

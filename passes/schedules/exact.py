@@ -1,4 +1,4 @@
-"""Reorder a window of a schedule with CP-SAT, optimally where time allows; the whole schedule is one window, too.
+"""Reorder a window of a schedule with CP-SAT, optimally where time allows.
 
     rank 0:  fixed order | free | fixed order       before the window: when a rank and a value are there
     rank 1:  fixed order | free | fixed order       after it: how long what follows takes
@@ -34,13 +34,12 @@ def reorder(
     limit: float,
     seed: int = 0,
     bound_ticks: int = 0,
-    prove: bool = False,
     known: Run | None = None,
 ) -> Solved:
     """Search the orders of `window` for `limit` deterministic seconds; the result depends on the arguments alone.
 
-    `window` holds the operations that start in an interval of time. `bound_ticks` is a known lower bound; `prove`
-    spends more on raising it; `known` is the run of `orders` where the caller has it. Equally good orders may differ
+    `window` holds the operations that start in an interval of time. `bound_ticks` is a known lower bound;
+    `known` is the run of `orders` where the caller has it. Equally good orders may differ
     from those given.
     """
     known = known or run(shop, orders)
@@ -66,16 +65,14 @@ def reorder(
         _limit_memory(model, shop, rank, order, begins, known.ticks)
     model.add_hint(makespan, known.ticks)
     model.minimize(makespan)
-    return _solve(shop, model, begins, Solved(orders, known.ticks, floor), limit, seed, prove)
+    return _solve(shop, model, begins, Solved(orders, known.ticks, floor), limit, seed)
 
 
-def _solve(
-    shop: JobShop, model: Any, begins: dict[int, Any], known: Solved, limit: float, seed: int, prove: bool
-) -> Solved:
+def _solve(shop: JobShop, model: Any, begins: dict[int, Any], known: Solved, limit: float, seed: int) -> Solved:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
-    solver.parameters.linearization_level = 1 if prove else 0  # the relaxation raises bounds, and halves the speed
+    solver.parameters.linearization_level = 0  # a relaxation would raise bounds, and halve the speed
     solver.parameters.max_deterministic_time = limit
     status = solver.solve(model)
     spent = solver.response_proto.deterministic_time

@@ -6,12 +6,14 @@
 Ticks round down, so a lower bound in ticks is one in seconds; makespans are told by the simulator, in seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
 
-from fxpipe.schedule import Action, Schedule
+from fxpipe.errors import ScheduleError
+from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.schedule import Schedule
 from passes.schedules.problem import Problem
 
 Orders = tuple[tuple[int, ...], ...]
@@ -21,7 +23,7 @@ _NOTHING = 1e-290  # seconds: parts of less would be zero
 
 @dataclass(frozen=True)
 class JobShop:
-    """Operations in an order in which each comes after all it needs.
+    """Operations in an order in which each comes after all it needs, micro-batch after micro-batch.
 
     Terms: `needs[i]` are pairs (operation, ticks after its end); `taken` and `freed` are bytes at the start and the end
     of an operation; `ordered` says that micro-batches are interchangeable and pass every stage in order, so that
@@ -73,8 +75,11 @@ class JobShop:
         return tuple(tail)
 
     @cached_property
-    def on_rank(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(i for i in range(len(self)) if self.rank[i] == r) for r in range(self.num_ranks))
+    def on_rank(self) -> Orders:
+        found: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for i, rank in enumerate(self.rank):
+            found[rank].append(i)
+        return tuple(map(tuple, found))
 
     @cached_property
     def freeing(self) -> dict[int, int]:
@@ -97,36 +102,73 @@ def job_shop(problem: Problem, split: frozenset[int], relaxed: bool = False) -> 
     `relaxed` shortens them where B and I + W differ, so that lower bounds hold for every mixture of both.
     """
     work = problem.work
-    actions = _topological(problem, split)
-    present = {action: i for i, action in enumerate(actions)}
-    seconds = [_shortest(problem, a) if relaxed else problem.duration(a) for a in actions]
-    lags = {pair: problem.lag(*pair) for a in actions for pair in _pairs(problem, a, present)}
-    unit = tick_seconds([*seconds, *lags.values()])
+    one = one_microbatch(work, split)
+    pairs = within(work, one)
+    seconds = [_shortest(problem, a) if relaxed else problem.duration(a) for a in one]
+    lags = [[_lag(problem, one[need], action) for need in needs] for action, needs in zip(one, pairs, strict=True)]
+    unit = tick_seconds([*seconds, *(lag for several in lags for lag in several)])
+    inner = [[(n, _floor(t, unit)) for n, t in zip(*pair, strict=True)] for pair in zip(pairs, lags, strict=True)]
     ordered = not work.num_components
-    needs = []
-    for i, action in enumerate(actions):
-        found: dict[int, int] = {}
-        for need in work.needs(action, present.keys()):
-            pair = _pair(need, action)
-            found[present[need]] = _floor(lags[pair], unit) if pair else 0
-        if ordered:
-            for earlier in _earlier(problem, action, split):
-                found.setdefault(present[earlier], 0)
-        assert all(need < i for need in found)
-        needs.append(tuple(sorted(found.items())))
+    earlier = [list(_earlier(problem, one, j, split)) if ordered else [] for j in range(len(one))]
+    actions = repeated(one, work.num_microbatches)
+    count = work.num_microbatches
     return JobShop(
         actions,
         tuple(map(problem.rank, actions)),
-        tuple(_floor(s, unit) for s in seconds),
-        tuple(needs),
-        tuple(map(problem.bytes_taken, actions)),
-        tuple(problem.bytes_freed(a, split) for a in actions),
+        tuple(_floor(s, unit) for s in seconds) * count,
+        repeated_needs(inner, earlier, count),
+        tuple(map(problem.bytes_taken, one)) * count,
+        tuple(problem.bytes_freed(a, split) for a in one) * count,
         problem.memory_limit_bytes,
         problem.num_ranks,
-        work.num_microbatches,
+        count,
         ordered,
         unit,
     )
+
+
+def one_microbatch(work: Work, split: frozenset[int]) -> list[Action]:
+    """The actions of micro-batch 0, each after all it needs, frozen work first; the stages `split` have I and W."""
+    first = [Action(component, "T", 0) for component in range(work.num_components)]
+    for stage in work.stages:
+        kinds = "F" if stage not in work.backward else "FIW" if stage in split else "FB"
+        first += [Action(stage, kind, 0) for kind in kinds]
+    present = {*first}
+    graph = {a: sorted(work.needs(a, present)) for a in sorted(first)}
+    frozen = {a: needs for a, needs in graph.items() if a.kind == "T"}
+    others = {a: [n for n in needs if n.kind != "T"] for a, needs in graph.items() if a.kind != "T"}
+    return [*TopologicalSorter(frozen).static_order(), *TopologicalSorter(others).static_order()]
+
+
+def within(work: Work, one: Sequence[Action]) -> list[list[int]]:
+    """What every action of micro-batch 0 waits for, by place in `one`."""
+    place = {action: j for j, action in enumerate(one)}
+    found = [sorted({place[need] for need in work.needs(action, place.keys())}) for action in one]
+    assert all(need < j for j, needs in enumerate(found) for need in needs)
+    return found
+
+
+def repeated(one: Sequence[Action], count: int) -> tuple[Action, ...]:
+    """The same actions for `count` micro-batches, one after the other."""
+    return tuple(Action(a.stage, a.kind, m) for m in range(count) for a in one)
+
+
+def repeated_needs(
+    inner: Sequence[Iterable[tuple[int, int]]], earlier: Sequence[Sequence[tuple[int, int]]], count: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """`JobShop.needs` of `count` micro-batches.
+
+    Args:
+        inner: (place, ticks after its end) of what an action waits for within its micro-batch.
+        earlier: (place, micro-batches before) of what it waits for in others, without delay.
+    """
+    size, found = len(inner), []
+    for m in range(count):
+        base = m * size
+        for same, others in zip(inner, earlier, strict=True):
+            before = [(base + j - back * size, 0) for j, back in others if back <= m]
+            found.append((*before, *((base + j, lag) for j, lag in same)))
+    return tuple(found)
 
 
 def tick_seconds(values: Sequence[float]) -> float:
@@ -156,38 +198,25 @@ def _shortest(problem: Problem, action: Action) -> float:
     return min(full, first + float(problem.seconds["W"][stage])) - min(full, first)
 
 
-def _topological(problem: Problem, split: frozenset[int]) -> tuple[Action, ...]:
-    """Micro-batch after micro-batch, each in an order that its needs allow."""
-    actions = problem.actions(split)
-    first = {a for a in actions if a.microbatch == 0}
-    graph = {a: sorted(problem.work.needs(a, first)) for a in sorted(first)}
-    order = list(TopologicalSorter(graph).static_order())
-    return tuple(Action(a.stage, a.kind, m) for m in range(problem.work.num_microbatches) for a in order)
-
-
-def _pair(need: Action, action: Action) -> tuple[int, int, str] | None:
-    """The arguments of the lag between two actions; None where nothing travels."""
+def _lag(problem: Problem, need: Action, action: Action) -> float:
+    """Seconds from the end of `need` to when `action` has what it made."""
     if action.kind == "T" or (need.stage == action.stage and need.kind != "T"):
-        return None
-    return need.stage, action.stage, need.kind.replace("I", "B")
+        return 0.0
+    return problem.lag(need.stage, action.stage, need.kind.replace("I", "B"))
 
 
-def _pairs(problem: Problem, action: Action, present: dict[Action, int]) -> list[tuple[int, int, str]]:
-    return [p for need in problem.work.needs(action, present.keys()) if (p := _pair(need, action))]
-
-
-def _earlier(problem: Problem, action: Action, split: frozenset[int]) -> list[Action]:
-    """The same action of the micro-batch before, and for a forward the one that must have freed its memory.
+def _earlier(problem: Problem, one: Sequence[Action], j: int, split: frozenset[int]) -> Iterable[tuple[int, int]]:
+    """(place, micro-batches before): the same action, and for a forward the one that must have freed its memory.
 
     Sorted by start, interchangeable micro-batches can be renamed so that every stage takes them in order.
     """
-    found = [Action(action.stage, action.kind, action.microbatch - 1)] if action.microbatch else []
+    action = one[j]
+    yield j, 1
     if problem.bytes_taken(action) and problem.memory_limit_bytes is not None:
         room = problem.memory_limit_bytes[problem.rank(action)] // problem.bytes_taken(action)
-        if 1 <= room <= action.microbatch:
+        if room >= 1:
             last = problem.backward_kinds(action.stage, split)[-1]
-            found.append(Action(action.stage, last, action.microbatch - room))
-    return found
+            yield one.index(Action(action.stage, last, 0)), room
 
 
 @dataclass(frozen=True)
@@ -223,7 +252,8 @@ def run(shop: JobShop, orders: Orders) -> Run:
                     ready += waiting.pop(i)
                 continue
             break
-    assert len(visited) == len(shop), "the orders wait for each other"
+    if len(visited) < len(shop):
+        raise ScheduleError(f"the orders wait for each other: {len(shop) - len(visited)} actions never start")
     return Run(max(free, default=0), tuple(start), tuple(visited))
 
 

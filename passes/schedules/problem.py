@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import CompileError
-from fxpipe.schedule import KINDS, Action, Schedule, Work
-from fxpipe.simulator import ActionTimes, Lag, no_lag, simulate
+from fxpipe.plan.actions import KINDS, Action, Work
+from fxpipe.plan.execution import ActionTimes, Lag, no_lag, simulate
+from fxpipe.plan.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Problem:
         stage_rank: the rank of every stage.
         seconds: kind -> seconds per stage ("T": per component). The backward may be split where "I" and "W" are given.
         num_ranks: number of ranks; those that `stage_rank` names where left out.
-        lag: seconds a value travels, as in `fxpipe.simulator.simulate`.
+        lag: seconds a value travels, as in `fxpipe.plan.execution.simulate`.
         activation_bytes: bytes that a micro-batch holds on a stage, from the start of F to the end of B or W.
         memory_limit_bytes: for these bytes, per rank; nothing is limited where left out.
         frozen_ranks: the ranks of every component, which take its micro-batches in turn; all where left out.
@@ -83,15 +84,6 @@ class Problem:
     def simulate(self, schedule: Schedule) -> ActionTimes:
         """When every action of `schedule` runs."""
         return simulate(schedule, self.work, self.duration, self.lag)
-
-    def actions(self, split: frozenset[int]) -> list[Action]:
-        """All actions, with I (and W) in place of B on the stages of `split`."""
-        found = []
-        for microbatch in range(self.work.num_microbatches):
-            found += [Action(component, "T", microbatch) for component in range(self.work.num_components)]
-            for stage in self.work.stages:
-                found += [Action(stage, kind, microbatch) for kind in "F" + self.backward_kinds(stage, split)]
-        return found
 
     def backward_kinds(self, stage: int, split: frozenset[int]) -> str:
         """The letters of a stage's backward, the last of which frees its activations; empty without gradients."""

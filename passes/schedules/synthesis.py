@@ -1,28 +1,28 @@
 """Find a schedule and say how far from the shortest it can be.
 
-    Problem  ->  named schedules, lists, blocks that repeat   the best of them
-                 lower bounds                                 stop where they meet
-                 CP-SAT: patterns, windows, the whole         improve, and raise the bound
-             ->  Synthesis: schedule, makespan, lower bound, gap
+    Problem  ->  named schedules, list schedules     the best of them, within milliseconds
+                 a lower bound                       stop where they meet
+                 windows, one after another          CP-SAT, for the rest of the budget
+             ->  Synthesis: schedule, makespan, lower bound, gap, method
 
 Nothing depends on a clock: time is counted in steps, so that a seed and a budget give one result.
 """
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from fxpipe.errors import CompileError
-from fxpipe.schedule import Schedule
-from fxpipe.schedule_check import require
-from passes.schedules import schedule_cache
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule_check import require
 from passes.schedules.bounds import lower_bound_ticks
-from passes.schedules.job_shop import JobShop, job_shop, within_limits
-from passes.schedules.portfolio import Found, is_closed, listed, named, references, repeated
+from passes.schedules.job_shop import JobShop, Orders, job_shop, run, within_limits
+from passes.schedules.named import make_schedule
+from passes.schedules.policies import LIST_RULES, POLICIES, Rule
 from passes.schedules.problem import Problem, fits
-from passes.schedules.schedule_cache import Entry
-from passes.schedules.solver import require_solver
+from passes.schedules.rules import rule_orders
 
-__all__ = ["Synthesis", "references", "synthesise"]
+_CLOSED = 1e-5  # a gap that is rounding
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,19 @@ class Synthesis:
         )
 
 
-def synthesise(
-    problem: Problem,
-    budget_seconds: float = 2.0,
-    seed: int = 0,
-    *,
-    cache: str | os.PathLike[str] | None = None,
-) -> Synthesis:
+@dataclass(frozen=True)
+class _Found:
+    """A schedule, how long it takes, and what found it."""
+
+    schedule: Schedule
+    seconds: float
+    method: str
+
+
+def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> Synthesis:
     """The best schedule found within about `budget_seconds`, never worse than a named one that fits into memory.
 
-    A problem that was solved before in this process, with the same budget and seed, is looked up; so is the same with
-    all times longer or shorter by one factor, or by less than a thousandth of the longest.
-
-    Args:
-        cache: a folder that keeps what is found for other processes; the environment's FXPIPE_CACHE where left out,
-            and none where that is not set.
+    With a budget of nothing, the best of the named and the list schedules: a few milliseconds for 100 operations.
 
     Raises:
         CompileError: the budget is negative, a rank cannot hold even one micro-batch, or OR-tools is missing where the
@@ -73,59 +71,82 @@ def synthesise(
     relaxed = job_shop(problem, problem.splittable, relaxed=True)
     _require_room(problem, relaxed)
     bound = lower_bound_ticks(relaxed) * relaxed.seconds_per_tick
-    folder = cache if cache is not None else os.environ.get(schedule_cache.ENVIRONMENT) or None
-    name = schedule_cache.key(problem, budget_seconds, seed)
-    entry = schedule_cache.find(name, problem, folder)
-    if entry is not None:
-        return _recalled(problem, entry, bound)
-    told = _told(problem, *_searched(problem, relaxed, bound, budget_seconds, seed))
-    times = schedule_cache.times_of(problem)
-    schedule_cache.keep(name, Entry(told.schedule, times, told.lower_bound_seconds, told.method), folder)
-    return told
+    best = min([*_named(problem), *_listed(problem)], key=lambda found: found.seconds)
+    if not budget_seconds or best.seconds <= bound * (1 + _CLOSED):
+        return _told(problem, best, bound)
+    found, proven = _improved(problem, relaxed, best, budget_seconds, seed)
+    return _told(problem, min(best, found, key=lambda found: found.seconds), max(bound, proven))
 
 
-def _recalled(problem: Problem, entry: Entry, bound: float) -> Synthesis:
-    """What was found for these times, or for times that are nearly these: then names may be better."""
-    best = Found(entry.schedule, problem.simulate(entry.schedule).makespan_seconds, entry.method)
-    rivals = () if schedule_cache.is_scaled(entry, problem) else named(problem)
-    best = min((best, *rivals), key=lambda found: found.seconds)
-    return _told(problem, best, max(bound, schedule_cache.bound_seconds(entry, problem)))
+def references(problem: Problem) -> Iterator[Schedule]:
+    """The named schedules of the problem, whether they fit into memory or not; names of the same order once."""
+    seconds, work = problem.seconds, problem.work
+    names: dict[Rule, str] = {}
+    for policy in POLICIES.values():
+        names.setdefault(policy.rule, policy.name)
+    for rule, name in names.items():
+        if not rule.split or problem.splittable == work.input_grad & work.weight_grad:
+            yield make_schedule(
+                name, work, problem.stage_rank, seconds["F"], seconds["B"],
+                frozen_seconds=seconds["T"] if work.num_components else (),
+                frozen_ranks=problem.frozen_ranks, world_size=problem.num_ranks,
+            )  # fmt: skip
 
 
-def _searched(
-    problem: Problem, relaxed: JobShop, bound: float, budget_seconds: float, seed: int
-) -> tuple[Found, float]:
-    """(the best schedule found, a lower bound in seconds of at least `bound`)."""
-    # every name, every block, every rule
-    known = sorted(named(problem), key=lambda found: found.seconds)[:1]
-    shops = {split: job_shop(problem, split) for split in {problem.splittable, frozenset[int]()}}
-    for split in sorted(shops, key=len, reverse=True):
-        limit = budget_seconds / 8 / len(shops)
-        if not known or not is_closed(known[0].seconds, bound):
-            known += repeated(problem, shops[split], split, bound, limit)
-            known.append(listed(problem, shops[split], bound, limit))
-            known.sort(key=lambda found: found.seconds)
-    if not budget_seconds or is_closed(known[0].seconds, bound):
-        return known[0], bound
-
-    # the solver, on backwards as the best schedule has them
-    require_solver()
-    from passes.schedules.search import improved
-
-    split = problem.splittable if known[0].schedule.is_split else frozenset[int]()
-    shop = shops[split]
-    alike = [found for found in known if found.schedule.is_split == bool(split)]
-    found, proven = improved(problem, shop, split, alike, budget_seconds, seed)
-    if shop == relaxed and shop.seconds_per_tick == relaxed.seconds_per_tick:
-        bound = max(bound, proven * shop.seconds_per_tick)
-    return min(known[0], found, key=lambda found: found.seconds), bound
+def _named(problem: Problem) -> Iterator[_Found]:
+    """The references that fit into memory."""
+    for schedule in references(problem):
+        if fits(problem, schedule):
+            yield _Found(schedule, problem.simulate(schedule).makespan_seconds, schedule.name)
 
 
-def _told(problem: Problem, best: Found, bound: float) -> Synthesis:
+def _listed(problem: Problem) -> Iterator[_Found]:
+    """The best list schedule with whole backwards, and with split ones; where memory stops them all, one micro-batch
+    after the other."""
+    for split in dict.fromkeys((problem.splittable, frozenset[int]())):
+        shop = job_shop(problem, split)
+        orders = _list_orders(problem, shop)
+        best = (orders[0], "list schedule") if orders else (shop.on_rank, "one micro-batch after the other")
+        yield _evaluated(problem, shop, *best)
+
+
+def _list_orders(problem: Problem, shop: JobShop) -> list[Orders]:
+    """All that memory does not stop, the shortest first."""
+    replicas = [(rank,) for rank in problem.stage_rank]
+    found = (rule_orders(shop, rule, problem.work, replicas) for rule in LIST_RULES)
+    return sorted({orders: None for orders in found if orders is not None}, key=lambda orders: run(shop, orders).ticks)
+
+
+def _improved(
+    problem: Problem, relaxed: JobShop, known: _Found, budget_seconds: float, seed: int
+) -> tuple[_Found, float]:
+    """(what windows make of a known schedule, a lower bound in seconds that they prove on the way)."""
+    if find_spec("ortools") is None:
+        raise CompileError(
+            "searching for a schedule needs OR-tools, which are not installed; run pip install ortools, "
+            "or take the best of the named and list schedules with a budget of 0 seconds"
+        )
+    from passes.schedules.windows import improve  # loading OR-tools takes a third of a second
+
+    shop = job_shop(problem, problem.splittable if known.schedule.is_split else frozenset())
+    bound = lower_bound_ticks(shop)
+    starts = [shop.orders(known.schedule), *_list_orders(problem, shop)]
+    found = improve(shop, list(dict.fromkeys(starts)), limit=budget_seconds, seed=seed, bound_ticks=bound)
+    improved = _evaluated(problem, shop, found.orders, "window search")
+    holds = shop == relaxed and shop.seconds_per_tick == relaxed.seconds_per_tick  # for every mixture of B, I and W
+    return improved, found.bound_ticks * shop.seconds_per_tick if holds else 0.0
+
+
+def _evaluated(problem: Problem, shop: JobShop, orders: Orders, method: str) -> _Found:
+    schedule = shop.schedule("synthesised", problem.work.num_stages, orders)
+    return _Found(schedule, problem.simulate(schedule).makespan_seconds, method)
+
+
+def _told(problem: Problem, best: _Found, bound: float) -> Synthesis:
     require(best.schedule, problem.work, problem.num_ranks)
     assert fits(problem, best.schedule), "the schedule exceeds the memory limit"
     timeline = problem.simulate(best.schedule)
-    bound = best.seconds if is_closed(best.seconds, bound) else bound
+    bound = best.seconds if best.seconds <= bound * (1 + _CLOSED) else bound
     gap = best.seconds / bound - 1 if bound else 0.0
     return Synthesis(best.schedule, best.seconds, bound, gap, timeline.bubble_ratio, best.method)
 

@@ -1,7 +1,10 @@
-"""The tuner: which way to use the ranks, of all that the user leaves open.
+"""The tuner: which way to use the ranks, of all that the user leaves open, as a plan.
 
-candidates      what there is to choose from, each with a lower bound
-predictions     what one would take: an estimate, a simulation, whether it fits into memory (within_memory)
-tune            best first, until no bound beats what was found
-finals          those in front are rehearsed, with a searched order
+    request  ->  candidates, each with a lower bound  ->  trials: placed, ordered, simulated, filled  ->  Plan
+
+request      what is asked for, what is open          candidates   every way to use the ranks (bounds)
+search       best first, until no bound beats what    trials       what a candidate would take, ever more closely
+             was found                                orders       the order of a placement, named or searched (lags)
+finals       those in front, with searched orders     simulate     one step on the clock
+memory       ways to need less with the same shape    plans        the best as a plan, and why
 """

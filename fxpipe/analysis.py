@@ -1,0 +1,233 @@
+"""The front half, made once for whoever plans, costs or profiles: a training step becomes a `CostedStep`.
+
+example     the step and one call of it, described: nothing is run yet
+capture     one flat graph of ATen operations
+batch       what may be cut into micro-batches
+blocks      blocks in order, frozen components, the values between them
+costs       of every node, block and frozen layer, as functions of the batch
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cost_models import devices, profile_files
+from cost_models.flops import cost_table
+from fxpipe.capture import Capture
+from fxpipe.capture.cache import cached_capture
+from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.capture.inputs import InputSpec, describe
+from fxpipe.cluster import Cluster
+from fxpipe.costs.block_costs import BlockCosts
+from fxpipe.costs.model import CostModel, node_seconds
+from fxpipe.costs.table import CostTable
+from fxpipe.errors import CompileError
+from fxpipe.options import asked_microbatches, training_step, unwrapped
+from fxpipe.plan.block_graph import Block, BlockGraph, Component
+from fxpipe.plan.block_graph_check import require as require_block_graph
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.schedule import Schedule
+from passes.batch import BatchPlan
+from passes.batch import analyse as analyse_batch
+from passes.blocks import analyse as analyse_blocks
+from passes.case import Case
+from passes.costs.block_costs import block_costs
+from passes.costs.frozen_layers import FrozenLayers, frozen_layers
+from passes.costs.stage_bytes import StageBytes
+from passes.lowering.work import StepWork
+
+Observe = Callable[[str, Any], None]
+
+_MIN_BLOCKS, _BLOCKS_PER_STAGE, _MOST_BLOCKS = 24, 8, 128
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A step and one call of it: `step` returns the loss, `tensors` are the call's in the order of `inputs`.
+
+    `step` is the user's `model`, or what makes a loss of a bare backbone: names of state then begin with `prefix`.
+    `conditioning` is the probability of a self-conditioned first pass, None where there is none to leave out.
+    """
+
+    step: nn.Module
+    inputs: InputSpec
+    tensors: Sequence[torch.Tensor]
+    conditioning: float | None
+    prefix: str
+
+    @property
+    def batch_size(self) -> int:
+        return self.inputs.batch_size
+
+
+def example_of(
+    model: nn.Module,
+    example_inputs: Any = None,
+    batch_size: int | None = None,
+    world_size: int = 1,
+    schedule: str | Schedule = "auto",
+) -> Example:
+    """The model's step and its example call.
+
+    Raises:
+        CompileError: what is given is no step, or no call of it; or the schedule is not for such a step.
+    """
+    model, conditioning = unwrapped(model, schedule)
+    step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
+    inputs, tensors = describe(step, args, kwargs, batch_size)
+    return Example(step, inputs, tensors, conditioning, "model." if step is not model else "")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Into what a step is cut, as far as that is known before it is captured.
+
+    `microbatches` is None where their number is open; seconds are those of `likely` micro-batches. A step that has no
+    micro-batches is refused, unless `or_whole`: it is left whole.
+    """
+
+    num_blocks: int
+    microbatches: int | None = None
+    likely: int = 1
+    or_whole: bool = False
+
+    @staticmethod
+    def of(plan: Plan) -> "Cut":
+        """The one a plan was made for."""
+        likely = -(-plan.batch_size // plan.cut.num_samples)
+        return Cut(plan.cut.num_blocks, None if plan.cut.divisible else 1, likely)
+
+
+def planned_cut(
+    batch_size: int, world_size: int, stages: int | None, microbatches: int | None, schedule: str | Schedule
+) -> Cut:
+    """As a step is cut for so many ranks: blocks fine enough to balance, coarse enough to plan and to read."""
+    count = asked_microbatches(microbatches, batch_size, world_size, schedule)
+    wanted = _BLOCKS_PER_STAGE * (stages or 2 * world_size)
+    blocks = max(_MIN_BLOCKS, min(_MOST_BLOCKS, wanted), stages or 0)
+    return Cut(blocks, count, count or 2 * world_size)
+
+
+@dataclass(frozen=True, eq=False)
+class CostedStep:
+    """A captured step with what its nodes, blocks and frozen layers cost by `model`.
+
+    `microbatches` is their number where it is fixed, by the user or because the graph holds for one batch size only.
+    """
+
+    example: Example
+    captured: Capture
+    batch: BatchPlan
+    costs: CostTable
+    graph: BlockGraph
+    blocks: BlockCosts
+    frozen: FrozenLayers
+    calls: StageBytes
+    work: StepWork
+    model: CostModel
+    microbatches: int | None
+    likely: int = 1
+
+    @property
+    def likely_samples(self) -> int:
+        """Of the micro-batch that blocks were balanced for."""
+        return -(-self.batch_size // (self.microbatches or self.likely))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the captured graph, what goes into it, and the blocks it was cut into: plans hold for no other step."""
+        batch = f"{self.batch_size} {self.batch.divisible} {self.batch.loss_scale} {self.batch.whole_batch}"
+        text = [graph_fingerprint(self.captured.graph), batch]
+        text += [" ".join(part.nodes) for part in self.parts]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
+
+    @property
+    def parts(self) -> tuple[Component | Block, ...]:
+        return (*self.graph.components, *self.graph.blocks)
+
+    @property
+    def batch_size(self) -> int:
+        return self.captured.inputs.batch_size
+
+    def on(self, cluster: Cluster, world_size: int, limit_bytes: int | None = None) -> Case:
+        """The step on the first ranks of a cluster."""
+        machines = cluster, world_size, self.batch_size, limit_bytes
+        parts = self.graph, self.blocks, self.frozen, self.work, self.model
+        return Case(*parts, *machines, divisible=self.batch.divisible, calls=self.calls)
+
+
+def costed_step(
+    example: Example,
+    cost_model: CostModel,
+    cut: Cut,
+    device: torch.device = _CPU,
+    see: Observe = lambda name, artefact: None,
+    cache: Path | None = None,
+) -> CostedStep:
+    """Capture a step, cut it into blocks of about equal time by `cost_model`, and cost them.
+
+    Args:
+        device: where its stages will run.
+        see: called with (phase's name, its result) after every phase.
+        cache: a folder of captures of earlier processes; none where left out.
+
+    Raises:
+        CaptureError: the model cannot be captured as one graph.
+        CompileError: it can, but not be cut into so many micro-batches.
+    """
+    captured = cached_capture(example.step, example.inputs, example.tensors, cache)
+    see("capture", captured)
+
+    batch, count = _batch(captured, cut)
+    see("batch", batch)
+
+    costs = cost_table(captured.graph)
+    seconds = node_seconds(cost_model, costs, -(-captured.inputs.batch_size // (count or cut.likely)))
+    graph = analyse_blocks(captured, costs.by_name(seconds.both), cut.num_blocks)
+    require_block_graph(graph, captured)
+    see("blocks", graph)
+
+    blocks = block_costs(captured, graph, costs, cost_model, device, batch)
+    layers = frozen_layers(captured, graph, costs, cost_model, batch)
+    calls, work = StageBytes(captured, batch, graph, layers, device), StepWork.in_capture(captured, graph)
+    made = captured, batch, costs, graph, blocks, layers, calls, work
+    step = CostedStep(example, *made, cost_model, count, cut.likely)
+    see("costs", step)
+    return step
+
+
+def costed(
+    model: nn.Module, example_inputs: Any, batch_size: int, cost_model: CostModel, num_blocks: int, likely: int = 1
+) -> CostedStep:
+    """A step to look at rather than to compile: what has no micro-batches is costed all the same."""
+    return costed_step(example_of(model, example_inputs, batch_size), cost_model, Cut(num_blocks, None, likely, True))
+
+
+def _batch(captured: Capture, cut: Cut) -> tuple[BatchPlan, int | None]:
+    """How the step runs on micro-batches, and their number where it is fixed."""
+    count = 1 if cut.microbatches is None and not captured.batch else cut.microbatches
+    try:
+        batch = analyse_batch(captured, min(2, captured.inputs.batch_size) if count is None else count)
+    except CompileError:
+        if not cut.or_whole:
+            raise
+        return analyse_batch(captured, 1), 1
+    if not batch.divisible and (count or 1) > 1:
+        raise CompileError(f"{captured.notes[0]}; it cannot be cut into {count} micro-batches: pass microbatches=1")
+    return batch, count
+
+
+def given_cost_model(given: CostModel | str) -> CostModel:
+    """A device by name, the profile of a `.json` file, or the cost model itself."""
+    if not isinstance(given, str):
+        return given
+    if given.endswith(".json"):
+        return profile_files.load(Path(given), devices.device())
+    return devices.device(given)

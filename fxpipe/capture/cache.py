@@ -1,0 +1,141 @@
+"""Captures on disk, by the digest of what they were made from.
+
+~/.cache/fxpipe/captures/3f..a9.json      line 1   the sha256 of line 2
+                                          line 2   files (all code was loaded from these), capture (`stored.py`)
+
+An entry is JSON, names and numbers alone. It holds for a step with the same digest while the files are what they were;
+one that does not, or that cannot be read, counts as missing and is written anew. Entries are replaced in one rename, so
+that processes may share a folder; the least recently used go when all are too many bytes.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture import Capture, capture
+from fxpipe.capture.expressions import Unwritable
+from fxpipe.capture.files import are_as_before, loaded_files
+from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.model_digest import Unknowable, step_digest
+from fxpipe.capture.stored import from_data, to_data
+from fxpipe.capture.watch import refuse_outside
+from fxpipe.capture.weights import check_weights
+from fxpipe.errors import CompileError
+
+VARIABLE = "FXPIPE_CACHE"  # a folder, or "off"
+MOST_BYTES = 256 << 20  # of all entries: some hundred steps of the size of Stable Diffusion 2.1's, 2 MB each
+_MOST_ENTRY_BYTES = 32 << 20
+_OFF = ("", "0", "off", "no", "none", "false")
+_log = logging.getLogger(__name__)
+
+
+def cache_folder(given: bool | str | Path) -> Path | None:
+    """The folder asked for: the one given, the environment's, the user's own; None where there is to be none."""
+    if given is False:
+        return None
+    if isinstance(given, str | Path) and str(given):
+        return Path(given).expanduser()
+    if given is not True:
+        raise CompileError(f"cache={given!r}; give True, False or a folder")
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return None if named.lower() in _OFF else Path(named).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "fxpipe" / "captures"
+
+
+def cached_capture(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], folder: Path | None
+) -> Capture:
+    """As `capture`, from the folder where it is there, and into it where it is not."""
+    if folder is None:
+        return capture(model, inputs, examples)
+    check_weights(model)
+    refuse_outside(model)
+    try:
+        key = step_digest(model, inputs, [example.device for example in examples])
+    except Unknowable as why:
+        _log.info("capture is not cached: %s", why)
+        return capture(model, inputs, examples)
+    entry = folder / f"{key}.json"
+    found = _read(entry, inputs, model)
+    if found is None:
+        found = capture(model, inputs, examples)
+        _write(entry, found, model)
+    return found
+
+
+def _read(entry: Path, inputs: InputSpec, model: nn.Module) -> Capture | None:
+    """What an entry says, if it can be read and holds."""
+    try:
+        if entry.stat().st_size > _MOST_ENTRY_BYTES:
+            return None
+        digest, _, text = entry.read_bytes().partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() != digest:
+            raise ValueError("its digest is of something else")
+        data = json.loads(text)
+        if not are_as_before(data["files"]):
+            _log.info("capture %s is of other code", entry)
+            return None
+        found = from_data(data["capture"], inputs, model)
+        os.utime(entry)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # whatever is wrong with it, a fresh capture is right
+        _log.info("capture %s cannot be read: %s: %s", entry, type(error).__name__, error)
+        return None
+    _log.info("capture is from %s", entry)
+    return found
+
+
+def _write(entry: Path, captured: Capture, model: nn.Module) -> None:
+    files = loaded_files()
+    if files is None:
+        _log.info("capture is not cached: code was changed since this process began")
+        return
+    try:
+        data: dict[str, Any] = {"files": files, "capture": to_data(captured, model)}
+        text = json.dumps(data, separators=(",", ":")).encode()
+        if len(text) > _MOST_ENTRY_BYTES:
+            raise Unwritable(f"{len(text)} bytes")
+        _replace(entry, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        _make_room(entry.parent)
+    except (Unwritable, OSError) as why:
+        _log.info("capture is not cached: %s", why)
+
+
+def _replace(entry: Path, content: bytes) -> None:
+    """Write a file in one rename."""
+    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=entry.parent, suffix=".new")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(name, entry)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _make_room(folder: Path) -> None:
+    """Remove what was not used for longest, until the rest is few enough bytes."""
+    entries = []
+    for path in folder.glob("*.json"):
+        try:
+            entries.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        except FileNotFoundError:  # another process was faster
+            continue
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
+        if total <= MOST_BYTES:
+            break
+        path.unlink(missing_ok=True)
+        total -= size

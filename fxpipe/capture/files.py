@@ -1,0 +1,61 @@
+"""The files that all code in this process comes from: a stored capture holds as long as they are what they were.
+
+installed      size and time of change          /site-packages/torch/nn/functional.py    [198302, 1760000000000000000]
+others         their content's digest           /home/me/model.py                        "9f2c..."
+"""
+
+import hashlib
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+_STARTED = time.time_ns()
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    return file.startswith(_INSTALLED)
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module is of an installed package or of Python: built in, or from a file among those."""
+    found = sys.modules.get(module or "")
+    file = getattr(found, "__file__", None)
+    if module == "__main__" or found is None:
+        return False
+    return file is None or _is_installed(str(file))
+
+
+def loaded_files() -> dict[str, Any] | None:
+    """What every file is that a module was loaded from; None where one was changed since, or cannot be read."""
+    files = {str(f) for module in list(sys.modules.values()) if isinstance(f := vars(module).get("__file__"), str)}
+    states = {file: _state(file) for file in sorted(files)}
+    return None if None in states.values() or any(_changed(file) for file in files) else states
+
+
+def are_as_before(states: Mapping[str, Any]) -> bool:
+    """Whether the files are what they were."""
+    return bool(states) and all(_state(file) == state for file, state in states.items())
+
+
+def _changed(file: str) -> bool:
+    """Since this process began: what is loaded may be what it was before."""
+    return Path(file).stat().st_mtime_ns > _STARTED
+
+
+def _state(file: str) -> Any:
+    try:
+        found = Path(file).stat()
+        return [found.st_size, found.st_mtime_ns] if _is_installed(file) else _digest(file, found.st_mtime_ns)
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=1 << 12)
+def _digest(file: str, changed_ns: int) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

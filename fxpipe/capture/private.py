@@ -1,0 +1,464 @@
+"""Every use of a private or unstable name of torch, in one place. Checked on torch 2.11, 2.12 and 2.13."""
+
+import logging
+import operator
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._functorch import apis, eager_transforms
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd import forward_ad
+from torch.export import _trace
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._sympy import functions as size_functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from fxpipe.errors import CaptureError
+
+# Raised where Python asks for a tensor's value, or for a size that depends on one.
+VALUE_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+_ASSERTIONS = {
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch._check,
+}
+
+
+def is_assertion(target: Any) -> bool:
+    return target in _ASSERTIONS
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an operation writes into an argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def may_alias(target: Any) -> bool:
+    """Whether an operation's result may share memory with an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is None or any(r.alias_info is not None for r in schema.returns) or target is operator.getitem
+
+
+def packet_name(target: Any) -> str:
+    """An ATen operation's name without its overload; empty for anything else."""
+    return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An ATen call's argument by name, None where it is left out."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+
+
+def storages(node: fx.Node) -> set[int]:
+    """Identities of the memory that a traced value shows."""
+    tensor = first_tensor(node.meta.get("val"))
+    try:
+        return set() if tensor is None else {tensor.untyped_storage()._cdata}
+    except NotImplementedError:  # inside vmap
+        return set()
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """A traced value, or the first of several; None where it is no tensor."""
+    items = value if isinstance(value, tuple | list) else [value]
+    return next((item for item in items if isinstance(item, torch.Tensor)), None)
+
+
+def fake_result(target: Any, args: Any, kwargs: Any, like: torch.Tensor) -> Any:
+    """What an operation gives on its arguments' fake values; `like` is any tensor of the trace."""
+    mode: Any = like.fake_mode  # type: ignore[attr-defined]
+    given, named = fx.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
+    unguarded = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
+    with mode, unguarded, enable_python_dispatcher(), torch.no_grad():  # torch 2.11's matmul in C++ makes sizes numbers
+        return target(*given, **named)
+
+
+def mode_of(value: Any) -> Any:
+    """The fake mode of a traced value; None for a plain tensor, or one that a transform (vmap) wraps."""
+    return getattr(value, "fake_mode", None)
+
+
+def decomposition(target: Any) -> Callable[..., Any] | None:
+    """How torch writes an operation as others, where it is a kernel of its own."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+        return None
+    return decomposition_table.get(target)
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node a readable, unique name."""
+    node._rename(name)
+    if node.op == "placeholder":
+        node.target = node.name
+
+
+@contextmanager
+def plain_regions() -> Iterator[None]:
+    """`torch.export` leaves the switches of autograd and autocast in the graph.
+
+    Wrapped into regions of their own, as it does otherwise, a no_grad inside an autocast is lost.
+    """
+    patched = [(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass")]
+    patched.append((replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass"))
+    originals = [getattr(module, name) for module, name in patched]
+    for module, name in patched:
+        setattr(module, name, lambda graph_module, signature: (graph_module, signature))
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(patched, originals, strict=True):
+            setattr(module, name, original)
+
+
+def flatten_regions(module: fx.GraphModule) -> fx.Graph:
+    """The graph of a `torch.export` graph module, its switches of autograd and autocast made marks on the nodes.
+
+    Marks: `no_grad` True, `autocast` (device, type, whether enabled) of the innermost region.
+    """
+    flat = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    no_grad, autocasts = False, dict[fx.Node, tuple[Any, ...]]()
+    for node in module.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            no_grad = not node.args[0]
+        elif node.target is _enter_autocast:
+            autocasts[node] = _autocast(node, list(autocasts.values()))
+        elif node.target is _exit_autocast:
+            autocasts.pop(node.args[0])
+        elif node.op == "output":
+            (loss,) = node.args[0]
+            flat.output(env[loss]).meta = dict(node.meta)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{where(node)}: {node.target.name()} cannot be compiled; write it as plain operations")
+        elif node.op != "get_attr":  # only the submodules of higher order operations
+            marks: dict[str, Any] = {"no_grad": True} if no_grad else {}
+            if autocasts:
+                marks["autocast"] = list(autocasts.values())[-1]
+            env[node] = flat.node_copy(node, lambda n: env[n])
+            env[node].meta = {"val": node.meta.get("val"), "path": _module_path(node), **marks}
+    return flat
+
+
+def _autocast(node: fx.Node, outer: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The state inside a new autocast region. One device at a time: what is off for another changes nothing."""
+    device, dtype, enabled = node.args[:3]
+    if not outer or outer[-1][0] == device:
+        return device, dtype, enabled
+    if enabled and outer[-1][2]:
+        raise CaptureError(f"{where(node)}: autocast for {device} inside autocast for {outer[-1][0]}; use one of them")
+    return (device, dtype, enabled) if enabled else outer[-1]
+
+
+def where(node: fx.Node) -> str:
+    """The module a node belongs to, for an error."""
+    return f"module {node.meta.get('path') or _module_path(node) or '(the model itself)'}"
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    path = path.removeprefix("L['self'].").split("@")[0]
+    return "" if path == "model" else path.removeprefix("model.")
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """`torch.utils.checkpoint` runs its function once and keeps everything, with the same result and gradient."""
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield  # here the function runs; an error of its own passes through
+
+    with replaced(checkpoint, "_checkpoint_without_reentrant_generator", around):
+        yield
+
+
+# Functions that run a transform, and those that return a function which runs it later.
+TRANSFORMS = (
+    (apis, "vmap_impl"),
+    (eager_transforms, "grad_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_jvp_with_argnums"),
+)
+TRANSFORMS_OF_LATER_CALLS = ((eager_transforms, "_vjp_with_argnums"), (eager_transforms, "linearize"))
+
+
+def under_vmap() -> bool:
+    """Whether one of the transforms under way is a vmap."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A module's attribute, another one inside."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def outside_trace() -> Iterator[None]:
+    """The trace that is going on sees nothing of what runs inside."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with disable_proxy_modes_tracing():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch logs and prints nothing inside, unless TORCH_LOGS or TORCH_TRACE asks: a failed trial says why itself."""
+    if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE"):
+        yield
+        return
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    for logger in loggers:
+        logger.disabled = True
+    vars(_trace)["print"] = lambda *args, **kwargs: None  # the graph as far as it came
+    try:
+        yield
+    finally:
+        del vars(_trace)["print"]
+        for logger in loggers:
+            logger.disabled = False
+
+
+_FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<eval_", "<string>")
+
+
+class _Framework(set[str]):
+    """The files of torch and of fxpipe, as `uninteresting_files` is asked for them."""
+
+    def __contains__(self, file: object) -> bool:
+        return str(file).startswith(_FRAMEWORK)
+
+
+@contextmanager
+def user_frames() -> Iterator[None]:
+    """Guards that a trace meets name the line of the user's code, not torch's."""
+    original, framework = symbolic_shapes.uninteresting_files, _Framework()
+    symbolic_shapes.uninteresting_files = lambda: framework  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        symbolic_shapes.uninteresting_files = original
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Autocast inside casts every weight anew."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
+    """Calls `check` with the class name and the tensor arguments of every custom autograd function that runs."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        check(cls.__name__, [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
+        return original.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
+    """Whether someone changes gradients at a parameter or module."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(item, name, None) for name in names)
+
+
+def depends_on_values(value: Any) -> bool:
+    """Whether a traced value's size, or the number it is, depends on what tensors hold."""
+    return bool(free_unbacked_symbols(value)) if value is not None else False
+
+
+def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None:
+    """Why a trace with a dynamic batch is not what the model does at `batch_size`; None where it is.
+
+    Args:
+        values: the traced inputs that have the batch as dimension 0.
+    """
+    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    fixed = not all(_symbols(value.shape[0]) for value in values)
+    symbols = {symbol for value in values for symbol in _symbols(value.shape[0])}
+    for guard in env.guards:
+        free = guard.expr.free_symbols
+        if fixed and isinstance(guard.expr, sympy.Eq) and len(free) == 1:
+            return f"forward makes it a number (take x.shape[0], not len(x) or int()), {_place(guard)}"
+        if not fixed and free and free <= symbols:
+            if guard.expr.xreplace(dict.fromkeys(free, sympy.Integer(batch_size))) == sympy.false:
+                return f"forward has another form where {sympy.Not(guard.expr)}, {_place(guard)}"
+    bounds = [env.var_to_range[symbol] for symbol in symbols if symbol in env.var_to_range]
+    if any(batch_size < bound.lower or batch_size > bound.upper for bound in bounds):
+        return f"forward has another form at {batch_size} samples"
+    return "forward makes it a number (take x.shape[0], not len(x) or int())" if fixed else None
+
+
+def require_no_modes(refuse: Callable[[str], Exception]) -> None:
+    """Refuse what changes every call that a trace makes, and is no part of the model."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        raise refuse("a mode of torch functions or dispatch is active")
+    if any(
+        getattr(nn.modules.module, name)
+        for name in vars(nn.modules.module)
+        if name.startswith("_global_") and "hook" in name
+    ):
+        raise refuse("hooks of all modules are registered")
+
+
+def switches() -> dict[str, Any]:
+    """What of torch's state a trace may depend on, beside the model."""
+    cuda, backends = torch.backends.cuda, torch.backends
+    return {
+        "version": (torch.__version__, torch.version.git_version, str(torch.version.cuda)),
+        "devices": (torch.cuda.is_available(), backends.mps.is_available(), torch.xpu.is_available()),
+        "default": (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "attention": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "backends": (
+            backends.cudnn.enabled,
+            backends.cudnn.deterministic,
+            backends.mkldnn.enabled,
+            backends.mkldnn.is_available(),
+        ),
+        "fastpath": (backends.mha.get_fastpath_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+# What torch writes sizes with, beside sympy's own functions.
+_SIZE_FUNCTIONS = (
+    "FloorDiv", "ModularIndexing", "PythonMod", "Mod", "CleanDiv", "CeilToInt", "FloorToInt", "CeilDiv", "Max", "Min",
+    "PowByNatural", "FloatPow", "FloatTrueDiv", "IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat",
+)  # fmt: skip
+SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in _SIZE_FUNCTIONS if hasattr(size_functions, name)}
+
+
+def size_symbols(values: Sequence[Any]) -> dict[str, list[int | None]]:
+    """The symbols in traced values' sizes by name, with the size they were traced at and bounds (None is infinity)."""
+    found: dict[str, list[int | None]] = {}
+    for tensor in (t for value in values if (t := first_tensor(value)) is not None):
+        env: Any = tensor.fake_mode.shape_env  # type: ignore[attr-defined]
+        for symbol in {s for size in (*tensor.shape, *tensor.stride()) for s in _symbols(size)}:
+            if symbol.name not in found:
+                bounds = env.var_to_range[symbol]
+                upper = int(bounds.upper) if bounds.upper.is_Integer else None
+                found[symbol.name] = [int(_hints(env)[symbol]), int(bounds.lower), upper]
+    return found
+
+
+def traced_mode(symbols: Mapping[sympy.Symbol, Sequence[Any]]) -> FakeTensorMode:
+    """A mode as a trace leaves it, whose sizes have these symbols: size traced at, bounds."""
+    env: Any = symbolic_shapes.ShapeEnv()
+    for symbol, (hint, lower, upper) in symbols.items():
+        _hints(env)[symbol] = sympy.Integer(hint)
+        env.var_to_range[symbol] = ValueRanges(lower, int_oo if upper is None else upper)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+
+def _hints(env: Any) -> Any:
+    """By symbol, under its name of torch 2.13 or the one before."""
+    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+
+
+def traced_number(mode: FakeTensorMode, expr: Any, kind: type) -> Any:
+    """A symbolic size, factor or truth."""
+    env: Any = mode.shape_env
+    wrap = {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[kind]
+    hint = expr.xreplace(dict(_hints(env)))
+    return wrap(SymNode(expr, env, kind, bool(hint) if kind is bool else kind(hint)))  # type: ignore[no-untyped-call]
+
+
+def traced_tensor(
+    mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> torch.Tensor:
+    """A tensor without memory."""
+    with mode, mode.shape_env.suppress_guards():  # type: ignore[union-attr]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def _symbols(size: Any) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _place(guard: Any) -> str:
+    frame = guard.sloc.framework_loc
+    return f"at {frame.filename}:{frame.lineno}" if isinstance(frame, traceback.FrameSummary) else "somewhere"
+
+
+@cache
+def is_composite(target: Any, device_type: str) -> bool:
+    """Whether an operation is but a way to write others on a device, for autograd too: it has no kernel there."""
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite = known(target.name(), "CompositeImplicitAutograd")
+    return composite and not known(target.name(), torch._C._dispatch_key_for_device(device_type))
+
+
+def autograd_position() -> int:
+    """What the next operation that autograd notes down comes after."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def position_in_backward() -> int | None:
+    """The place of the operation whose backward runs, None outside of backwards."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

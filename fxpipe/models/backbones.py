@@ -1,0 +1,128 @@
+"""A bare diffusers backbone as a training step: predict, mean squared error, inputs made from the config.
+
+    UNet2DConditionModel(sample, timestep, encoder_hidden_states)        ->  a prediction
+    PredictionStep(that)(target, sample=, timestep=, ...)                ->  a loss
+    example_inputs(that, batch_size=4)  ->  target [4, 4, 64, 64], sample [4, 4, 64, 64], timestep [4], ...
+
+One table says what each argument's name means, in terms of the config's own keys. An argument that is not in the table
+and has no default cannot be invented: the error names it, and the user passes `example_inputs`. The sizes of example
+inputs (image, frames, tokens) come from the config where it states them; where it does not they are small stand-ins, so
+plan for your own sizes with your own inputs.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import CompileError
+from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
+
+_SAMPLE_NAMES = {"sample", "hidden_states", "input_ids"}
+_CONDITION_NAMES = {"timestep", "timestep_ratio", "micro_conds"}  # micro_conds: UVit2DModel, which knows no time
+
+
+class PredictionStep(nn.Module):
+    """One training step of a backbone: its prediction's mean squared error against `target`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, target: Tensor, **inputs: Any) -> Tensor:
+        """The scalar loss; `target` has the prediction's shape, `inputs` are the backbone's arguments by name."""
+        return nn.functional.mse_loss(_prediction(self.model(**inputs)), target)
+
+    def example_inputs(self, batch_size: int) -> dict[str, Any]:
+        """Keyword arguments of `forward` for `batch_size` samples; see `example_inputs`."""
+        return example_inputs(self.model, batch_size)
+
+
+def is_backbone(model: object) -> bool:
+    """Whether `model` predicts: an `nn.Module` with a `.config` that takes a sample and a time under diffusers' names.
+
+    That admits every denoiser of diffusers, and models written alike; it leaves out VAEs and text encoders (no time)
+    and ControlNets (their outputs are residuals for another model). diffusers need not be installed.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), Mapping):
+        return False
+    names = inspect.signature(model.forward).parameters.keys()
+    return bool(names & _SAMPLE_NAMES and names & _CONDITION_NAMES) and "controlnet_cond" not in names
+
+
+def example_inputs(
+    model: nn.Module, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of `PredictionStep(model)` for `batch_size` samples: `target` and the backbone's arguments.
+
+    Same values on every call. `device` and `dtype` are the model's unless given, `meta` and fake models included.
+    Raises CompileError for an argument that cannot be made from the signature and the config.
+    """
+    state = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    device, dtype = device or state.device, dtype or state.dtype
+    sizes = Sizes.of(model, batch_size, dtype)
+    inputs = {}
+    for parameter in sizes.arguments.values():
+        value = ARGUMENTS[parameter.name](sizes) if parameter.name in ARGUMENTS else None
+        if value is not None:
+            inputs[parameter.name] = pytree.tree_map_only(Tensor, lambda t: t.to(device), value)
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            raise CompileError(
+                f"{type(model).__name__} needs {parameter.name!r}, which cannot be made from its config; "
+                "pass example_inputs, a dict with `target` and the model's own arguments"
+            )
+    shape = _prediction_shape(model, inputs)
+    return {"target": sizes.noise(*shape).to(device), **inputs}
+
+
+def _prediction(output: Any) -> Tensor:
+    """The predicted tensor in a model's output: a tensor, a tuple, or a dataclass (`.sample`, or its first field)."""
+    if isinstance(output, Mapping):
+        output = output["sample"] if "sample" in output else next(iter(output.values()))
+    if isinstance(output, tuple):
+        output = output[0]
+    output = getattr(output, "sample", output)
+    if not isinstance(output, Tensor):
+        kind = type(output).__name__
+        raise CompileError(
+            f"the model returns {kind}, no tensor to compare with a target; wrap it in a step of your own"
+        )
+    return output
+
+
+def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
+    """Shape of the prediction, found on fake tensors: no memory and no arithmetic.
+
+    A copy of the modules (not of the weights) runs: some models keep what they once computed, such as rotary factors,
+    and would keep fake tensors.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    mode = detect_fake_mode(weights) or FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        shell = copy.deepcopy(model, {id(t): t for t in weights})
+        fakes = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+        with mode, torch.no_grad():
+            return _prediction(shell(**fakes)).shape
+    except CompileError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CompileError(
+            f"{type(model).__name__} takes decisions by tensor values ({error.func}), so no graph fits all inputs; "
+            "use a version of it whose shapes and branches depend on the inputs' shapes only"
+        ) from error
+    except Exception as error:
+        made = ", ".join(f"{name} {_describe(value)}" for name, value in inputs.items())
+        raise CompileError(
+            f"{type(model).__name__} does not run on the inputs made from its config ({made}): {error}; "
+            "pass example_inputs, a dict with `target` and the model's own arguments"
+        ) from error
+
+
+def _describe(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,90 @@
+"""The operations of a rank program that are not stage calls. Each is one line of the dumped program."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpipe.plan.transport import Pending, PendingReduction, Transport
+
+
+def begin(transport: Transport, action: str) -> None:
+    """Marks the start of a scheduled action, for errors, progress and traces."""
+    transport.set_action(action)
+
+
+def draw(random: Callable[[int], torch.Tensor], index: int) -> torch.Tensor:
+    """The whole batch of random draw `index`; the same on every rank."""
+    return random(index)
+
+
+def slice_batch(
+    value: torch.Tensor, dim: int, outer: int, inner: int, start: int, stop: int, batch_size: int
+) -> torch.Tensor:
+    """Samples [start, stop) of a value whose dimension `dim` is outer x batch x inner, contiguous."""
+    if outer == 1:
+        return value.narrow(dim, start * inner, (stop - start) * inner).contiguous()
+    parts: torch.Tensor = value.unflatten(dim, (outer, batch_size, inner)).narrow(dim + 1, start, stop - start)
+    return parts.flatten(dim, dim + 2).contiguous()
+
+
+def cat_batch(parts: Sequence[torch.Tensor], dim: int, outer: int, inner: int) -> torch.Tensor:
+    """Samples of several values one after the other; each has outer x its samples x inner in dimension `dim`."""
+    if outer == 1:
+        return torch.cat(list(parts), dim)
+    taken = [part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts]
+    return torch.cat(taken, dim + 1).flatten(dim, dim + 2)
+
+
+def take(carried: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A value that the step before has made, out of its store, so that it is freed after its last use."""
+    return carried.pop(name)
+
+
+def send(transport: Transport, value: torch.Tensor, dst: int, edge: int) -> None:
+    """Send a value to rank `dst`; never blocks. Traced contiguous, it may not be for kernels that choose strides."""
+    transport.send(value.contiguous(), dst, edge)
+
+
+def recv(transport: Transport, src: int, edge: int, shape: Sequence[int], dtype: torch.dtype, device: str) -> Pending:
+    """Post the receive of a message from rank `src`; does not block."""
+    return transport.recv(src, edge, tuple(shape), dtype, torch.device(device))
+
+
+def wait(pending: Pending) -> torch.Tensor:
+    """Block until a posted receive has arrived."""
+    return pending.wait()
+
+
+def all_reduce(
+    transport: Transport, gradients: list[torch.Tensor], ranks: Sequence[int], edge: int
+) -> PendingReduction:
+    """Start to sum these gradients over `ranks`, the replicas of a stage; does not block."""
+    return transport.all_reduce(gradients, tuple(ranks), edge)
+
+
+def wait_reduced(pending: PendingReduction) -> list[torch.Tensor]:
+    """Block until all ranks have given their gradients: the sums, equal to the last bit on all of them."""
+    return pending.wait()
+
+
+def release(saved: list[Any]) -> None:
+    """Empty a list whose items have been unpacked, so that each is freed after its last use."""
+    saved.clear()
+
+
+def constant(value: float, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A tensor filled with `value`: a loss's own gradient (the micro-batch's weight), or a gradient nobody gave."""
+    return torch.full(tuple(shape), value, dtype=dtype, device=device)
+
+
+def accumulate(total: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Weight gradients of one more micro-batch, added in place (each list owns its memory)."""
+    if total:
+        torch._foreach_add_(total, new)
+    return total
+
+
+def add_weighted(total: torch.Tensor | None, loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """The loss so far plus one micro-batch's loss times its weight."""
+    return loss * weight if total is None else total + loss * weight

@@ -1,0 +1,359 @@
+"""The plan: which rank runs which blocks, in which order, what that takes, and why. What it says is what runs.
+
+    plan: 16 samples in 4 micro-batches of 4, 4 stages on 2 ranks (wave), skips collocated
+      for 2xA100-80GB, costs of A100-80GB, step 6d1c04e88f0a
+      stage  0 on rank 0: blocks 0-3  25.1%  unet.conv_in .. unet.down_blocks.0
+      ...
+      frozen 0 on all ranks: vae
+      step: 1.23412 s, 3.1% idle, 37713412096 bytes a rank, 1203423 bytes on wires
+      note: next best of 14 ways: ...
+    schedule wave: 4 stages, 4 micro-batches
+    rank 0: 0T0 0F0 0F1 3F0 ...
+
+`Plan.parse` reads it back; `as_dict` and `from_dict` do it for JSON.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import CompileError, ScheduleError
+from fxpipe.plan.schedule import Schedule, counted
+from fxpipe.plan.staged import Run, Staged
+from fxpipe.plan.tuning import Outcome
+
+FORMAT = 1
+"""Of the files that plans are saved in."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step takes: seconds, the idle share of ranks x seconds, bytes of the fullest rank and on all wires."""
+
+    seconds: float
+    idle: float
+    peak_bytes: int
+    wire_bytes: int
+
+    @staticmethod
+    def of(seconds: float, idle: float, peak_bytes: int, wire_bytes: int) -> "Prediction":
+        """With as many digits as are printed."""
+        return Prediction(float(f"{seconds:.6g}"), float(f"{idle:.3f}"), peak_bytes, wire_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.seconds} s, {self.idle} idle, {self.peak_bytes} bytes a rank, {self.wire_bytes} bytes on wires"
+
+
+@dataclass(frozen=True)
+class PlannedCut:
+    """Into how many blocks a step was to be cut, for micro-batches of so many samples; `divisible` if there are any."""
+
+    num_blocks: int
+    num_samples: int
+    divisible: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.num_blocks} blocks for {self.num_samples} samples" + ", one micro-batch" * (not self.divisible)
+
+
+_CUT = r"(\d+) blocks for (\d+) samples(, one micro-batch)?"
+_PREDICTION = re.compile(r"(\S+) s, (\S+) idle, (\d+) bytes a rank, (\d+) bytes on wires")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages on ranks, and the order of every form of the step.
+
+    Args:
+        fingerprint: of the costed step it was made for.
+        cluster, cost_model: what it was made for, as `fxpipe.compile` takes them; a cost model that has no name is "".
+        batch_size, num_microbatches: samples of a step, and into how many micro-batches they go.
+        cut: into how many blocks the step was to be cut, balanced for how many samples, and whether its batch may be.
+        labels: of every stage its share of the work and the modules it begins and ends with.
+        components: names of the frozen components.
+        step: the order of a step that does its own frozen work.
+        steady: the order of one that does the next batch's, on which it is faster; None where it is not.
+        predicted: by form, "step" and "steady".
+        notes: why it is so.
+        outcomes: what else was considered; not part of the text.
+    """
+
+    fingerprint: str
+    cluster: str
+    cost_model: str
+    batch_size: int
+    num_microbatches: int
+    cut: PlannedCut
+    staged: Staged
+    labels: tuple[str, ...]
+    components: tuple[str, ...]
+    step: Schedule
+    steady: Schedule | None = None
+    predicted: Mapping[str, Prediction] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    outcomes: tuple[Outcome, ...] = field(default=(), compare=False)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples of every micro-batch."""
+        return microbatch_sizes(self.batch_size, self.num_microbatches)
+
+    @property
+    def prologue(self) -> Schedule | None:
+        """The frozen work of the first batch, alone."""
+        return self.steady and self.steady.where(lambda action: action.is_piece)
+
+    @property
+    def epilogue(self) -> Schedule | None:
+        """The training on the last batch, whose frozen work is done."""
+        return self.steady and self.steady.where(lambda action: not action.is_piece)
+
+    @property
+    def best(self) -> Prediction | None:
+        """What a step in a row of them takes."""
+        return self.predicted.get("step" if self.steady is None else "steady")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What the fullest rank needs in any of its forms."""
+        return max((prediction.peak_bytes for prediction in self.predicted.values()), default=None)
+
+    def __str__(self) -> str:
+        texts = [self.summary(), self.step.text()]
+        return "\n".join(texts if self.steady is None else [*texts, f"steady {self.steady.text()}"])
+
+    def summary(self) -> str:
+        """All but the orders."""
+        return "\n".join([_head(self), *(f"  {line}" for line in _lines(self))])
+
+    @staticmethod
+    def parse(text: str) -> "Plan":
+        """Read `str(plan)` back.
+
+        Raises:
+            CompileError: the text is no plan's; names the line.
+        """
+        try:
+            return _parse(text)
+        except CompileError:
+            raise
+        except ValueError as error:
+            raise CompileError(f"this plan's text has a number that is none: {error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        steady = None if self.steady is None else self.steady.text().split("\n")
+        plain = {
+            "staged": {f.name: getattr(self.staged, f.name) for f in fields(self.staged)},
+            "cut": vars(self.cut),
+            "step": self.step.text().split("\n"),
+            "steady": steady,
+            "predicted": {form: vars(prediction) for form, prediction in self.predicted.items()},
+            "outcomes": [vars(outcome) for outcome in self.outcomes],
+        }
+        data: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **own, **plain}))
+        return data
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> "Plan":
+        """What `as_dict` gave.
+
+        Raises:
+            CompileError: the data are no plan's.
+        """
+        try:
+            return _from_dict(data)
+        except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
+            raise CompileError(
+                f"this is no plan of format {FORMAT}: {type(error).__name__}: {error}; `fxpipe tune --save` writes one"
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        return Path(path)
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Read a file that `save` wrote, or one with the text.
+
+        Raises:
+            CompileError: there is no such file, or it holds no plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CompileError(f"no plan in {path}: {error}; `fxpipe tune --save` writes one") from None
+        try:
+            return Plan.from_dict(json.loads(text)) if text.lstrip().startswith("{") else Plan.parse(text)
+        except json.JSONDecodeError as error:
+            raise CompileError(f"{path} is no JSON: {error}; `fxpipe tune --save` writes a plan") from None
+        except CompileError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
+def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
+    """Samples of every micro-batch, the larger ones first."""
+    size, larger = divmod(batch_size, microbatches)
+    return (size + 1,) * larger + (size,) * (microbatches - larger)
+
+
+# -- text
+
+
+def _head(plan: Plan) -> str:
+    staged, sizes = plan.staged, sorted(set(plan.microbatch_sizes))
+    return (
+        f"plan: {plan.batch_size} samples in {counted(plan.num_microbatches, 'micro-batch', 'es')} of "
+        f"{', '.join(map(str, sizes))}, {counted(staged.num_stages, 'stage')} on {counted(staged.world_size, 'rank')} "
+        f"({staged.schedule}){', skips collocated' * staged.collocated}"
+    )
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    staged = plan.staged
+    yield (
+        f"for {_one_line(plan.cluster)}, costs of {plan.cost_model or 'a model of its own'}, "
+        f"step {plan.fingerprint} in {plan.cut}"
+    )
+    for stage, label in enumerate(plan.labels):
+        blocks = staged.blocks(stage)
+        span = f"blocks {blocks.start}-{blocks.stop - 1}" if blocks else f"no blocks at {blocks.start}"
+        yield f"stage {stage:2} {_on(staged.stage_ranks[stage])}: {span}  {label}"
+    for number, name in enumerate(plan.components):
+        where = _on(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
+        yield f"frozen {number} {where}: {name}"
+    if staged.recompute:
+        yield f"recomputed: {', '.join(f'blocks {start}-{stop - 1}' for start, stop in staged.recompute)}"
+    for form, prediction in plan.predicted.items():
+        yield f"{form}: {prediction}"
+    for note in plan.notes:
+        yield f"note: {note}"
+
+
+def _one_line(cluster: str) -> str:
+    """Clusters with links of their own are TOML."""
+    return cluster.strip().replace("\n", "\\n")
+
+
+def _on(ranks: Sequence[int]) -> str:
+    return f"on rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'}"
+
+
+_HEAD = re.compile(
+    r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
+    r"(, skips collocated)?"
+)
+_FOR = re.compile(rf"for (.*), costs of (.*), step (\S*) in {_CUT}")
+_STAGE = re.compile(r"stage +\d+ on ranks? ([\d, ]+|none): (?:blocks (\d+)-(\d+)|no blocks at (\d+))  (.*)")
+_FROZEN = re.compile(r"frozen (\d+) on (all ranks|ranks? (?:[\d, ]+|none)): (.*)")
+_RUN = re.compile(r"blocks (\d+)-(\d+)")
+_FORM = re.compile(r"(step|steady): (.*)")
+
+
+def _parse(text: str) -> Plan:
+    summary, orders = _parts(text)
+    read: dict[str, list[Any]] = {"for": [], "stage": [], "frozen": [], "run": [], "form": [], "note": []}
+    head = _HEAD.fullmatch(summary[0]) if summary else None
+    if head is None or not orders:
+        raise CompileError(f"this is no plan's text: it begins with {text[:60]!r}; `print(plan)` gives one")
+    for line in summary[1:]:
+        _read(line.removeprefix("  "), read)
+    if len(read["for"]) != 1 or not read["stage"]:
+        raise CompileError("the plan's text lacks its second line or its stages; `print(plan)` gives all of it")
+    cluster, cost_model, fingerprint, cut = read["for"][0]
+    if not 1 <= int(head[2]) <= int(head[1]):
+        raise CompileError(f"{head[1]} samples cannot be cut into {head[2]} micro-batches; each needs one")
+    frozen = read["frozen"]
+    staged = Staged(
+        (*(start for _, start, _, _ in read["stage"]), read["stage"][-1][2]),
+        tuple(ranks for ranks, *_ in read["stage"]),
+        head[4],
+        bool(head[5]),
+        int(head[3]),
+        tuple(read["run"]),
+        tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
+    )
+    plan = Plan(
+        fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
+        tuple(label for *_, label in read["stage"]), tuple(name for _, name in frozen),
+        orders[0], orders[1] if len(orders) > 1 else None, dict(read["form"]), tuple(read["note"]),
+    )  # fmt: skip
+    if _head(plan) != summary[0]:
+        raise CompileError(f"the plan begins {summary[0]!r}, its other lines say {_head(plan)!r}; make them agree")
+    return plan
+
+
+def _parts(text: str) -> tuple[list[str], list[Schedule]]:
+    """The lines of the summary, and the orders."""
+    parts: list[list[str]] = [[]]
+    for line in (line for line in text.strip("\n").split("\n") if line.strip()):
+        if line.startswith(("schedule ", "steady schedule ")):
+            parts.append([])
+        parts[-1].append(line.removeprefix("steady "))
+    return parts[0], [Schedule.parse("\n".join(lines)) for lines in parts[1:]]
+
+
+def _read(line: str, read: Mapping[str, list[Any]]) -> None:
+    """Add what a line of the summary says."""
+    if line.startswith("note: "):
+        read["note"].append(line.removeprefix("note: "))
+    elif found := _FOR.fullmatch(line):
+        cost_model = "" if found[2] == "a model of its own" else found[2]
+        cut = PlannedCut(int(found[4]), int(found[5]), divisible=not found[6])
+        read["for"].append((found[1].replace("\\n", "\n"), cost_model, found[3], cut))
+    elif found := _STAGE.fullmatch(line):
+        start, stop = (int(found[2]), int(found[3]) + 1) if found[2] else (int(found[4]),) * 2
+        if read["stage"] and start != (last := read["stage"][-1][2]):
+            raise CompileError(f"{line!r} begins at block {start}; the stage before it ends before block {last}")
+        read["stage"].append((_ranks(found[1]), start, stop, found[5]))
+    elif found := _FROZEN.fullmatch(line):
+        read["frozen"].append((None if found[2] == "all ranks" else _ranks(found[2].split(" ", 1)[1]), found[3]))
+    elif line.startswith("recomputed: "):
+        read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
+    elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):
+        seconds, idle, peak, wires = numbers.groups()
+        read["form"].append((found[1], Prediction(float(seconds), float(idle), int(peak), int(wires))))
+    else:
+        raise CompileError(f"a plan has no line {line!r}; `print(plan)` shows what its lines look like")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(int, text.split(", ")))
+
+
+# -- JSON
+
+
+def _from_dict(data: Mapping[str, Any]) -> Plan:
+    if data["format"] != FORMAT:
+        raise ValueError(f"its format is {data['format']!r}")
+    staged = dict(data["staged"])
+    staged["boundaries"] = tuple(map(int, staged["boundaries"]))
+    staged["recompute"] = tuple(_pair(run) for run in staged["recompute"])
+    for name in ("stage_ranks", "frozen_ranks"):
+        staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
+    made: dict[str, Any] = {
+        "staged": Staged(**staged),
+        "cut": PlannedCut(**data["cut"]),
+        "step": _schedule(data["step"]),
+        "steady": None if data["steady"] is None else _schedule(data["steady"]),
+        "predicted": {form: Prediction(**numbers) for form, numbers in data["predicted"].items()},
+        "outcomes": tuple(Outcome(**outcome) for outcome in data["outcomes"]),
+        **{name: tuple(data[name]) for name in ("labels", "components", "notes")},
+    }
+    rest = {f.name: data[f.name] for f in fields(Plan) if f.name not in made}
+    return Plan(**rest, **made)
+
+
+def _pair(run: Iterable[int]) -> Run:
+    start, stop = run
+    return int(start), int(stop)
+
+
+def _schedule(lines: Sequence[str]) -> Schedule:
+    return Schedule.parse("\n".join(lines))

@@ -1,0 +1,92 @@
+"""Does a plan fit its step? People edit plans: what they say of stages, ranks and orders is checked as if from scratch.
+
+    stage  1 on rank 2: blocks 5-8   <-- there are 2 ranks
+    rank 1: 0F0 1F0 ...              <-- stage 0 is on rank 0
+
+That an order is correct is checked beside schedules.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from fxpipe.errors import CompileError
+from fxpipe.plan.plan import Plan
+from fxpipe.plan.schedule import Schedule
+
+
+def require(plan: Plan, num_blocks: int, components: Sequence[str]) -> None:
+    """Raise CompileError with the faults `check` finds."""
+    if faults := check(plan, num_blocks, components):
+        raise CompileError("\n".join([f"the plan does not fit its step: {faults[0]}", *faults[1:]]))
+
+
+def check(plan: Plan, num_blocks: int, components: Sequence[str]) -> list[str]:
+    """The faults of a plan for a step of so many blocks and these frozen components; empty where it has none."""
+    faults = [*_numbers(plan), *_stages(plan, num_blocks), *_frozen(plan, components)]
+    if not faults:
+        orders = [order for order in (plan.step, plan.steady) if order is not None]
+        faults = [fault for order in orders for fault in _places(plan, order)]
+    return faults
+
+
+def _numbers(plan: Plan) -> Iterator[str]:
+    if not 1 <= plan.num_microbatches <= plan.batch_size:
+        yield f"{plan.batch_size} samples cannot be cut into {plan.num_microbatches} micro-batches; each needs one"
+    for order in (plan.step, plan.steady):
+        if order is None:
+            continue
+        for what, has, wants in (
+            ("stages", order.num_stages, plan.staged.num_stages),
+            ("micro-batches", order.num_microbatches, plan.num_microbatches),
+            ("ranks", len(order.ranks), plan.staged.world_size),
+        ):
+            if has != wants:
+                yield f"schedule {order.name} has {has} {what}, the plan {wants}; make them agree"
+
+
+def _stages(plan: Plan, num_blocks: int) -> Iterator[str]:
+    staged = plan.staged
+    first, last = staged.boundaries[0], staged.boundaries[-1]
+    if (first, last) != (0, num_blocks):
+        yield f"its stages hold blocks {first} to {last - 1}, the step has blocks 0 to {num_blocks - 1}"
+    for stage, (start, stop) in enumerate(pairwise(staged.boundaries)):
+        if start > stop:
+            yield f"stage {stage} begins at block {start}, the next one at {stop}; stages hold runs of blocks in order"
+    for stage, ranks in enumerate(staged.stage_ranks):
+        yield from _ranks(f"stage {stage}", ranks, staged.world_size)
+    for start, stop in staged.recompute:
+        if not any(a <= start < stop <= b for a, b in pairwise(staged.boundaries)):
+            yield f"blocks {start}-{stop - 1} are to be recomputed, but are no run of blocks of one stage"
+
+
+def _frozen(plan: Plan, components: Sequence[str]) -> Iterator[str]:
+    if plan.components != tuple(components):
+        yield f"its frozen components are {list(plan.components)}, those of the step {list(components)}"
+    elif plan.staged.frozen_ranks:
+        for name, ranks in zip(components, plan.staged.frozen_ranks, strict=True):
+            yield from _ranks(name, ranks, plan.staged.world_size)
+
+
+def _ranks(what: str, ranks: Sequence[int], world_size: int) -> Iterator[str]:
+    if not ranks or len(set(ranks)) < len(ranks):
+        yield f"{what} is on ranks {list(ranks)}; name each of its ranks once"
+    for rank in ranks:
+        if not 0 <= rank < world_size:
+            yield f"{what} is on rank {rank}, there are ranks 0 to {world_size - 1}"
+
+
+def _places(plan: Plan, order: Schedule) -> Iterator[str]:
+    """Actions on ranks that do not hold what they run."""
+    staged = plan.staged
+    for rank, actions in enumerate(order.ranks):
+        for action in actions:
+            if action.kind == "T":
+                known = action.stage < len(plan.components)
+                if known and not staged.may_run(action.stage, rank):
+                    held = ", ".join(map(str, staged.frozen_ranks[action.stage]))
+                    yield f"{action} on rank {rank}: {plan.components[action.stage]} is on ranks {held}"
+            elif action.kind != "R":
+                replicas = staged.stage_ranks[action.stage]
+                if rank not in replicas:
+                    held = ", ".join(map(str, replicas))
+                    yield f"{action} on rank {rank}: stage {action.stage} is on rank{'s' * (len(replicas) > 1)} {held}"

@@ -1,0 +1,180 @@
+"""Check rank programs: every message sent once and received once, in one order per channel, and no rank waits forever.
+
+Sends never block and every channel has one sender and one receiver, so the ranks are a Kahn network: one run of the
+abstract machine that reaches every rank's end proves that no timing can deadlock. A reduction over replicas is started
+without blocking too, and waited for by each of its ranks. Of some ranks' programs alone it is enough that each sends in
+the order of *moments* that all ranks know: what is sent at a moment follows waits for earlier moments only.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import fx
+
+from fxpipe.errors import CompileError
+from fxpipe.plan import ops
+from fxpipe.plan.rank_program import Message, RankProgram, Reduction
+
+Moments = Mapping[tuple[int, int], int]
+"""When a rank sends a message or starts a reduction, by (edge, rank)."""
+
+
+def check_programs(
+    programs: Sequence[RankProgram],
+    messages: Sequence[Message],
+    reductions: Sequence[Reduction] = (),
+    moments: Moments | None = None,
+) -> list[str]:
+    """The faults of the programs, each with its place; empty when they are right. With `moments` they may be those of
+    some ranks only."""
+    by_rank = {program.rank: program for program in programs}
+    planned: dict[tuple[int, int], list[int]] = {}
+    for message in messages:
+        planned.setdefault(message.channel, []).append(message.edge)
+    faults: list[str] = []
+    for end, function in enumerate((ops.send, ops.recv)):
+        found = _by_channel(programs, function)
+        for channel in sorted(channel for channel in {*found, *planned} if channel[end] in by_rank):
+            faults += _order_faults(by_rank[channel[end]], channel, planned.get(channel, []), found.get(channel, []))
+    faults += _shape_faults(programs, messages)
+    faults += _reduction_faults(programs, reductions)
+    if faults:
+        return faults
+    ranks = {rank for channel in planned for rank in channel} | {rank for r in reductions for rank in r.ranks}
+    if moments is not None:
+        faults += _early_faults(programs, moments)
+    return faults or (list(_stuck(programs)) if ranks <= by_rank.keys() else [])
+
+
+def require_programs(
+    programs: Sequence[RankProgram],
+    messages: Sequence[Message],
+    reductions: Sequence[Reduction] = (),
+    moments: Moments | None = None,
+) -> None:
+    """Raise CompileError with every fault."""
+    if faults := check_programs(programs, messages, reductions, moments):
+        raise CompileError("the rank programs are wrong; please report this\n" + "\n".join(faults))
+
+
+def _by_channel(programs: Sequence[RankProgram], function: object) -> dict[tuple[int, int], list[fx.Node]]:
+    """The sends or receives of every directed channel, in program order."""
+    channels: dict[tuple[int, int], list[fx.Node]] = {}
+    for program in programs:
+        for node in program.graph.nodes:
+            if node.target is function:
+                channel = (program.rank, node.args[2]) if function is ops.send else (node.args[1], program.rank)
+                channels.setdefault(channel, []).append(node)
+    return channels
+
+
+def _order_faults(
+    program: RankProgram, channel: tuple[int, int], planned: Sequence[int], found: Sequence[fx.Node]
+) -> Iterator[str]:
+    """The first message of a channel that one end takes in another order than planned, in that end's program."""
+    src, dst = channel
+    edges = [node.args[3] if node.target is ops.send else node.args[2] for node in found]
+    for position, (edge, wanted) in enumerate(zip_longest(edges, planned)):
+        if edge != wanted:
+            (*_, end) = program.graph.nodes  # where it shows that one is missing
+            what = "sends" if program.rank == src else "receives"
+            orders = f"channel {src} -> {dst}: planned edges {list(planned)}, rank {program.rank} {what} {edges}"
+            yield f"{orders}\n{_at(program, found[position] if position < len(found) else end)}"
+            return
+
+
+def _shape_faults(programs: Sequence[RankProgram], messages: Sequence[Message]) -> Iterator[str]:
+    by_edge = {message.edge: message for message in messages}
+    for program in programs:
+        waits = {node.args[0] for node in program.graph.nodes if node.target is ops.wait}
+        for node in program.graph.nodes:
+            if node.target is not ops.recv:
+                continue
+            message = by_edge.get(node.args[2])
+            if message is not None and (tuple(node.args[3]), node.args[4]) != (message.shape, message.dtype):
+                yield f"rank {program.rank} receives another shape than {message}\n" + _at(program, node)
+            if node not in waits:
+                yield f"rank {program.rank} never waits for a message\n" + _at(program, node)
+
+
+def _reduction_faults(programs: Sequence[RankProgram], reductions: Sequence[Reduction]) -> Iterator[str]:
+    """Every rank of a reduction starts it once, over the same ranks, and waits for it; the order is the schedule's."""
+    planned = {reduction.edge: reduction for reduction in reductions}
+    for program in programs:
+        waited = {node.args[0] for node in program.graph.nodes if node.target is ops.wait_reduced}
+        started = [node for node in program.graph.nodes if node.target is ops.all_reduce]
+        for node in started:
+            reduction = planned.get(node.args[3])
+            if reduction is None or tuple(node.args[2]) != reduction.ranks or program.rank not in reduction.ranks:
+                yield f"rank {program.rank} starts a reduction that is not planned\n" + _at(program, node)
+            if node not in waited:
+                yield f"rank {program.rank} never waits for a reduction\n" + _at(program, node)
+        edges = sorted(node.args[3] for node in started)
+        wanted = sorted(reduction.edge for reduction in reductions if program.rank in reduction.ranks)
+        if edges != wanted:
+            yield f"rank {program.rank} starts the reductions {edges}, planned are {wanted}"
+
+
+def _early_faults(programs: Sequence[RankProgram], moments: Moments) -> Iterator[str]:
+    """Sends, and starts of reductions, that come after a wait for what may not be there before them."""
+    arrives: dict[int, int] = {}
+    for (edge, _), moment in moments.items():
+        arrives[edge] = max(moment, arrives.get(edge, moment))
+    for program in programs:
+        latest = -1
+        for node in program.graph.nodes:
+            if node.target in (ops.wait, ops.wait_reduced):
+                latest = max(latest, arrives[_edge(node.args[0])])
+            elif node.target in (ops.send, ops.all_reduce) and moments[_edge(node), program.rank] <= latest:
+                yield f"rank {program.rank} waits before it sends, for what may come later\n" + _at(program, node)
+                break
+
+
+def _edge(node: Any) -> int:
+    """The edge of a send, a receive or a reduction."""
+    return int(node.args[2 if node.target is ops.recv else 3])
+
+
+def _stuck(programs: Sequence[RankProgram]) -> Iterator[str]:
+    """Run every rank until all end; what is left waits for a message that nobody can send."""
+    nodes = [list(program.graph.nodes) for program in programs]
+    position = [0] * len(programs)
+    sent: set[int] = set()  # edges of messages
+    given: Counter[int] = Counter()  # ranks that have started each reduction
+    moved = True
+    while moved:
+        moved = False
+        for rank, program_nodes in enumerate(nodes):
+            while position[rank] < len(program_nodes) and _can_run(program_nodes[position[rank]], sent, given):
+                node = program_nodes[position[rank]]
+                if node.target is ops.send:
+                    sent.add(node.args[3])
+                if node.target is ops.all_reduce:
+                    given[node.args[3]] += 1
+                position[rank] += 1
+                moved = True
+    for rank, program_nodes in enumerate(nodes):
+        if position[rank] < len(program_nodes):
+            yield f"rank {rank} waits forever:\n" + _around(program_nodes, position[rank])
+
+
+def _can_run(node: fx.Node, sent: set[int], given: Mapping[int, int]) -> bool:
+    if node.target not in (ops.wait, ops.wait_reduced):
+        return True
+    started = node.args[0]
+    assert isinstance(started, fx.Node)
+    if node.target is ops.wait:
+        return started.args[2] in sent
+    return given[started.args[3]] == len(started.args[2])  # type: ignore[arg-type, index]
+
+
+def _at(program: RankProgram, node: fx.Node) -> str:
+    nodes = list(program.graph.nodes)
+    return _around(nodes, nodes.index(node))
+
+
+def _around(nodes: Sequence[fx.Node], position: int) -> str:
+    shown = range(max(0, position - 3), min(len(nodes), position + 2))
+    return "\n".join(f"    {nodes[i].format_node()}" + ("  <-- HERE" if i == position else "") for i in shown)

@@ -1,0 +1,153 @@
+"""Rank programs: one straight-line FX graph per rank, the stage graphs it calls, and the messages between them."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from fxpipe.plan.actions import Action
+
+KINDS = ("main", "skip", "conditioning", "gradient", "loss")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor from rank `src` to rank `dst`, once per step; `edge` is its compile-time id, `kind` one of KINDS.
+
+    It is sent right after `action`; after all actions where that is None (the loss, gradients of tied parameters, which
+    belong to no micro-batch: `microbatch` is -1). Frozen work of the next batch gives `samples` of it: from, to before.
+    """
+
+    edge: int
+    src: int
+    dst: int
+    action: Action | None
+    value: str
+    microbatch: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    samples: tuple[int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def channel(self) -> tuple[int, int]:
+        return self.src, self.dst
+
+    def __str__(self) -> str:
+        part = f"[{self.microbatch}]" if self.microbatch >= 0 else ""
+        if self.samples is not None:
+            part = f" of next samples {self.samples[0]}:{self.samples[1]}"
+        return f"{self.value}{part} {self.kind} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The weight gradients of one stage, summed over the ranks of its replicas; `edge` is its compile-time id."""
+
+    edge: int
+    stage: int
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} gradients over ranks {list(self.ranks)}, {self.num_bytes} bytes"
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank runs each step.
+
+    `graph` takes (transport, random, the model inputs in `inputs`) and returns (loss, gradients in the order of
+    `gradients`); `modules` are the graphs it calls, which read their state by its original name; `state` maps those
+    names to shape and type.
+
+    Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), and
+    returns what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch
+    before (`carried`), it takes them as a last argument: a dict that it empties. A program without training (a
+    *prologue*) returns None as its loss.
+    """
+
+    rank: int
+    graph: fx.Graph
+    modules: Mapping[str, fx.Graph]
+    inputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    state: Mapping[str, torch.Tensor]
+    next_inputs: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ()
+    works_ahead: bool = False
+
+    def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+        """The runnable module: stage graphs read `state` (parameters are shared, not copied)."""
+        root = nn.Module()
+        holder = nest(state)
+        for name, graph in self.modules.items():
+            root.add_module(name, fx.GraphModule(holder, graph, class_name=name))
+        return fx.GraphModule(root, self.graph, class_name=f"rank_{self.rank}")
+
+
+def nest(state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module tree that holds each tensor under its dotted name."""
+    root = nn.Module()
+    for name, tensor in state.items():
+        *parents, leaf = name.split(".")
+        module = root
+        for part in parents:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor)
+    return root
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per step: on every directed channel, and of every kind. A message counts where it is sent."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def channels(self) -> dict[tuple[int, int], int]:
+        return self._sum(lambda m: m.channel)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        total = self._sum(lambda m: m.kind)
+        return {kind: total.get(kind, 0) for kind in KINDS}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(m.num_bytes for m in self.messages)
+
+    def by_channel_and_kind(self) -> dict[tuple[int, int], dict[str, int]]:
+        rows: dict[tuple[int, int], dict[str, int]] = {}
+        for message in self.messages:
+            row = rows.setdefault(message.channel, {})
+            row[message.kind] = row.get(message.kind, 0) + message.num_bytes
+        return dict(sorted(rows.items()))
+
+    def _sum(self, key: Callable[[Message], object]) -> dict:  # type: ignore[type-arg]
+        total: Counter[object] = Counter()
+        for message in self.messages:
+            total[key(message)] += message.num_bytes
+        return dict(sorted(total.items()))
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in KINDS if self.kinds[kind]]
+        lines = ["channel   " + "".join(f"{kind:>14}" for kind in kinds) + f"{'bytes':>14}"]
+        for (src, dst), row in self.by_channel_and_kind().items():
+            cells = "".join(f"{row.get(kind, 0):>14,}" for kind in kinds)
+            lines.append(f"{src:>3} -> {dst:<3}" + cells + f"{sum(row.values()):>14,}")
+        total = "".join(f"{self.kinds[kind]:>14,}" for kind in kinds)
+        return "\n".join([*lines, "total     " + total + f"{self.total_bytes:>14,}"])

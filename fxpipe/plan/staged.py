@@ -1,0 +1,102 @@
+"""Staged: which blocks form a stage and which rank owns it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from fxpipe.plan.block_graph import BlockGraph
+
+Run = tuple[int, int]
+"""Blocks from the first to before the second."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stage s holds blocks boundaries[s] to boundaries[s + 1]; its replicas are on the ranks stage_ranks[s].
+
+    Micro-batch m runs on stage_ranks[s][m % their number]. `schedule` names the order the placement was made for;
+    `collocated` says that no skip crosses ranks by design. Of every run of blocks in `recompute`, each within a stage,
+    only what comes into the run is kept for the backward, which computes the rest again. Frozen component c may run on
+    the ranks frozen_ranks[c], which hold its weights; on all where that is empty.
+    """
+
+    boundaries: tuple[int, ...]
+    stage_ranks: tuple[tuple[int, ...], ...]
+    schedule: str
+    collocated: bool
+    world_size: int
+    recompute: tuple[Run, ...] = ()
+    frozen_ranks: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+    @property
+    def replicas(self) -> int:
+        """The most replicas a stage has."""
+        return max(map(len, self.stage_ranks))
+
+    @cached_property
+    def stage_of_block(self) -> tuple[int, ...]:
+        """The stage of every block."""
+        pairs = zip(self.boundaries, self.boundaries[1:], strict=False)
+        return tuple(stage for stage, (start, stop) in enumerate(pairs) for _ in range(start, stop))
+
+    def recomputed(self, stage: int) -> tuple[Run, ...]:
+        """The runs of a stage's blocks that its backward computes again."""
+        start, stop = self.boundaries[stage : stage + 2]
+        return tuple(run for run in self.recompute if start <= run[0] and run[1] <= stop)
+
+    def runs(self, stage: int) -> Iterator[tuple[Run, bool]]:
+        """A stage's blocks in runs, and whether each is computed again."""
+        start, stop = self.boundaries[stage : stage + 2]
+        for run in self.recomputed(stage):
+            if start < run[0]:
+                yield (start, run[0]), False
+            yield run, True
+            start = run[1]
+        if start < stop:
+            yield (start, stop), False
+
+    def may_run(self, component: int, rank: int) -> bool:
+        """Whether a rank holds a frozen component's weights."""
+        return not self.frozen_ranks or rank in self.frozen_ranks[component]
+
+    def frozen_places(self, places: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+        """`frozen_ranks` within a pipeline, whose ranks have these places."""
+        return tuple(tuple(sorted(places[r] for r in ranks if r in places)) for ranks in self.frozen_ranks)
+
+    @cached_property
+    def pipelines(self) -> list[tuple[int, ...]]:
+        """The ranks of equal pipelines, place by place; none where stages differ in their replicas."""
+        if len(set(map(len, self.stage_ranks))) > 1:
+            return []
+        found = [tuple(dict.fromkeys(ranks)) for ranks in zip(*self.stage_ranks, strict=True)]
+        return found if sorted(rank for of in found for rank in of) == list(range(self.world_size)) else []
+
+    def alike(self, rank: int) -> tuple[int, ...]:
+        """The ranks at the same place of equal pipelines; the rank alone where stages differ in their replicas."""
+        if len(set(map(len, self.stage_ranks))) > 1:
+            return (rank,)
+        return next((ranks for ranks in self.stage_ranks if rank in ranks), (rank,))
+
+    def blocks(self, stage: int) -> range:
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+
+def whole_stages(boundaries: Sequence[int]) -> tuple[Run, ...]:
+    """Every stage as a run to recompute; those without blocks are left out."""
+    return tuple((start, stop) for start, stop in pairwise(boundaries) if start < stop)
+
+
+def stage_bytes(graph: BlockGraph, staged: Staged) -> dict[tuple[int, int], int]:
+    """Bytes per sample from stage to stage, each value once per reader."""
+    moved: dict[tuple[int, int], int] = {}
+    for edge in graph.edges:
+        if isinstance(edge.producer, int):
+            source = staged.stage_of_block[edge.producer]
+            for target in {staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)}:
+                moved[source, target] = moved.get((source, target), 0) + edge.bytes_per_sample
+    return moved

@@ -1,0 +1,98 @@
+"""A step plan: everything an engine needs to run one batch size, and nothing about how it was found."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.randomness import Draw
+from fxpipe.costs.call_costs import CallCost
+from fxpipe.errors import CompileError
+from fxpipe.models.self_conditioning import conditioned
+from fxpipe.plan.rank_program import Message, RankProgram, Reduction
+from fxpipe.plan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument.
+
+    `programs` are those of all ranks, or of this process's alone; messages and reductions are all ranks'. `calls` says
+    what the graphs they call cost, `source` is the fingerprint of the costed step. Of a self-conditioned step
+    `without` is what runs where a step draws no first pass, and `probability` that of one.
+    """
+
+    inputs: InputSpec
+    input_names: Mapping[str, str]
+    batch_size: int
+    draws: Mapping[int, Draw]
+    schedule: Schedule
+    programs: tuple[RankProgram, ...]
+    messages: tuple[Message, ...]
+    reductions: tuple[Reduction, ...]
+    device: torch.device
+    source: str
+    calls: Mapping[str, CallCost]
+    without: "StepPlan | None" = None
+    probability: float = 1.0
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
+        tensors, size = self.inputs.bind(args, kwargs)
+        if size != self.batch_size:
+            raise CompileError(
+                f"the batch has {size} samples, the program was compiled for {self.batch_size}; "
+                f"compile with batch_size={size}, or drop the loader's last incomplete batch"
+            )
+        return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}
+
+    @property
+    def world_size(self) -> int:
+        return len(self.schedule.ranks)
+
+    def program(self, rank: int) -> RankProgram:
+        """A rank's program; KeyError where this process has not lowered it."""
+        return {program.rank: program for program in self.programs}[rank]
+
+    @property
+    def channels(self) -> list[tuple[int, int]]:
+        others = self.without.channels if self.without else ()
+        return sorted({*others, *(message.channel for message in self.messages)})
+
+    def drawn(self, seed: int, step: int) -> "StepPlan":
+        """What runs at this step."""
+        return self if self.without is None or conditioned(seed, step, self.probability) else self.without
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The groups of ranks that sum gradients."""
+        return sorted({reduction.ranks for reduction in self.reductions})
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks where they run programs of one step, lowered from the same cut of the same capture."""
+        messages = (f"{message.edge} {message.channel} {message.action} {message}" for message in self.messages)
+        text = [self.source, self.schedule.text(), *messages, *map(str, self.reductions)]
+        if self.without is not None:
+            text.append(f"{self.probability} {self.without.fingerprint}")
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FilledPlan:
+    """A step whose frozen work is done in the step before.
+
+    `prologue` does the frozen work of the first batch, `steady` trains on a batch and does the frozen work of the next,
+    `epilogue` trains on the last.
+    """
+
+    prologue: StepPlan
+    steady: StepPlan
+    epilogue: StepPlan
+
+    @property
+    def forms(self) -> tuple[StepPlan, StepPlan, StepPlan]:
+        return self.prologue, self.steady, self.epilogue

@@ -1,0 +1,98 @@
+"""What rank programs ask of a network: the protocol between a plan and whatever runs it.
+
+Each directed pair of ranks is a channel: one sender, one receiver, first in first out, and sends never block. Both ends
+take the order of a channel's messages from the same compiled list, so a message carries only its edge id.
+
+    rank 0: send a (edge 4) | send b (edge 7)          channel 0 -> 1:  [4: a] [7: b]
+    rank 1: recv edge 4 | recv edge 7 | wait 4 | wait 7
+
+A step ends with `flush` on every rank; edge ids may repeat in the next step.
+"""
+
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Channel = tuple[int, int]  # (source rank, destination rank)
+
+
+class Pending(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, contiguous. Raises RunError when it cannot come: a rank failed, or the time is up."""
+        ...
+
+
+class PendingReduction(Protocol):
+    """A sum over ranks that has been started."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sums, in the order given. Raises RunError when they cannot come."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's view of the network. `device` is where received tensors are wanted."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
+        """Collective: makes channels, and groups of ranks that reduce, ready in this order on every rank."""
+        ...
+
+    def set_action(self, action: str) -> None:
+        """Names what this rank does from now on, for errors; raises RunError when another rank has failed."""
+        ...
+
+    def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
+        """Sends a contiguous tensor; never blocks. The tensor is kept until `flush` and must not be changed until then.
+
+        `edge` is the compile-time id of the message, unique within a step and below 2**21.
+        """
+        ...
+
+    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+        """Posts the receive of the channel's next message; never blocks. Every posted receive must be waited for."""
+        ...
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        """Starts to sum each tensor over `ranks`; never blocks. The tensors must not be used before the wait.
+
+        All ranks of one group start their reductions in the same order.
+        """
+        ...
+
+    def flush(self) -> None:
+        """End of a step: returns once all this rank has sent is received; raises RunError on a left-over message."""
+        ...
+
+    def sent_bytes(self) -> dict[Channel, int]:
+        """Bytes this rank has sent per channel since `reset_sent_bytes`."""
+        ...
+
+    def reset_sent_bytes(self) -> None: ...
+
+    def abort(self, error: BaseException) -> None:
+        """Tells every other rank that this one has failed: their waits raise RunError naming this rank, action, error.
+
+        Only the first failure counts; a rank that fails because another did may call this too.
+        """
+        ...
+
+    def barrier(self) -> None: ...
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Collective: on every rank the `value` that rank `src` gave, to be treated as read-only."""
+        ...
+
+    def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
+        """Collective: on rank `dst` the values in rank order, to be treated as read-only; None elsewhere."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the network; the other ranks may go on as long as they need nothing from this one."""
+        ...

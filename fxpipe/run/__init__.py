@@ -1,0 +1,11 @@
+"""Running: rank programs on a transport, as threads of one process or as one process per rank.
+
+    engine.step(batch)    rank 0: run_rank(program, transport)  --- messages --->  rank 1: run_rank(program, transport)
+                                  |                                                        |
+                          loss, .grad of its parameters                            loss, .grad of its parameters
+
+engine         all ranks in this process, or this process as one       training       steps over batches (read_ahead)
+run_rank       one step of one rank                                    transport      threads, torch.distributed
+launch         which rank this process is; the plan of rank 0          observe        events of a run
+verification   a step against the uncompiled model                     emulation      programs on devices that sleep
+"""

@@ -1,0 +1,132 @@
+"""Emulation: the real rank programs over a real transport, on devices that sleep instead of computing.
+
+    rank 0: out = stage_0_forward(h)               rank 0: sleep 24 ms; out = zeros like stage_0_forward's
+            send(transport, out, 1, 5)      ->             send(transport, out, 1, 5)
+    rank 1: h = wait(recv_h)                       rank 1: h = wait(recv_h), no sooner than the link would bring it
+
+Such a run shows whether programs, executor and transport do what the simulator says of them: order, waits, overlap. It
+says nothing about planned durations and the model of the links, which are the simulator's own.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.capture import Capture
+from fxpipe.costs.model import CostModel, NodeSeconds
+from fxpipe.costs.table import CostTable
+from fxpipe.errors import CompileError
+from fxpipe.plan import ops
+from fxpipe.plan.rank_program import RankProgram
+from fxpipe.plan.step import StepPlan
+from fxpipe.plan.timeline import Timeline
+from fxpipe.plan.transport import Transport
+from fxpipe.run.emulation.network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
+from fxpipe.run.observe import Recording
+from fxpipe.run.run_rank import run_rank
+from fxpipe.run.transport import run_ranks
+from fxpipe.simulate.op_lists import Op
+from fxpipe.simulate.prediction import Costing, planned, whole_values
+
+
+def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
+    """Run one step, every rank a thread of this process; its events, to hold against those of `predict`.
+
+    Durations should be long against what sleeps and thread switches add, a few tenths of a millisecond per action on an
+    idle machine: see `Slower`.
+
+    Raises:
+        CompileError: the program is not one for the CPU, where the emulated tensors are.
+    """
+    if step.device.type != "cpu":
+        raise CompileError(f"emulation has its tensors on the CPU; compile for it, not for {step.device.type}")
+    plan = planned(step, capture, costing)
+    devices = [EmulatedDevice() for _ in step.programs]
+    ranks = zip(step.programs, plan.op_lists, devices, strict=True)
+    modules = [emulated(program, ops, plan.seconds, device) for program, ops, device in ranks]
+    likes = whole_values(capture, step.batch_size)
+    whole: Any = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in likes.items()}
+    network, recording = EmulatedNetwork(costing.cluster), Recording()
+
+    def body(transport: Transport) -> None:
+        rank = transport.rank
+        transport.barrier()
+        on_network = EmulatedTransport(transport, network, devices[rank])
+        run_rank(modules[rank], step.programs[rank], on_network, whole.__getitem__, whole, recording)
+
+    run_ranks(len(step.programs), body)
+    return recording.timeline()
+
+
+def emulated(
+    program: RankProgram, op_list: Sequence[Op], seconds: Mapping[str, float], device: EmulatedDevice
+) -> fx.GraphModule:
+    """The program with a sleep wherever the simulator lets time pass on its rank: stage graphs, sums of gradients,
+    random draws."""
+    graph, root = copy.deepcopy(program.graph), nn.Module()
+    results = {name: _results(of_stage) for name, of_stage in program.modules.items()}
+    for index, (node, op) in enumerate(zip(list(graph.nodes), op_list, strict=True)):
+        if op.kind == "run":
+            planned_seconds = op.seconds + (seconds[op.call] if op.call else 0.0)
+            drawn = node.target is ops.draw
+            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(op.call), drawn))
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_module(f"sleep_{index}", node.args))
+            graph.erase_node(node)
+    return fx.GraphModule(root, graph, class_name=f"rank_{program.rank}")
+
+
+def _results(graph: fx.Graph) -> list[list[Any]]:
+    """Zeros like what a stage graph returns; as nobody writes into them, one tensor serves for all of a kind."""
+    (output,) = graph.find_nodes(op="output")
+    parts: Any = output.args[0]
+    zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def zeros_like(value: Tensor) -> Tensor:
+        key = value.shape, value.dtype
+        return zeros[key] if key in zeros else zeros.setdefault(key, torch.zeros(key[0], dtype=key[1]))
+
+    return [[pytree.tree_map(zeros_like, item.meta["val"]) for item in part] for part in parts]
+
+
+class _Sleep(nn.Module):
+    """Takes a while and returns `results`, or where there are none what is `drawn`, or else what it was given first: a
+    sum, still zero."""
+
+    def __init__(self, device: EmulatedDevice, seconds: float, results: list[list[Any]] | None, drawn: bool) -> None:
+        super().__init__()
+        self._device, self._seconds, self._results, self._drawn = device, seconds, results, drawn
+
+    def forward(self, *args: Any) -> Any:
+        self._device.compute(self._seconds)
+        if self._drawn:
+            return ops.draw(*args)
+        return args[0] if self._results is None else tuple(map(list, self._results))
+
+
+@dataclass(frozen=True)
+class Slower(CostModel):
+    """A cost model of a device that takes `factor` times as long as another's."""
+
+    model: CostModel
+    factor: float
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return self.model.memory_bytes
+
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        found = self.model.seconds(table, num_samples)
+        parts = (found.forward, found.backward_input, found.backward_weight)
+        return NodeSeconds(*(self.factor * seconds for seconds in parts))
+
+    def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:
+        return self.factor * self.model.moving_seconds(bytes_read, bytes_written)
+
+    def drawing_seconds(self, target: str, num_bytes: int) -> float:
+        return self.factor * self.model.drawing_seconds(target, num_bytes)

@@ -1,0 +1,230 @@
+"""Engines run rank programs: all ranks as threads of this process, or this process as one rank under torchrun.
+
+An engine reads the program and decides nothing. `step` does what `loss.backward()` does on one device: it adds to the
+`.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.errors import RunError
+from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.plan.transport import Transport
+from fxpipe.run.observe import Observe
+from fxpipe.run.read_ahead import Tensors
+from fxpipe.run.run_rank import Ahead, Draws, RankResult, SharedDraws, run_rank
+from fxpipe.run.training import Training
+from fxpipe.run.transport import run_ranks
+
+
+class LocalEngine(Training):
+    """All ranks in this process, on the model's own parameters."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        state: Mapping[str, torch.Tensor],
+        seed: int = 0,
+        shown: Callable[[str], str] = str,
+        observe: Observe | None = None,
+        filled: Callable[[], FilledPlan] | None = None,
+    ) -> None:
+        super().__init__(plan, seed, filled)
+        self._state, self._shown, self._observe = state, shown, observe
+        self._modules: dict[int, list[fx.GraphModule]] = {}
+        self._bound(plan)
+        held = {name for program in plan.programs for name in program.state}
+        self.parameters_by_name = _trainable({name: state[name] for name in state if name in held}, shown)
+        self.sent_bytes: dict[tuple[int, int], int] = {}
+
+    def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
+        loss, gradients, _ = self._run(self._plan, tensors, step, None, None)
+        assert loss is not None
+        return loss, gradients
+
+    def _execute(
+        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        return self._run(plan, tensors, self.step_index, ahead, carried)
+
+    def _run(
+        self, plan: StepPlan, tensors: Tensors, step: int, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        modules = self._bound(plan)
+        draws = SharedDraws(plan, self.seed, step, plan.device)
+        nexts = None if ahead is None else Ahead(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
+
+        def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
+            rank = transport.rank
+            mine = carried[rank] if carried else None
+            program = plan.program(rank)
+            result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine)
+            return result, transport.sent_bytes()
+
+        results = run_ranks(plan.world_size, body)
+        gradients: dict[str, torch.Tensor] = {}
+        self.sent_bytes = {}
+        for result, sent in results:
+            self.sent_bytes.update(sent)
+            for name, gradient in result.gradients.items():
+                gradients.setdefault(self._shown(name), gradient)
+        return results[0][0].loss, gradients, [result.carries for result, _ in results]
+
+    def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
+        if id(plan) not in self._modules:
+            self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
+        return self._modules[id(plan)]
+
+    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
+        pass
+
+    def _prepare(self, forms: FilledPlan) -> None:
+        pass
+
+
+class Engine(Training):
+    """This process as one rank. Every rank calls every method, with the same batches.
+
+    `parameters()` are this rank's own; a parameter tied across ranks is on each of them, with the same gradient.
+    Every step compares the batch's checksums over the ranks; set `check_batches` to False where that is too slow.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        state: Mapping[str, torch.Tensor],
+        transport: Transport,
+        seed: int = 0,
+        shown: Callable[[str], str] = str,
+        observe: Observe | None = None,
+        filled: Callable[[], FilledPlan] | None = None,
+    ) -> None:
+        super().__init__(plan, seed, filled)
+        self._observe, self.check_batches = observe, True
+        self._transport, self._shown, self._given = transport, shown, state
+        self.rank, self.device = transport.rank, plan.device
+        self._state: dict[str, torch.Tensor] = {}
+        self._modules: dict[int, fx.GraphModule] = {}
+        self._take(plan)
+        self.parameters_by_name = _trainable(self._state, shown)
+        self._agree({"plan": plan.fingerprint})
+        self._check_shared_state()
+        transport.open_channels(plan.channels, plan.groups)
+
+    def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
+        """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`.
+
+        `next_batch` as in `Training.step`.
+        """
+        with self._told():
+            return super().step(batch, next_batch)
+
+    def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
+        with self._told():
+            return super()._step(tensors, nexts)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """An exception of this rank ends the others too."""
+        try:
+            yield
+        except BaseException as error:
+            self._transport.abort(error)
+            raise
+
+    def _bind(self, batch: Any) -> Tensors:
+        return {name: tensor.to(self.device) for name, tensor in super()._bind(batch).items()}
+
+    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
+        if self.check_batches:
+            both = [None if part is None else {n: _checksum(t) for n, t in part.items()} for part in (tensors, nexts)]
+            parts = {"seed or step index": (self.seed, self.step_index), "batch": both[0], "next batch": both[1]}
+            self._agree(parts | {"state of frozen work": has_made})
+
+    def _prepare(self, forms: FilledPlan) -> None:
+        self._agree({"plan of frozen work": [form.fingerprint for form in forms.forms]})
+        for form in forms.forms:
+            self._take(form)
+        self._check_shared_state()
+        channels = {channel for form in forms.forms for channel in form.channels}
+        groups = {group for form in forms.forms for group in form.groups}
+        self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
+
+    def _execute(
+        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        draws = Draws(plan, self.seed, self.step_index, self.device)
+        nexts = None if ahead is None else Ahead(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
+        result = run_rank(
+            self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
+            self._observe, nexts, carried,
+        )  # fmt: skip
+        return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
+
+    def _take(self, plan: StepPlan) -> None:
+        """Hold the state of one more program of this rank."""
+        program = plan.program(self.rank)
+        for name in program.state:
+            if name not in self._state:
+                self._state[name] = _own(self._given[name], plan.device)
+        self._modules[id(plan)] = program.bind({name: self._state[name] for name in program.state})
+        if plan.without is not None:
+            self._take(plan.without)
+
+    def sent_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes this rank has sent on each channel since the engine was made."""
+        return self._transport.sent_bytes()
+
+    def gather_state_dict(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
+        """Collective: parameters and buffers of all ranks by name, on the CPU of rank `dst`; None elsewhere."""
+        mine = {self._shown(n): t.detach().cpu() for n, t in self._state.items() if not n.startswith("_constants.")}
+        parts = self._transport.gather_object(mine, dst)
+        return None if parts is None else {name: t for part in reversed(parts) for name, t in part.items()}
+
+    def close(self) -> None:
+        """Leave the network; every rank calls it when it is done."""
+        self._transport.close()
+
+    def _agree(self, parts: Mapping[str, Any]) -> None:
+        """Raise RunError unless every rank has these values; names the first that differs."""
+        values = self._transport.broadcast_object(self._transport.gather_object(parts))
+        assert values is not None
+        for what in parts:
+            different = [rank for rank, other in enumerate(values) if other[what] != values[0][what]]
+            if different:
+                raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
+
+    def _check_shared_state(self) -> None:
+        """State that several ranks hold (frozen modules, tied parameters) must be the same on all of them."""
+        sums = {name: _checksum(tensor) for name, tensor in self._state.items()}
+        values = self._transport.broadcast_object(self._transport.gather_object(sums))
+        assert values is not None
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, of_rank in enumerate(values):
+            for name, checksum in of_rank.items():
+                other, expected = first.setdefault(name, (rank, checksum))
+                if expected != checksum:
+                    raise RunError(
+                        f"{name} differs between ranks {other} and {rank}; seed every process alike "
+                        "before building the model, or load the same checkpoint on all"
+                    )
+
+
+def _trainable(state: Mapping[str, torch.Tensor], shown: Callable[[str], str]) -> dict[str, nn.Parameter]:
+    return {shown(n): p for n, p in state.items() if isinstance(p, nn.Parameter) and p.requires_grad}
+
+
+def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    copy = tensor.detach().clone().to(device)
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()

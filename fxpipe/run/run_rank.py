@@ -1,0 +1,85 @@
+"""One step of one rank: its program, run on a transport with the step's random draws."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import RunError
+from fxpipe.plan.rank_program import RankProgram
+from fxpipe.plan.step import StepPlan
+from fxpipe.plan.transport import Transport
+from fxpipe.run.observe import Observe, Observed
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a rank that works ahead is given beside its own batch: the next batch's random draws and tensors."""
+
+    random: Callable[[int], torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The loss of the whole batch (None in a prologue), this rank's gradients, and what it made for the next step."""
+
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+    carries: dict[str, torch.Tensor]
+
+
+def run_rank(
+    module: fx.GraphModule,
+    program: RankProgram,
+    transport: Transport,
+    random: Callable[[int], torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    observe: Observe | None = None,
+    ahead: Ahead | None = None,
+    carried: dict[str, torch.Tensor] | None = None,
+) -> RankResult:
+    """One step of one rank; it empties `carried`, what this batch's frozen work has made."""
+    if observe is not None:
+        transport = Observed(transport, observe)
+    arguments: list[Any] = [transport, random, *(tensors[name] for name in program.inputs)]
+    if program.works_ahead:
+        assert ahead is not None
+        arguments += [ahead.random, *(ahead.tensors[name] for name in program.next_inputs)]
+    if program.carried:
+        if carried is None:
+            raise RunError("a step on frozen work that no step before it has done; begin with the prologue")
+        arguments.append(carried)
+    with torch.no_grad():
+        loss, gradients, *rest = module(*arguments)
+    transport.flush()
+    carries = dict(zip(program.carries, rest[0], strict=True)) if rest else {}
+    return RankResult(loss, dict(zip(program.gradients, gradients, strict=True)), carries)
+
+
+class Draws:
+    """The random draws of one step, made when a rank asks, which it does once for each."""
+
+    def __init__(self, plan: StepPlan, seed: int, step: int, device: torch.device) -> None:
+        self._plan, self._seed, self._step, self._device = plan, seed, step, device
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return self._plan.draws[index].sample(self._plan.batch_size, self._seed, self._step, self._device)
+
+
+class SharedDraws(Draws):
+    """The same, each made once for all ranks of the process, and kept for them."""
+
+    def __init__(self, plan: StepPlan, seed: int, step: int, device: torch.device) -> None:
+        super().__init__(plan, seed, step, device)
+        self._made: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, index: int) -> torch.Tensor:
+        with self._lock:
+            if index not in self._made:
+                self._made[index] = super().__call__(index)
+            return self._made[index]

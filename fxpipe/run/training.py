@@ -1,0 +1,174 @@
+"""Training, as every engine offers it: steps over batches, with the next batch's frozen work in this one's idle time.
+
+    for loss in engine.train(loader, optimizer): ...        reads one batch ahead
+    loss = engine.step(batch, next_batch)                    the same by hand; adds to `.grad`
+
+    batch 0 given     prologue: frozen work of 0
+    step 0, next 1    steady: train on 0, frozen work of 1
+    step 1, no next   epilogue: train on 1
+
+What a step has made for the next one is used for that batch, step and seed only, and otherwise made again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fxpipe.capture.inputs import Batch, call_of
+from fxpipe.errors import RunError
+from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
+
+
+class Optimizer(Protocol):
+    """What `train` needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """Frozen work done for `given` at `step` under `seed`, with weights as in `weights`; what it is, the engine knows.
+
+    A step takes what it needs out of `made`: nothing can be served twice.
+    """
+
+    step: int
+    seed: int
+    weights: tuple[tuple[int, int], ...]
+    given: ReadBatch
+    made: Any
+
+
+class Training(ABC):
+    """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
+
+    parameters_by_name: Mapping[str, nn.Parameter]
+    _state: Mapping[str, torch.Tensor]
+
+    def __init__(self, plan: StepPlan, seed: int, filled: Callable[[], FilledPlan] | None) -> None:
+        self._plan, self._make_filled = plan, filled
+        self.seed, self.step_index = seed, 0
+        self._filled: FilledPlan | None = None
+        self._carried: _Carried | None = None
+        self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
+
+    def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
+        """One training step: returns the loss, a scalar, and adds the gradients to `.grad`.
+
+        With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
+        with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
+        again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
+        """
+        return self._step(self._bind(batch), None if next_batch is None else self._bind(next_batch))
+
+    def train(self, loader: Iterable[Batch], optimizer: Optimizer) -> Iterator[torch.Tensor]:
+        """Train on every batch, one optimizer step each, and yield its loss. A mapping is one batch.
+
+        Reads one batch ahead. An exception of the loader is raised after the batches before it have been trained on.
+        When the loop is left, a further call with the same iterator goes on with what was read ahead.
+
+        Raises:
+            CompileError: a batch does not fit the program; those before it have been trained on.
+            RunError: the loader has written into a batch that it gave, or a rank failed.
+        """
+        batches = iter([loader] if isinstance(loader, Mapping) else loader)
+        reader = self._reader(loader, batches)
+        while (pair := reader.pair()) is not None:
+            try:
+                loss = self._step(*pair)
+            except RunError as error:
+                if reader.failure is not None:
+                    error.add_note(f"before that, this rank's loader raised {reader.failure!r}")
+                raise
+            reader.trained()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+        self._readers.pop(id(batches), None)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.parameters_by_name.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For an optimizer: never empty, since optimizers refuse that; a rank without any gives one of size zero."""
+        yield from self.parameters_by_name.values() or [nn.Parameter(torch.empty(0))]
+
+    def _reader(self, loader: Iterable[Batch], batches: Iterator[Batch]) -> ReadAhead:
+        if batches is not loader:  # nobody else has this iterator, so nobody can go on with it
+            return ReadAhead(batches, self._bind)
+        return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
+
+    def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
+        carried, self._carried = self._carried, None
+        made = carried.made if carried and self._serves(carried, tensors) else None
+        self._check(tensors, nexts, made is not None)
+        if self._make_filled is None or (made is None and nexts is None):
+            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, self.step_index), tensors, None, None)
+        else:
+            loss, gradients = self._filled_step(self._forms(), tensors, nexts, made)
+        assert loss is not None
+        self.step_index += 1
+        self._add_gradients(gradients)
+        return loss
+
+    def _filled_step(
+        self, forms: FilledPlan, tensors: Tensors, nexts: Tensors | None, made: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]:
+        now = self.step_index
+        if made is None:
+            made = self._execute(forms.prologue, tensors, (now, tensors), None)[2]
+        if nexts is None:
+            return self._execute(forms.epilogue.drawn(self.seed, now), tensors, None, made)[:2]
+        given, steady = ReadBatch.of(nexts), forms.steady.drawn(self.seed, now)
+        loss, gradients, following = self._execute(steady, tensors, (now + 1, nexts), made)
+        self._carried = _Carried(now + 1, self.seed, self._weights(), given, following)
+        return loss, gradients
+
+    def _serves(self, carried: _Carried, tensors: Tensors) -> bool:
+        now = self.step_index, self.seed, self._weights()
+        return (carried.step, carried.seed, carried.weights) == now and carried.given.equals(tensors)
+
+    def _weights(self) -> tuple[tuple[int, int], ...]:
+        """Where the frozen weights are, and how often they were written to."""
+        names = {name for program in self._forms().prologue.programs for name in program.state}
+        held = (self._state[name] for name in sorted(names & self._state.keys()))
+        return tuple((tensor.data_ptr(), version(tensor)) for tensor in held)
+
+    def _forms(self) -> FilledPlan:
+        if self._filled is None:
+            assert self._make_filled is not None
+            self._filled = self._make_filled()
+            self._prepare(self._filled)
+        return self._filled
+
+    def _bind(self, batch: Batch) -> Tensors:
+        return self._plan.bind(*call_of(batch))
+
+    def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            parameter = self.parameters_by_name[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    @abstractmethod
+    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
+        """Called before a step with what it will run on, and whether its frozen work is done already."""
+
+    @abstractmethod
+    def _prepare(self, forms: FilledPlan) -> None:
+        """Called once before the first form runs."""
+
+    @abstractmethod
+    def _execute(
+        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        """Run one form at this step: loss, gradients by shown name, and what is carried to the next step.
+
+        `ahead` is the step and the tensors of the batch whose frozen work is done. `carried` is emptied.
+        """

@@ -1,0 +1,366 @@
+"""Ranks as processes: the transport over torch.distributed (gloo on CPUs, NCCL on GPUs). No other file imports it.
+
+Seen on torch 2.13's gloo, and relied on here:
+- `isend` never blocks, whatever the size; data move when the receiver has posted, so a send waited for is received.
+- Messages match by (pair, tag): tags up to 2**31 - 1, equal tags in order, different tags independent of each other.
+- A message shorter than its buffer is taken without an error, a longer one ends the process: so the tag also carries a
+  digest of shape and dtype, and what does not match is never received.
+- A wait cannot be tried again: its timeout closes all pairs of the group. `abort` and `shutdown` of a group wake
+  nobody; the timeout of another receive does, here and on the peers.
+"""
+
+import itertools
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.plan.transport import Channel, Pending, PendingReduction
+from fxpipe.run.transport import describe, num_bytes
+from fxpipe.run.transport.watchdog import Watchdog
+
+T = TypeVar("T")
+
+MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
+STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
+_num_transports = itertools.count()  # made by this process: every transport has keys of its own in the store
+
+
+def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    if not 0 <= edge < MAX_EDGES:
+        raise RunError(f"message {edge} does not fit a tag: a step sends up to {MAX_EDGES}; use fewer micro-batches")
+    return edge * 1024 + zlib.crc32(describe(edge, shape, dtype).encode()) % 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """A posted receive into a buffer of its own."""
+
+    transport: "DistributedTransport"
+    work: dist.Work
+    buffer: torch.Tensor
+    src: int
+    what: str
+
+    def wait(self) -> torch.Tensor:
+        self.transport._wait(self.work, self.what, self.src)
+        self.transport._open.pop(id(self), None)
+        return self.buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A started sum: one flat tensor per dtype, cut up again when it is there."""
+
+    transport: "DistributedTransport"
+    started: list[tuple[dist.Work, torch.Tensor, list[int]]]  # work, flat sum, positions of its tensors
+    shapes: list[torch.Size]
+    what: str
+    peer: int
+
+    def wait(self) -> list[torch.Tensor]:
+        sums: dict[int, torch.Tensor] = {}
+        for work, flat, positions in self.started:
+            self.transport._wait(work, self.what, self.peer)
+            parts = flat.split([self.shapes[i].numel() for i in positions])
+            sums |= {i: part.view(self.shapes[i]) for i, part in zip(positions, parts, strict=True)}
+        return [sums[i] for i in range(len(self.shapes))]
+
+
+_stores: dict[tuple[str, int], Any] = {}
+"""The launch's store, by its address: a process connects to it once, for its host may not listen twice."""
+_num_shared = itertools.count()
+_JOIN_TIMEOUT = timedelta(seconds=300)
+"""How much later than another a process of a launch may come: they import and load their models first."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What torchrun, or whoever set its variables, says about this process."""
+
+    rank: int
+    world_size: int
+    address: tuple[str, int]
+    attempt: str
+    launcher_hosts: bool
+
+    @staticmethod
+    def from_environment() -> "_Launch":
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise FxpipeError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node N")
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return _Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), address, attempt, launcher_hosts)
+
+    def store(self, name: str, timeout: timedelta) -> Any:
+        """The launch's store, with keys of their own for `name`. Rank 0 is its host where nobody else is."""
+        if self.address not in _stores:
+            _stores[self.address] = dist.TCPStore(  # type: ignore[attr-defined]
+                *self.address, self.world_size, timeout=timeout, wait_for_workers=False,
+                is_master=self.rank == 0 and not self.launcher_hosts and not dist.is_initialized(),
+            )  # fmt: skip
+        return dist.PrefixStore(f"fxpipe/{self.attempt}/{name}", _stores[self.address])  # type: ignore[attr-defined]
+
+
+def join_launch() -> None:
+    """Connect to the launch's store, so that a rank 0 that is gone from now on is missed.
+
+    Raises:
+        RunError: there is no rank 0 to connect to.
+    """
+    launch = _Launch.from_environment()
+    try:
+        launch.store("join", _JOIN_TIMEOUT)
+    except RuntimeError as error:
+        where = ":".join(map(str, launch.address))
+        raise RunError(f"no rank 0 at {where} after {_JOIN_TIMEOUT}: {str(error).splitlines()[0]}") from None
+
+
+def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
+    """Collective over the ranks of a launch: what `make` gives on rank 0, where alone it is called.
+
+    Raises:
+        RunError: rank 0 raised, which it does itself, or gave nothing in time.
+    """
+    launch = _Launch.from_environment()
+    store = launch.store(f"shared/{next(_num_shared)}", timedelta(seconds=timeout_seconds))
+    if launch.rank == 0:
+        try:
+            text = make()
+        except BaseException as error:
+            store.set("text", f"-{type(error).__name__}: {error}")
+            raise
+        store.set("text", f"+{text}")
+        with suppress(RuntimeError):  # who has not come by then will not
+            store.wait([f"read/{rank}" for rank in range(1, launch.world_size)], _JOIN_TIMEOUT)
+        return text
+    start = time.monotonic()
+    try:
+        store.wait(["text"], timedelta(seconds=timeout_seconds))
+        found = str(store.get("text").decode())
+        store.set(f"read/{launch.rank}", "")
+    except RuntimeError as error:
+        if time.monotonic() - start >= timeout_seconds:
+            raise RunError(f"waited {timeout_seconds:g} s for rank 0's plan") from None
+        raise RunError(f"lost rank 0 before it gave its plan: {str(error).splitlines()[0]}") from None
+    if found.startswith("-"):
+        raise RunError(f"rank 0 has no plan: {found[1:]}")
+    return found[1:]
+
+
+class DistributedTransport:
+    """This process as one rank. See `from_environment`."""
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, device: torch.device, host_rank: int | None,
+        timeout_seconds: float, heartbeat_seconds: float, lost_after_seconds: float,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
+        self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._groups = [self._control, self._data]
+        self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self._reducing: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
+        self._open: dict[int, _Receive] = {}
+        self._sent_bytes: dict[Channel, int] = {}
+        watched = store.clone()  # a connection of its own: calls on one connection wait for each other
+        watched.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._watchdog = Watchdog(
+            watched, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
+        )
+        self._watchdog.beat()
+        dist.barrier(self._control)
+        self._watchdog.start()
+
+    @classmethod
+    def from_environment(
+        cls, device: torch.device | str | None = None, timeout_seconds: float = 300.0,
+        heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0,
+    ) -> "DistributedTransport":  # fmt: skip
+        """Joins the ranks that torchrun, or whoever set its variables, has started.
+
+        `device`: the CPU when None; "cuda" without an index is the GPU of LOCAL_RANK. `timeout_seconds` bounds every
+        wait for a message; a rank whose heartbeat stands still for `lost_after_seconds` counts as lost. A default
+        process group is made when there is none, and is not ended by `close`: the next transport uses it again.
+        """
+        where = _resolve(device)
+        timeout = timedelta(seconds=timeout_seconds)
+        launch = _Launch.from_environment()
+        store = launch.store(f"{next(_num_transports)}", timeout)
+        rank, world_size = launch.rank, launch.world_size
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        host_rank = None if launch.launcher_hosts else 0
+        return cls(store, rank, world_size, where, host_rank, timeout_seconds, heartbeat_seconds, lost_after_seconds)
+
+    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
+        """One process group per group of ranks that reduce. On NCCL also one per channel, so that no channel waits for
+        another; a first message of each, in list order, builds its communicator, which would otherwise make the first
+        send block."""
+        for ranks in groups:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)  # collective over all ranks
+            if self.rank in ranks:
+                self._reducing[ranks] = group
+                self._groups.append(group)
+        if self.device.type != "cuda":
+            return
+        for src, dst in channels:
+            group = dist.new_group([src, dst], backend="nccl", timeout=self._timeout)  # collective over all ranks
+            if self.rank not in (src, dst):
+                continue
+            self._channels[src, dst] = group
+            self._groups.append(group)
+            token = torch.zeros(1, device=self.device)
+            with self._named(f"channel {src} -> {dst} to open", dst if self.rank == src else src):
+                work = dist.isend(token, dst, group=group) if self.rank == src else dist.irecv(token, src, group=group)
+                assert work is not None
+                work.wait()
+                torch.cuda.synchronize(self.device)
+
+    def set_action(self, action: str) -> None:
+        if self._watchdog.failure is not None:
+            raise RunError(self._watchdog.failure)
+        self._watchdog.action = action
+        self._sends = [send for send in self._sends if not send[0].is_completed()]  # frees what has been delivered
+
+    def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
+        assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"
+        tensor, shape = tensor.detach(), tuple(tensor.shape)
+        what = f"{describe(edge, shape, tensor.dtype)} to be received by rank {dst}"
+        with self._named(what, dst):
+            tag = message_tag(edge, shape, tensor.dtype)
+            work = dist.isend(tensor, dst, group=self._group((self.rank, dst)), tag=tag)
+        assert work is not None
+        self._sends.append((work, tensor, dst, what))
+        channel = self.rank, dst
+        self._sent_bytes[channel] = self._sent_bytes.get(channel, 0) + num_bytes(tensor)
+
+    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+        what = f"{describe(edge, shape, dtype)} from rank {src}"
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        with self._named(what, src):
+            work = dist.irecv(buffer, src, group=self._group((src, self.rank)), tag=message_tag(edge, shape, dtype))
+        assert work is not None
+        pending = _Receive(self, work, buffer, src, what)
+        self._open[id(pending)] = pending
+        return pending
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        """The sum by dtype, as flat tensors: one collective each instead of one per gradient."""
+        group, peer = self._reducing[ranks], ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+        what = f"the gradients of ranks {list(ranks)} (edge {edge})"
+        started = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            positions = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[i].detach().reshape(-1) for i in positions])
+            with self._named(what, peer):
+                work = dist.all_reduce(flat, group=group, async_op=True)
+            assert work is not None
+            started.append((work, flat, positions))
+        return _Reduction(self, started, [tensor.shape for tensor in tensors], what, peer)
+
+    def flush(self) -> None:
+        waiting = [pending.what for pending in self._open.values()]
+        assert not waiting, f"rank {self.rank} posted receives without waiting for them: {waiting}"
+        for work, _, dst, what in self._sends:
+            self._wait(work, what, dst)
+        self._sends.clear()
+
+    def sent_bytes(self) -> dict[Channel, int]:
+        return dict(self._sent_bytes)
+
+    def reset_sent_bytes(self) -> None:
+        self._sent_bytes.clear()
+
+    def abort(self, error: BaseException) -> None:
+        self._watchdog.report(error)
+
+    def barrier(self) -> None:
+        with self._named("all ranks at a barrier", None):
+            dist.barrier(self._control)
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        values = [value]
+        with self._named(f"an object from rank {src}", src):
+            dist.broadcast_object_list(values, src, group=self._control)
+        return values[0]
+
+    def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
+        values: list[T] | None = [value] * self.world_size if self.rank == dst else None
+        with self._named(f"the objects of all ranks at rank {dst}", None if self.rank == dst else dst):
+            dist.gather_object(value, values, dst, group=self._control)
+        return values
+
+    def close(self) -> None:
+        self._watchdog.close()
+        if self._watchdog.failure is None:
+            for group in self._groups:
+                dist.destroy_process_group(group)
+            self._groups.clear()
+
+    def _group(self, channel: Channel) -> dist.ProcessGroup:
+        if self.device.type != "cuda":
+            return self._data
+        assert channel in self._channels, f"channel {channel} is used before open_channels has opened it"
+        return self._channels[channel]
+
+    def _wait(self, work: dist.Work, what: str, peer: int) -> None:
+        """On NCCL this orders the current stream and returns; the group's own timeout then bounds the wait."""
+        with self._named(what, peer):
+            if self.device.type == "cuda":
+                work.wait()
+            else:
+                work.wait(self._timeout)
+
+    @contextmanager
+    def _named(self, what: str, peer: int | None) -> Iterator[None]:
+        """Turns a backend's error into what is behind it: the time, the peer, or a rank that the peer waited for."""
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if time.monotonic() - start >= self._timeout_seconds and self._watchdog.failure is None:
+                raise RunError(f"waited {self._timeout_seconds:g} s for {what}") from None
+            failure = self._watchdog.verdict(peer)
+            if failure is not None:
+                raise RunError(failure) from None
+            raise RunError(f"lost the connection while waiting for {what}: {error}") from error
+
+    def _interrupt(self) -> None:
+        """Wakes a main thread that is blocked on any peer: see the head of this file."""
+        everyone = tuple(range(self.world_size))
+        reducing = self._reducing.items() if self.device.type == "cpu" else ()
+        for ranks, group in [(everyone, self._data), (everyone, self._control), *reducing]:
+            if len(ranks) < 2:
+                continue
+            peer = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+
+def _resolve(device: torch.device | str | None) -> torch.device:
+    """The device with its index; for a GPU, made current."""
+    where = torch.device("cpu" if device is None else device)
+    if where.type == "cpu":
+        return where
+    if where.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
+        raise FxpipeError(f"device {where}: needs a CUDA build of torch with NCCL and a visible GPU; use device='cpu'")
+    if where.index is None:
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(where)
+    return where

@@ -1,0 +1,148 @@
+"""Verification: a compiled step against the uncompiled model, loss and every gradient."""
+
+import math
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fxpipe.capture import loss_of, private
+from fxpipe.capture.calls import Calls
+from fxpipe.capture.random_calls import RANDOM_CALLS
+from fxpipe.capture.randomness import SeededDraws
+from fxpipe.capture.transforms import exact_transforms
+from fxpipe.errors import CompileError
+
+# Relative errors that rounding alone can cause, by the least precise type in the step.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+_LOOSEST = 5e-2  # of any other floating type
+# A gradient far below the largest one is rounding noise: errors are taken relative to at least this share of it.
+NOISE_SHARE = 1e-4
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The relative error that rounding alone can cause; `widened_by` says what a step less precise in places does so.
+
+    Empty where the whole step computes in one precision.
+    """
+
+    value: float
+    widened_by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value:.0e}" + (f", for {self.widened_by}" if self.widened_by else "")
+
+
+def tolerance_of(graph: fx.Graph, local: Collection[str] = ()) -> Tolerance:
+    """By the least precise type that the graph computes in; the nodes `local` are left out (cheap, on every unit)."""
+    found: dict[torch.dtype, list[fx.Node]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and node.name not in local and isinstance(value, torch.Tensor):
+            if value.is_floating_point() or value.is_complex():
+                found.setdefault(value.dtype.to_real(), []).append(node)
+    values = {dtype: TOLERANCES.get(dtype, _LOOSEST) for dtype in found}
+    least = max(values, key=values.__getitem__)
+    if len(set(values.values())) == 1:
+        return Tolerance(values[least])
+    first, *more = found[least]
+    where = f"{str(least).removeprefix('torch.')} in {private.where(first)}, {first.target}"
+    return Tolerance(values[least], where + (f", and {len(more)} more operations" if more else ""))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Relative errors against one device. A gradient's error is its largest difference over its largest value."""
+
+    loss: float
+    reference_loss: float
+    loss_error: float
+    gradients: Mapping[str, float]
+    tolerance: float
+    widened_by: str = ""
+
+    @property
+    def max_grad_error(self) -> float:
+        errors = list(self.gradients.values())
+        return math.nan if any(math.isnan(e) for e in errors) else max(errors, default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        # Written so that a NaN fails.
+        return self.loss_error <= self.tolerance and all(e <= self.tolerance for e in self.gradients.values())
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.ok else "NOT EXACT"
+        losses = f"loss {self.loss:.12g} against {self.reference_loss:.12g} on one device"
+        lines = [
+            f"{verdict}: {losses} (error {self.loss_error:.1e}), "
+            f"{len(self.gradients)} gradients within {self.max_grad_error:.1e}, "
+            f"tolerance {Tolerance(self.tolerance, self.widened_by)}"
+        ]
+        bad = sorted(((e, n) for n, e in self.gradients.items() if not e <= self.tolerance), reverse=True)
+        return "\n".join(lines + [f"  {name}: {error:.2e}  <-- HERE" for error, name in bad[:10]])
+
+
+def reference_step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int, device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """One device's loss, gradients by (first) parameter name, and the number of random draws made."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
+    # Autocast's cache of weights loses the gradient of a weight that was first read under no_grad.
+    with (
+        torch.enable_grad(),
+        attention,
+        private.plain_checkpoints(),
+        exact_transforms(),
+        torch.random.fork_rng(),
+        private.no_autocast_cache(),
+    ):
+        with Calls(RANDOM_CALLS), SeededDraws(seed, step, device) as draws:
+            loss = loss_of(model(*args, **kwargs))
+        if not loss.requires_grad:
+            return loss, {}, draws.count
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    found = {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+    return loss.detach(), found, draws.count
+
+
+def compare(
+    loss: torch.Tensor,
+    gradients: Mapping[str, torch.Tensor],
+    reference: tuple[torch.Tensor, Mapping[str, torch.Tensor], int],
+    num_draws: int,
+    tolerance: float | Tolerance,
+) -> Verification:
+    """Compare one step's results; a gradient that only one side has must be zero."""
+    reference_loss, reference_gradients, drawn = reference
+    if drawn != num_draws:
+        raise CompileError(
+            f"the uncompiled model made {drawn} random draws, the captured graph {num_draws}; "
+            "it draws under a condition that is not captured, so the two cannot be compared"
+        )
+    largest = max((float(g.abs().max()) for g in reference_gradients.values() if g.numel()), default=0.0)
+    errors = {
+        name: _error(gradients.get(name), reference_gradients.get(name), NOISE_SHARE * largest)
+        for name in sorted({*gradients, *reference_gradients})
+    }
+    limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
+    loss_error = _error(loss, reference_loss, 0.0)
+    return Verification(float(loss), float(reference_loss), loss_error, errors, limit.value, limit.widened_by)
+
+
+def _error(ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float) -> float:
+    if ours is None or theirs is None:
+        given = ours if theirs is None else theirs
+        return 0.0 if given is None or not given.any() else math.inf
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return math.inf
+    if not theirs.numel():
+        return 0.0
+    difference, scale = float((ours.to(theirs.device) - theirs).abs().max()), max(float(theirs.abs().max()), floor)
+    return difference / scale if scale else difference

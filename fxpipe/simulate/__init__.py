@@ -1,0 +1,202 @@
+"""Simulation: walk the operations of all ranks with costs instead of tensors, and keep what happens when.
+
+    rank 0: begin 0F0 | run 2 ms | send h | wait g | ...         rank 0 |0F0|      |0B0  |
+    rank 1: begin 1F0 | wait h | run 2 ms | send g | ...   ->    rank 1     |1F0|1B0|
+
+op_lists       what ranks do, as the simulator takes it      machine      ranks, messages and collectives in time
+wires          messages that share ports                     collectives  sums that wait for all
+rank_memory    bytes over time, from op lists                memory       what rank programs hold (graph_memory)
+prediction     a rank program's step, simulated
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.cluster import Cluster
+from fxpipe.costs.call_costs import Block
+from fxpipe.plan.timeline import NOT_ACTIONS, Event, RankMemory, Timeline, kind_of
+from fxpipe.simulate.collectives import Collective, Span
+from fxpipe.simulate.machine import Machine
+from fxpipe.simulate.op_lists import Op, StepOps, Transfer
+from fxpipe.simulate.rank_memory import levels, rank_memory
+from fxpipe.simulate.wires import Arrival
+
+
+@dataclass(frozen=True)
+class Walked:
+    """All events, and when each op of each rank started and ended."""
+
+    events: tuple[Event, ...]
+    node_seconds: tuple[tuple[tuple[float, float], ...], ...]
+    arrival_seconds: Mapping[int, float]
+
+    def timeline(self, memory: tuple[RankMemory, ...] = (), spread: tuple[float, ...] = ()) -> Timeline:
+        """The events as a step of all ranks."""
+        return Timeline(self.events, len(self.node_seconds), memory, spread)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A step as it goes: its seconds, when each rank waits or is done and the bytes it holds then, when each of its
+    actions starts to compute, and the most bytes it holds at once."""
+
+    seconds: float
+    idle: tuple[tuple[tuple[float, float], ...], ...]
+    idle_bytes: tuple[tuple[int, ...], ...]
+    starts: tuple[tuple[float, ...], ...]
+    rank_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(self.rank_bytes)
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Of every rank."""
+        return tuple(sum(end - start for start, end in idle) for idle in self.idle)
+
+
+def simulate(step: StepOps, cluster: Cluster) -> Clock:
+    """Run a step's ops to their end, without keeping what happens when."""
+    machine = Machine(step.ranks, step.seconds, cluster)
+    machine.run()
+    end, arrivals = machine.end_seconds, None if cluster.keeps_sent else machine.arrival_seconds
+    bytes_of = zip(step.ranks, step.held, machine.begins, strict=True)
+    found = [list(levels(ops, sum(held.values()), begins, arrivals)) for ops, held, begins in bytes_of]
+    idle = []
+    for waits, last, of_rank in zip(machine.waits, machine.rank_ends, found, strict=True):
+        spans = [(start, stop, of_rank[place][1]) for start, stop, place in waits]
+        idle.append(_joined([*spans, (last, end, of_rank[-1][1])]))
+    starts = tuple(tuple(_starts(begins, spans)) for begins, spans in zip(machine.begins, idle, strict=True))
+    most = tuple(max(during for during, _ in of_rank) for of_rank in found)
+    times = tuple(tuple((start, stop) for start, stop, _ in spans) for spans in idle)
+    return Clock(end, times, tuple(tuple(size for *_, size in spans) for spans in idle), starts, most)
+
+
+_Idle = tuple[float, float, int]
+"""From, to, and the bytes held meanwhile."""
+
+
+def _joined(spans: Sequence[_Idle]) -> list[_Idle]:
+    """Waits that follow each other at once as one."""
+    found: list[_Idle] = []
+    for start, end, size in spans:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], end, max(found[-1][2], size)
+        elif start < end:
+            found.append((start, end, size))
+    return found
+
+
+def _starts(begins: Sequence[float], idle: Sequence[_Idle]) -> Iterator[float]:
+    """When actions compute that begin, and wait, at these seconds."""
+    ends = {start: end for start, end, _ in idle}
+    for begin in begins:
+        yield ends.get(begin, begin)
+
+
+def timeline(step: StepOps, cluster: Cluster, spread: tuple[float, ...] = ()) -> Timeline:
+    """The events and the memory of a step's ops."""
+    walked = walk(step.ranks, step.seconds, cluster)
+    arrivals = None if cluster.keeps_sent else walked.arrival_seconds
+    ranks = enumerate(zip(step.ranks, step.held, walked.node_seconds, strict=True))
+    memory = tuple(rank_memory(rank, ops, held, seconds, arrivals) for rank, (ops, held, seconds) in ranks)
+    return walked.timeline(memory, spread)
+
+
+def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> Walked:
+    """Run one list of ops per rank to its end; `seconds` is by graph name.
+
+    Needs no rank programs: a plan that is nothing but lists of ops, such as a baseline's, can be walked too.
+    """
+    machine = _Recorder(op_lists, seconds, cluster)
+    machine.run()
+    return machine.walked()
+
+
+class _Recorder(Machine):
+    """A machine that keeps what it does."""
+
+    def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
+        super().__init__(op_lists, seconds, cluster)
+        self._events: list[Event] = []
+        self._nodes: list[list[tuple[float, float]]] = [[] for _ in op_lists]
+        self._action: list[tuple[str, float]] = [("", 0.0) for _ in op_lists]
+        self._sent: dict[int, tuple[str, Transfer]] = {}
+        self._issued: dict[tuple[int, int], str] = {}  # (collective's edge, rank) -> action
+        self._arrivals: dict[int, float] = {}
+
+    def walked(self) -> Walked:
+        nodes = tuple(map(tuple, self._nodes))
+        return Walked(tuple(sorted(self._events, key=_by_time)), nodes, self._arrivals)
+
+    def _do(self, rank: int, op: Op, clock: float) -> float | None:
+        end = super()._do(rank, op, clock)
+        if end is not None:
+            self._nodes[rank].append((clock, end))
+        return end
+
+    def _begin(self, rank: int, action: str, clock: float) -> None:
+        name, start = self._action[rank]
+        if name:
+            self._events.append(Event(rank, name, kind_of(name), start, clock))
+        self._action[rank] = action, clock
+
+    def _send(self, rank: int, message: Transfer, clock: float) -> None:
+        super()._send(rank, message, clock)
+        self._sent[message.edge] = self._action[rank][0], message
+
+    def _arrive(self, arrival: Arrival) -> None:
+        super()._arrive(arrival)
+        edge, start, end = arrival
+        action, m = self._sent[edge]
+        self._arrivals[edge] = end
+        self._events.append(Event(m.src, action, "transfer", start, end, m.dst, edge, m.num_bytes, str(m)))
+
+    def _issue(self, rank: int, collective: Collective, clock: float) -> Span | None:
+        self._issued[collective.edge, rank] = self._action[rank][0]
+        span = super()._issue(rank, collective, clock)
+        if span is not None:
+            times, what = (span.start_seconds, span.end_seconds), (-1, collective.edge, collective.num_bytes)
+            for peer in collective.ranks:
+                action = self._issued[collective.edge, peer]
+                self._events.append(Event(peer, action, collective.kind, *times, *what, str(collective)))
+        return span
+
+    def _wait(self, rank: int, op: Op, clock: float) -> float | None:
+        end = super()._wait(rank, op, clock)
+        if end is not None:
+            awaited = op.collective or op.message
+            assert awaited is not None
+            source = -1 if op.message is None else op.message.src
+            what = source, awaited.edge, awaited.num_bytes, str(awaited)
+            self._events.append(Event(rank, self._action[rank][0], "wait", clock, end, *what))
+        return end
+
+
+def _by_time(event: Event) -> tuple[float, int, bool, float]:
+    return event.start_seconds, event.rank, event.kind in NOT_ACTIONS, event.end_seconds
+
+
+def noisy_makespans(
+    op_lists: Sequence[Sequence[Op]],
+    blocks: Mapping[str, Mapping[Block, float]],
+    cluster: Cluster,
+    num_runs: int,
+    seed: int,
+    noise: float = 0.1,
+) -> tuple[float, ...]:
+    """Makespans, sorted, when every block's time is wrong by a factor of its own, up to `noise`, all step long."""
+    generator = random.Random(seed)
+    keys = list(dict.fromkeys(key for times in blocks.values() for key in times))
+    lasting = [[op for op in ops if op.kind not in ("none", "begin")] for ops in op_lists]
+    found = []
+    for _ in range(num_runs):
+        factor = {key: 1 + generator.uniform(-noise, noise) for key in keys}
+        seconds = {name: sum(t * factor[key] for key, t in times.items()) for name, times in blocks.items()}
+        machine = Machine(lasting, seconds, cluster)
+        machine.run()
+        found.append(machine.end_seconds)
+    return tuple(sorted(found))

@@ -1,0 +1,96 @@
+"""Predict a step: simulate the rank programs and follow their memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxpipe.capture import Capture
+from fxpipe.capture.sizes import concrete
+from fxpipe.cluster import Cluster
+from fxpipe.costs.call_costs import Block
+from fxpipe.costs.model import CostModel, node_seconds
+from fxpipe.costs.table import CostTable
+from fxpipe.plan.step import StepPlan
+from fxpipe.plan.timeline import Timeline
+from fxpipe.simulate import noisy_makespans, simulate, timeline
+from fxpipe.simulate.memory import ADAMW_BYTES, graphs_memory, held_bytes, program_bytes
+from fxpipe.simulate.op_lists import Op, StepOps, program_ops
+
+NUM_NOISY_RUNS, NOISE_SEED = 20, 0
+
+
+@dataclass(frozen=True)
+class Costing:
+    """What a prediction needs beside the programs: the cost of every captured node, a device and a network."""
+
+    costs: CostTable
+    model: CostModel
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The ops of all ranks, and the seconds of the graphs they call by block: {graph: {block: seconds}}."""
+
+    op_lists: Sequence[Sequence[Op]]
+    blocks: Mapping[str, Mapping[Block, float]]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {name: sum(times.values()) for name, times in self.blocks.items()}
+
+
+def planned(step: StepPlan, capture: Capture, costing: Costing) -> Planned:
+    """What every rank does, and for how long."""
+    model, sizes = costing.model, {call.num_samples for call in step.calls.values()}
+    of_nodes = {size: node_seconds(model, costing.costs, size) for size in sizes}
+    blocks = {name: call.seconds(costing.costs, of_nodes[call.num_samples]) for name, call in step.calls.items()}
+    drawn = whole_bytes(capture, step.batch_size)
+    draws = {index: model.drawing_seconds(draw.target, drawn[index]) for index, draw in step.draws.items()}
+    return Planned(program_ops(step.programs, step.messages, model, draws), blocks)
+
+
+def step_ops(
+    step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES
+) -> tuple[StepOps, Planned]:
+    """What every rank does, for how long, and in how many bytes."""
+    plan, whole, calls = (
+        planned(step, capture, costing),
+        whole_bytes(capture, step.batch_size),
+        graphs_memory(step.programs),
+    )
+    ranks = [
+        [op._replace(memory=memory) for op, memory in zip(ops, program_bytes(program, calls, whole), strict=True)]
+        for ops, program in zip(plan.op_lists, step.programs, strict=True)
+    ]
+    return StepOps(ranks, [held_bytes(program, optimizer_bytes) for program in step.programs], plan.seconds), plan
+
+
+def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:
+    """The timeline of one step, with memory and the spread under noise."""
+    ops, plan = step_ops(step, capture, costing, optimizer_bytes)
+    spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
+    return timeline(ops, costing.cluster, spread)
+
+
+def peak_bytes(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES) -> list[int]:
+    """The most memory that each rank needs at once."""
+    return list(simulate(step_ops(step, capture, costing, optimizer_bytes)[0], costing.cluster).rank_bytes)
+
+
+def whole_bytes(capture: Capture, batch_size: int) -> dict[str | int, int]:
+    """Bytes of every whole-batch input, by its name in the programs, and of every random draw, by index."""
+    values = whole_values(capture, batch_size)
+    return {key: torch.Size(shape).numel() * dtype.itemsize for key, (shape, dtype) in values.items()}
+
+
+def whole_values(capture: Capture, batch_size: int) -> dict[str | int, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of what `whole_bytes` counts."""
+    found: dict[str | int, tuple[tuple[int, ...], torch.dtype]] = {}
+    for node in capture.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] in ("input", "draw"):
+            key = node.name if node.meta["kind"] == "input" else capture.draws[node.name].index
+            value = node.meta["val"]
+            found[key] = concrete(tuple(value.shape), batch_size), value.dtype
+    return found

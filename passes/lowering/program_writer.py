@@ -1,0 +1,248 @@
+"""One rank's program, written action by action.
+
+    rank 1: 1F0 1B0                 h_mb0 = wait(recv(transport, src=0, edge=0))
+                             ->     [loss_mb0], saved_1F0 = self.stage_1_forward(h_mb0, target_mb0)
+                                    loss_total = add_weighted(None, loss_mb0, weight=1.0)
+                                    [grad_h_mb0], weight_grads_1B0 = self.stage_1_backward(saved_1F0, constant(1.0))
+                                    send(transport, grad_h_mb0, dst=0, edge=1)
+                                    return loss_total, [weight_grads_1B0[0]]
+
+A value that a stage of the same rank reads is an edge of this graph and nothing else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from fxpipe.plan import ops
+from fxpipe.plan.actions import Action
+from fxpipe.plan.rank_program import RankProgram, Reduction
+from passes.lowering.borders import Border
+from passes.lowering.frozen import FrozenWork, FrozenWriter
+from passes.lowering.messages import TiedGradient, gradient_ranks
+from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape_only
+from passes.lowering.step_graphs import Key
+from passes.lowering.units import Value
+
+PREFETCH = 1  # actions ahead of its use that a receive is posted
+
+
+def graph_name(sizes: Sequence[int], border: Border, part: str) -> str:
+    """What programs call one of a unit's graphs; micro-batches of several sizes have graphs of their own."""
+    return f"{border.unit.name}_{part}" + (f"_b{border.batch_size}" if len(set(sizes)) > 1 else "")
+
+
+class ProgramWriter:
+    """The dictionaries hold what exists at this point of the program. `frozen` is the next batch's frozen work."""
+
+    def __init__(
+        self,
+        writer: RankWriter,
+        tied: Sequence[TiedGradient],
+        reductions: Sequence[Reduction],
+        frozen: FrozenWork | None,
+    ) -> None:
+        self.writer, self.layout, self.tied = writer, writer.layout, tied
+        self.weights = writer.step.loss_weights
+        self.reductions = {reduction.stage: reduction for reduction in reductions}
+        self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
+        self.gradients: dict[tuple[str, int], list[fx.Node]] = {}  # parts, by value and micro-batch
+        self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
+        self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
+        self.loss: fx.Node | None = None
+        self.frozen = None
+        if frozen is not None:
+            assert writer.next_batch is not None
+            self.frozen = FrozenWriter(writer, frozen, writer.next_batch)
+
+    def write(self, actions: Sequence[Action], trains: bool) -> RankProgram:
+        """The program that does these actions, and where it trains tells every rank the loss."""
+        writer = self.writer
+        training = [action for action in actions if not action.is_piece]
+        position = 0
+        for action in actions:
+            if action.is_piece:
+                assert self.frozen is not None
+                self.frozen.run(action)
+            else:
+                self._act(action, training[position : position + 1 + PREFETCH])
+                position += 1
+        writer.begin("end of step")
+        gradients = self._weight_gradients(writer.step.state)
+        if trains:
+            self._sum_tied(gradients)
+            self._share_loss()
+        carries = self.frozen.carries() if self.frozen is not None else {}
+        results = (self.loss, list(gradients.values()))
+        writer.graph.output((*results, list(carries.values())) if self.frozen is not None else results)
+        writer.graph.lint()
+        held = {str(n.target) for graph in writer.modules.values() for n in graph.nodes if n.op == "get_attr"}
+        held |= {g.value.name for g in self.tied if writer.rank in g.holders}
+        names = {name: writer.step.state[name] for name in sorted(held)}
+        nexts = writer.next_batch.inputs if writer.next_batch else ()
+        carried = tuple(carried_name(*key) for key in writer.carried)
+        return RankProgram(
+            writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
+            nexts, carried, tuple(carries), self.frozen is not None,
+        )  # fmt: skip
+
+    def _act(self, action: Action, ahead: Sequence[Action]) -> None:
+        emit = {"F": self._forward, "T": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
+        emit["R"] = self._reduce
+        self.writer.begin(str(action))
+        for following in ahead:
+            self.writer.post_all(following)
+        emit[action.kind](action)
+
+    def _forward(self, action: Action) -> None:
+        key = action.kind, action.stage
+        border = self.layout.border(key, action.microbatch)
+        args = tuple(self.writer.read(name, action.microbatch) for name in border.unit.reads)
+        returns, saved = self._call(key, "forward", args, ("returns", "saved"), action)
+        for index, value in enumerate(border.returns):
+            is_loss = value.name == self.layout.loss
+            node = self.writer.item(returns, index, name_at("loss" if is_loss else value.name, action.microbatch))
+            node.meta["val"] = shape_only(value.shape, value.dtype)
+            self.writer.values[value.name, action.microbatch] = node
+            if is_loss:
+                weighted = (self.loss, node, self.weights[action.microbatch])
+                self.loss = self.writer.call(ops.add_weighted, weighted, "loss_total")
+        if border.has_backward:
+            self.saved[Action(action.stage, "B", action.microbatch)] = saved
+        for message in self.writer.sends_after(action):
+            self.writer.send(message, self.writer.values[message.value, message.microbatch])
+
+    def _backward(self, action: Action) -> None:
+        key, microbatch = ("F", action.stage), action.microbatch
+        border = self.layout.border(key, microbatch)
+        tangents = [self._tangent(value, microbatch) for value in border.returns if value.requires_grad]
+        args = (self.saved.pop(Action(action.stage, "B", microbatch)), *tangents)
+        if action.kind == "I" and border.splits:
+            input_grads, kept = self._call(key, "backward_input", args, ("input_grads", "kept"), action)
+            self.saved[Action(action.stage, "W", microbatch)] = kept
+        else:
+            input_grads, new = self._call(key, "backward", args, ("input_grads", "weight_grads"), action)
+            self._accumulate(action.stage, border.weight_grads, new)
+        reads = {value.name: value for value in border.reads}
+        for index, name in enumerate(border.input_grads):
+            node = self.writer.item(input_grads, index, name_at(f"grad_{name}", microbatch))
+            node.meta["val"] = shape_only(reads[name].shape, reads[name].dtype)
+            self.gradients.setdefault((name, microbatch), []).append(node)
+        for message in self.writer.sends_after(action):
+            self.writer.send(message, self._summed(message.value, microbatch))
+
+    def _weight(self, action: Action) -> None:
+        key = "F", action.stage
+        (new,) = self._call(key, "backward_weight", (self.saved.pop(action),), ("weight_grads",), action)
+        self._accumulate(action.stage, self.layout.border(key, action.microbatch).weight_grads, new)
+
+    def _call(
+        self, key: Key, part: str, args: tuple[fx.Node, ...], results: tuple[str, ...], action: Action
+    ) -> list[fx.Node]:
+        """Call one of a unit's graphs; its results are lists."""
+        graphs = self.writer.step.graphs(key, self.layout.sizes[action.microbatch])
+        name = graph_name(self.layout.sizes, graphs.border, part)
+        result = self.writer.call_module(name, getattr(graphs, part), args)
+        return [self.writer.item(result, i, f"{kind}_{action}") for i, kind in enumerate(results)]
+
+    def _tangent(self, value: Value, microbatch: int) -> fx.Node:
+        """The gradient of a returned value: the loss's own weight, or the sum of what its readers give."""
+        if value.name == self.layout.loss:
+            return self.writer.filled(value, float(self.weights[microbatch]), name_at("grad_loss", microbatch))
+        received = self.writer.gradients_from_others(value.name, microbatch)
+        parts = [
+            self._summed(value.name, microbatch) if rank == self.writer.rank else self.writer.receive(received[rank])
+            for rank in gradient_ranks(self.layout, value.name, microbatch)
+        ]
+        if parts:
+            return self.writer.add(parts)
+        return self.writer.filled(value, 0.0, name_at(f"no_grad_{value.name}", microbatch))
+
+    def _summed(self, value: str, microbatch: int) -> fx.Node:
+        """This rank's gradient of a value: its stages' parts, summed once."""
+        parts = self.gradients[value, microbatch]
+        parts[:] = [self.writer.add(parts)]
+        return parts[0]
+
+    def _accumulate(self, stage: int, names: tuple[str, ...], new: fx.Node) -> None:
+        if not names:
+            return
+        key = stage, names
+        total = self.totals.get(key)
+        self.totals[key] = new if total is None else self.writer.call(ops.accumulate, (total, new), f"grads_{stage}")
+
+    def _reduce(self, action: Action) -> None:
+        """Start to sum this replica's gradients with the others'."""
+        reduction = self.reductions.get(action.stage)
+        if reduction is None:  # all its parameters are tied to other stages'
+            return
+        (key,) = (key for key in self.totals if key[0] == action.stage)
+        given: fx.Node | list[fx.Node] = self.totals[key]
+        if reduction.parameters != key[1]:
+            items = dict(self._named(key, self.totals[key]))
+            given = [items[name] for name in reduction.parameters]
+        args = (self.writer.transport, given, list(reduction.ranks), reduction.edge)
+        self.reducing[key] = self.writer.call(ops.all_reduce, args, f"reducing_{action.stage}")
+        self.reducing[key].meta["reduction"] = reduction
+
+    def _named(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+        for index, name in enumerate(key[1]):
+            yield name, self.writer.item(gradients, index, f"grad_{name.replace('.', '_')}")
+
+    def _weight_gradients(self, state: Mapping[str, torch.Tensor]) -> dict[str, fx.Node]:
+        """The gradient of every parameter of this rank, summed over its stages, and over replicas where reduced."""
+        parts: dict[str, list[fx.Node]] = {}
+        for key, total in self.totals.items():
+            reduced: tuple[str, ...] = ()
+            if key in self.reducing:
+                reduced = self.reducing[key].meta["reduction"].parameters
+                sums = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
+                for name, node in self._named((key[0], reduced), sums):
+                    parts.setdefault(name, []).append(node)
+            if reduced != key[1]:
+                for name, node in self._named(key, total):
+                    if name not in reduced:
+                        parts.setdefault(name, []).append(node)
+        for name, nodes in parts.items():
+            for node in nodes:
+                node.meta["val"] = state[name]
+        return {name: self.writer.add(nodes) for name, nodes in parts.items()}
+
+    def _sum_tied(self, gradients: dict[str, fx.Node]) -> None:
+        """Sum gradients of tied parameters on their first rank, and give the sum to every rank that holds them."""
+        rank = self.writer.rank
+        for gradient in self.tied:
+            for message in self.writer.mail.closing(gradient.value.name):
+                if message.dst == gradient.givers[0] != rank:
+                    self.writer.send(message, gradients[message.value])
+        for gradient in self.tied:
+            if rank == gradient.givers[0]:
+                name = gradient.value.name
+                received = [self.writer.receive(m) for m in self.writer.mail.closing(name) if m.dst == rank]
+                gradients[name] = self.writer.add([gradients[name], *received])
+        for gradient in self.tied:
+            for message in self.writer.mail.closing(gradient.value.name):
+                if message.src == gradient.givers[0] == rank:
+                    self.writer.send(message, gradients[message.value])
+                elif message.src == gradient.givers[0]:
+                    gradients[message.value] = self.writer.receive(message)
+
+    def _share_loss(self) -> None:
+        """The first rank that has a part of the loss adds up all parts and tells every rank."""
+        rank, first = self.writer.rank, self.layout.loss_ranks[0]
+        messages = self.writer.mail.closing(self.layout.loss)
+        for message in messages:
+            if message.src == rank != first:
+                assert self.loss is not None
+                self.writer.send(message, self.loss)
+        if rank == first:
+            assert self.loss is not None
+            parts = [self.writer.receive(message) for message in messages if message.dst == rank]
+            self.loss = self.writer.add([self.loss, *parts])
+            for message in messages:
+                if message.src == rank:
+                    self.writer.send(message, self.loss)
+        else:
+            (told,) = (message for message in messages if message.src == first)
+            self.loss = self.writer.receive(told)

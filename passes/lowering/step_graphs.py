@@ -1,0 +1,188 @@
+"""The units of a step and their graphs, each traced when it is first asked for: a rank's process traces its own alone.
+
+stages [0, 3), [3, 8)    ->    ("F", 0), ("F", 1)           stages, at every micro-batch size
+components vae, text           ("T", 0), ("T", 1)           components, in the step that trains on their batch
+layers of them                 ("L", 0), ("L", 1), ...      layers, in the step before, at the samples of their pieces
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from fxpipe.capture import Capture
+from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.block_graph import BlockGraph
+from fxpipe.plan.staged import Staged
+from passes.batch import BatchPlan
+from passes.lowering.borders import Border, border
+from passes.lowering.joint import Recompute
+from passes.lowering.sources import BatchSlice, Sources
+from passes.lowering.stage_graphs import StageGraphs, trace_stage
+from passes.lowering.units import STATE_KINDS, Unit, make_units, state_name, whole_batch_unit
+from passes.lowering.work import StepWork
+
+Key = tuple[str, int]
+"""("F", stage), ("T", component), ("L", layer of a component) or ("whole batch", 0)."""
+WHOLE_BATCH = "whole batch", 0
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraphs:
+    """A captured step cut into stages, for micro-batches of `sizes` samples.
+
+    `layers` are the nodes of every layer of every component, as the next batch's frozen work is taken apart.
+    """
+
+    capture: Capture
+    batch: BatchPlan
+    known: StepWork
+    staged: Staged
+    sizes: tuple[int, ...]
+    layers: tuple[tuple[tuple[str, ...], ...], ...]
+    device: torch.device
+    _borders: dict[tuple[Key, int], Border] = field(default_factory=dict)
+    _traced: dict[tuple[Key, int], StageGraphs] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.known.graph
+
+    @cached_property
+    def work(self) -> Work:
+        """What a schedule of the step must contain, frozen work in every micro-batch."""
+        return self.known.of(self.staged, len(self.sizes))
+
+    @property
+    def batch_size(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that the programs of a schedule are made from."""
+        blocks = [block.nodes for block in self.graph.blocks]
+        text = (
+            f"{graph_fingerprint(self.capture.graph)} {blocks} {self.layers} {self.staged} {self.sizes} {self.device}"
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def loss_weights(self) -> list[float]:
+        """The factor of every micro-batch's loss in the whole batch's."""
+        return [size / self.batch_size if self.batch.loss_scale == "mean" else 1.0 for size in self.sizes]
+
+    @cached_property
+    def units(self) -> Mapping[Key, Unit]:
+        """Stages that are not empty, and components."""
+        components = {("T", i): (f"frozen_{i}", c.nodes) for i, c in enumerate(self.graph.components)}
+        return self._units({**components, **self._stages})
+
+    @cached_property
+    def layer_units(self) -> Mapping[Key, Unit]:
+        """The layers of components, numbered through."""
+        flat = [nodes for of_component in self.layers for nodes in of_component]
+        groups = {("L", i): (f"frozen_{i}", nodes) for i, nodes in enumerate(flat)}
+        return {key: unit for key, unit in self._units({**groups, **self._stages}).items() if key[0] == "L"}
+
+    @cached_property
+    def first_layer(self) -> list[int]:
+        """The number of every component's first layer."""
+        return [0, *accumulate(map(len, self.layers))]
+
+    def layers_of(self, piece: Action) -> list[Key]:
+        """The layers of a piece of frozen work, in order."""
+        return [("L", self.first_layer[piece.stage] + layer) for layer in range(*piece.layers)]
+
+    @cached_property
+    def _stages(self) -> dict[Key, tuple[str, Sequence[str]]]:
+        stages = {s: self.staged.blocks(s) for s in range(self.staged.num_stages)}
+        nodes = {s: [name for b in blocks for name in self.graph.blocks[b].nodes] for s, blocks in stages.items()}
+        return {("F", s): (f"stage_{s}", names) for s, names in nodes.items() if names}
+
+    def _units(self, groups: Mapping[Key, tuple[str, Sequence[str]]]) -> Mapping[Key, Unit]:
+        made = make_units(self.capture, groups.values(), self.graph.local, self.batch.whole_batch)
+        return dict(zip(groups, made, strict=True))
+
+    @cached_property
+    def _whole_batch(self) -> Unit | None:
+        """What computes values once for the whole batch, where some unit reads such."""
+        reads = {name for unit in (*self.units.values(), *self.layer_units.values()) for name in unit.reads}
+        wanted = [name for name in self.batch.whole_batch if name in reads]
+        return whole_batch_unit(self.capture, wanted, self.graph.local) if wanted else None
+
+    def unit(self, key: Key) -> Unit:
+        if key == WHOLE_BATCH:
+            assert self._whole_batch is not None, "nothing is computed for the whole batch"
+            return self._whole_batch
+        return (self.layer_units if key[0] == "L" else self.units)[key]
+
+    def border(self, key: Key, size: int) -> Border:
+        """What comes into a unit and goes out at so many samples; nothing is traced."""
+        if (key, size) not in self._borders:
+            self._borders[key, size] = border(self.capture, self.known.flow, self.unit(key), size)
+        return self._borders[key, size]
+
+    def graphs(self, key: Key, size: int) -> StageGraphs:
+        """A unit's graphs at so many samples."""
+        if (key, size) not in self._traced:
+            self._traced[key, size] = trace_stage(
+                self.capture, self.border(key, size), self.device, self.recompute(key)
+            )
+        return self._traced[key, size]
+
+    def recompute(self, key: Key) -> Recompute:
+        """What a unit's backward computes again."""
+        if key[0] != "F":
+            return Recompute()
+        blocks = self.graph.blocks
+        runs = (range(*run) for run in self.staged.recomputed(key[1]))
+        return Recompute(tuple(frozenset(n for b in run for n in blocks[b].nodes) for run in runs), self.graph.local)
+
+    @cached_property
+    def sources(self) -> Sources:
+        placeholders = self.capture.graph.find_nodes(op="placeholder")
+        whole = self._whole_batch
+        names = {n for unit in (*self.units.values(), *self.layer_units.values()) for n in unit.reads}
+        return Sources(
+            tuple(n.name for n in placeholders if n.meta["kind"] == "input"),
+            {n.name: self.capture.draws[n.name].index for n in placeholders if n.meta["kind"] == "draw"},
+            (whole.reads, whole.returns) if whole else ((), ()),
+            {name: _slice(self.batch, name) for name in names if name in self.batch.layouts},
+        )
+
+    @cached_property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Shapes and types of parameters, buffers and constants by name."""
+        found = {}
+        for node in self.capture.graph.find_nodes(op="placeholder"):
+            if node.meta["kind"] in STATE_KINDS:
+                value = node.meta["val"]
+                found[state_name(self.capture, node.name)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return found
+
+    @cached_property
+    def kinds(self) -> dict[tuple[str, Key], str]:
+        """The kind of every value as each unit reads it: where its blocks differ, main before skip before conditioning.
+
+        What a frozen component makes is conditioning wherever it goes: no backbone stage owns its other end.
+        """
+        index = {component.name: i for i, component in enumerate(self.graph.components)}
+        kinds: dict[tuple[str, Key], str] = {}
+        for wanted in ("conditioning", "skip", "main"):
+            for edge in self.graph.edges:
+                for consumer, kind in zip(edge.consumers, edge.kinds, strict=True):
+                    if kind == wanted:
+                        stage = self.staged.stage_of_block
+                        unit = ("F", stage[consumer]) if isinstance(consumer, int) else ("T", index[consumer])
+                        kinds[edge.name, unit] = kind if isinstance(edge.producer, int) else "conditioning"
+        return kinds
+
+
+def _slice(batch: BatchPlan, name: str) -> BatchSlice | None:
+    layout = batch.layouts[name]
+    assert not isinstance(layout, tuple), f"{name} is a single value"
+    return None if layout is None else BatchSlice(layout.dim, layout.outer, layout.inner)

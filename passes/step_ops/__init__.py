@@ -1,0 +1,91 @@
+"""A placement and a schedule as op lists: what every rank computes, sends, waits for and holds, with nothing traced.
+
+    rank 0: 0F0 0F1 0B0 0B1         begin 0F0 | run +saved | send h | begin 0F1 | ...
+    rank 1: 1F0 1B0 1F1 1B1    ->   begin 1F0 | wait h | run | begin 1B0 | run -saved | send grad | ...
+
+The ops are those of the rank programs that would be lowered from the same schedule: the same messages in the same
+order, the same sums of gradients, memory taken and let go at the same places. `fxpipe.simulate` walks both.
+
+units         what stages and components read and give       messages      what goes from rank to rank, in which order
+rank_ops      one rank's ops and buffers as they grow        writer        the ops of one rank
+seconds       what an action lasts                           step          what all ranks' writers read
+ahead, pieces frozen work of the next batch                  closing       what follows the last action
+whole_batch   inputs, draws, what is computed at once        coarse_bytes  call_bytes where operations are not known
+copies        equal pipelines
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
+from fxpipe.simulate.memory import ADAMW_BYTES
+from fxpipe.simulate.op_lists import Op, StepOps
+from passes.case import Case
+from passes.costs.call_bytes import CallBytes, UnitKey
+from passes.step_ops.closing import Closing
+from passes.step_ops.coarse_bytes import CoarseBytes
+from passes.step_ops.copies import copied, models
+from passes.step_ops.messages import Routes
+from passes.step_ops.seconds import ActionSeconds
+from passes.step_ops.step import Step
+from passes.step_ops.units import Units
+from passes.step_ops.writer import RankWriter
+
+__all__ = ["step_of", "step_ops"]
+
+
+def step_ops(
+    case: Case,
+    staged: Staged,
+    schedule: Schedule,
+    sizes: Sequence[int],
+    *,
+    relayed: bool = False,
+    optimizer_bytes: int = ADAMW_BYTES,
+) -> StepOps:
+    """One step of all ranks.
+
+    Args:
+        schedule: with frozen work of its micro-batches (`0T3`), of the next batch in pieces (`0T[0:4]x0:9`), or none:
+            then what frozen work makes is there when the step begins.
+        sizes: samples of every micro-batch.
+        relayed: whether what a later stage reads is handed on from stage to stage; else it is sent there.
+        optimizer_bytes: of optimizer state, per element of a weight that is trained.
+    """
+    step = step_of(case, staged, schedule, sizes, relayed)
+    ranks = list(_ranks(step, Closing(step)))
+    of_units = {units: _held(step, units, optimizer_bytes) for units in set(step.units_of)}
+    return StepOps(ranks, [of_units[units] for units in step.units_of])
+
+
+def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int], relayed: bool = False) -> Step:
+    """What the writers of all ranks read; arguments as for `step_ops`."""
+    units = Units(case, staged, relayed)
+    routes, seconds = Routes(units, schedule), ActionSeconds(case, staged)
+    return Step(units, schedule, tuple(sizes), routes, seconds, _bytes(case, units))
+
+
+def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
+    """The ops of every rank."""
+    model_of, done = models(step), dict[int, list[Op]]()
+    for rank in range(len(step.schedule.ranks)):
+        model = model_of.get(rank)
+        found = copied(step, closing, done[model], model, rank) if model in done else None
+        done[rank] = found or RankWriter(step, closing, rank).write()
+        yield done[rank]
+
+
+def _bytes(case: Case, units: Units) -> CallBytes:
+    return CoarseBytes(units) if case.calls is None else case.calls.of(units.staged)
+
+
+def _held(step: Step, units: Collection[UnitKey], optimizer_bytes: int) -> Mapping[str, int]:
+    """Weights and optimizer states of what a rank runs."""
+    case, staged = step.units.case, step.units.staged
+    blocks = {block for kind, stage in units if kind == "F" for block in staged.blocks(stage)}
+    components = {component for kind, component in units if kind == "T"}
+    of_blocks = case.costs.weights_of(blocks)
+    of_components = [w for w in case.costs.weights if w.components and not components.isdisjoint(w.components)]
+    held = {weight.name: weight.num_bytes for weight in (*of_blocks, *of_components)}
+    trained = sum(weight.num_elements for weight in of_blocks if weight.trained)
+    return {"state": sum(held.values()), "optimizer": trained * optimizer_bytes}

@@ -1,0 +1,82 @@
+"""What follows the last action: sums of gradients over replicas and tied weights, and the loss, told to every rank.
+
+As rank programs do it (`passes.lowering`): replicas of a stage reduce the gradients that no other stage has; those of
+tied weights go to the first rank that has one, are added there, and go back to all that hold the weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.simulate.collectives import Collective
+from passes.step_ops.messages import PlannedMessage
+from passes.step_ops.step import Step
+
+
+@dataclass(frozen=True)
+class TiedGradient:
+    """A weight of several ranks: `givers` have gradients, the first sums them and sends the sum to all `holders`."""
+
+    name: str
+    num_bytes: int
+    givers: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """All messages and collectives after the last action; every rank takes its own in this order."""
+
+    step: Step
+
+    @cached_property
+    def reductions(self) -> dict[int, Collective]:
+        """By stage, where it has replicas: the gradients of the weights that no other stage has."""
+        found: dict[int, Collective] = {}
+        for stage, ranks in enumerate(self.step.schedule.stage_ranks):
+            size = sum(self.step.own_gradients(stage)) if len(ranks) > 1 else 0
+            if size:
+                edge = len(self.step.messages) + len(self.messages) + len(found)
+                found[stage] = Collective(edge, "reduce", tuple(sorted(ranks)), size)
+        return found
+
+    @cached_property
+    def tied(self) -> list[TiedGradient]:
+        """By weight, in the order of their names."""
+        step, found = self.step, []
+        ranks_of = step.schedule.stage_ranks
+        for weight in sorted(step.units.case.costs.weights, key=lambda w: w.name):
+            stages = {step.units.staged.stage_of_block[block] for block in weight.blocks} if weight.trained else set()
+            givers = sorted({rank for stage in stages for rank in ranks_of[stage]})
+            if len(stages) > 1 and len(givers) > 1:
+                found.append(TiedGradient(weight.name, weight.num_bytes, tuple(givers), tuple(givers)))
+        return found
+
+    @cached_property
+    def messages(self) -> Sequence[PlannedMessage]:
+        """Rank by rank as they are sent."""
+        first_edge, num_ranks = len(self.step.messages), len(self.step.schedule.ranks)
+        sends: list[tuple[int, int, int, str, str]] = []
+        for gradient in self.tied:
+            owner, *others = gradient.givers
+            sends += [(giver, owner, gradient.num_bytes, "gradient", gradient.name) for giver in others]
+        for gradient in self.tied:
+            owner = gradient.givers[0]
+            others = [rank for rank in gradient.holders if rank != owner]
+            sends += [(owner, rank, gradient.num_bytes, "gradient", gradient.name) for rank in others]
+        if self.step.loss_ranks:
+            first, *rest = self.step.loss_ranks
+            size = self.step.units.case.costs.loss_bytes
+            sends += [(rank, first, size, "loss", "loss") for rank in rest]
+            sends += [(first, rank, size, "loss", "loss") for rank in range(num_ranks) if rank != first]
+        ordered = sorted(sends, key=lambda send: send[0])
+        return [PlannedMessage(first_edge + i, *send) for i, send in enumerate(ordered)]
+
+    @cached_property
+    def of_rank(self) -> list[list[PlannedMessage]]:
+        """The messages that a rank sends or receives."""
+        found: list[list[PlannedMessage]] = [[] for _ in self.step.schedule.ranks]
+        for message in self.messages:
+            found[message.src].append(message)
+            found[message.dst].append(message)
+        return found

@@ -1,0 +1,77 @@
+"""Equal pipelines: the ops of all but two are those of another with other micro-batches, peers and message ids.
+
+    rank 2: begin 0F1 | run | send edge 8 to 3       rank 4: begin 0F2 | run | send edge 16 to 5
+    rank 3: begin 1F1 | wait edge 8 | run       ->   rank 5: begin 1F2 | wait edge 16 | run
+
+The first pipeline sums the loss and tied gradients for all, the second stands for all others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fxpipe.simulate.op_lists import Bytes, Op
+from passes.step_ops.closing import Closing
+from passes.step_ops.messages import PlannedMessage
+from passes.step_ops.step import Step
+
+
+def models(step: Step) -> dict[int, int]:
+    """By rank of every pipeline from the third on: the rank at its place in the second. Empty where they may differ."""
+    pipelines = step.units.staged.pipelines
+    if any(action.is_piece for actions in step.schedule.ranks for action in actions):
+        return {}  # samples go where there is room
+    return {rank: model for others in pipelines[2:] for model, rank in zip(pipelines[1], others, strict=True)}
+
+
+def copied(step: Step, closing: Closing, ops: Sequence[Op], model: int, rank: int) -> list[Op] | None:
+    """A rank's ops, from those of its model; None where the two do other things."""
+    mine, theirs, sizes = step.schedule.ranks[rank], step.schedule.ranks[model], step.sizes
+    microbatches = {-1: -1}
+    for a, b in zip(theirs, mine, strict=False):
+        if (a.stage, a.kind) != (b.stage, b.kind):
+            return None
+        if a.kind != "R" and microbatches.setdefault(a.microbatch, b.microbatch) != b.microbatch:
+            return None
+    alike = len(mine) == len(theirs) and all(sizes[a] == sizes[b] for a, b in microbatches.items() if a >= 0)
+    messages = _paired(_messages(step, closing, model), _messages(step, closing, rank), microbatches)
+    if messages is None or not alike:
+        return None
+    return list(_renamed(ops, messages, list(map(str, mine))))
+
+
+def _messages(step: Step, closing: Closing, rank: int) -> list[PlannedMessage]:
+    """All that a rank sends and receives."""
+    own = [message for of_action in step.sends[rank] for message in of_action]
+    return [*own, *step.incoming[rank], *closing.of_rank[rank]]
+
+
+def _paired(
+    model: Sequence[PlannedMessage], own: Sequence[PlannedMessage], microbatches: Mapping[int, int]
+) -> dict[int, PlannedMessage] | None:
+    """Messages by the edges of the model's; None unless they carry the same, between ranks in the same order."""
+    if len(model) != len(own):
+        return None
+    peers: dict[int, int] = {}
+    for a, b in zip(model, own, strict=True):
+        same = (a.num_bytes, a.kind, a.value) == (b.num_bytes, b.kind, b.value)
+        if not same or microbatches.get(a.microbatch) != b.microbatch:
+            return None
+        if (peers.setdefault(a.src, b.src), peers.setdefault(a.dst, b.dst)) != (b.src, b.dst):
+            return None
+    in_order = [peers[rank] for rank in sorted(peers)]
+    return {a.edge: b for a, b in zip(model, own, strict=True)} if in_order == sorted(in_order) else None
+
+
+def _renamed(ops: Sequence[Op], messages: dict[int, PlannedMessage], actions: Sequence[str]) -> Iterator[Op]:
+    begun = iter(actions)
+    for op in ops:
+        kind, call, seconds, message, collective, memory = op
+        if memory is not None and memory.sent:
+            sent = [(what, size, tuple([messages[e].edge for e in edges])) for what, size, edges in memory.sent]
+            memory = Bytes(memory.taken, memory.freed, tuple(sent), memory.most, memory.most_kept)
+        elif message is None and kind != "begin":
+            yield op
+            continue
+        if kind == "begin":
+            call = next(begun, call)
+        new = None if message is None else messages[message.edge]
+        yield Op(kind, call, seconds, new, collective, memory)

@@ -1,0 +1,150 @@
+"""A step to be written: the placement's units, the schedule, and all messages of its actions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from fxpipe.costs.block_values import Given, Weight
+from fxpipe.plan.schedule import Schedule
+from passes.costs.call_bytes import CallBytes, UnitKey
+from passes.step_ops.ahead import Ahead
+from passes.step_ops.messages import PlannedMessage, Routes
+from passes.step_ops.seconds import ActionSeconds
+from passes.step_ops.units import Units
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What all ranks' writers read."""
+
+    units: Units
+    schedule: Schedule
+    sizes: tuple[int, ...]
+    routes: Routes
+    seconds: ActionSeconds
+    calls: CallBytes
+
+    @cached_property
+    def ahead(self) -> Ahead:
+        """Frozen work of the next batch."""
+        return Ahead(self.units, self.schedule, self.samples)
+
+    @cached_property
+    def samples(self) -> list[tuple[int, int]]:
+        """Of every micro-batch: the first, and before which it ends."""
+        return [(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
+
+    @cached_property
+    def sends(self) -> list[list[list[PlannedMessage]]]:
+        """The messages of every action of every rank; edges count through them."""
+        edges, found, count = self.units.edges, [], 0
+        for rank, actions in enumerate(self.schedule.ranks):
+            of_rank: list[list[PlannedMessage]] = []
+            for place, action in enumerate(actions):
+                messages: list[PlannedMessage] = []
+                if action.is_piece:
+                    messages = [
+                        PlannedMessage(count + i, rank, *send) for i, send in enumerate(self.ahead.sends(rank, action))
+                    ]
+                else:
+                    size = self.sizes[action.microbatch] if action.kind != "R" else 0
+                    for i, (other, value, kind) in enumerate(self.routes.sends(rank, place, action)):
+                        num_bytes = edges[value].num_bytes(size)
+                        messages.append(
+                            PlannedMessage(count + i, rank, other, num_bytes, kind, value, action.microbatch)
+                        )
+                count += len(messages)
+                of_rank.append(messages)
+            found.append(of_rank)
+        return found
+
+    @cached_property
+    def messages(self) -> list[PlannedMessage]:
+        """All of them, by edge."""
+        return [message for of_rank in self.sends for of_action in of_rank for message in of_action]
+
+    @cached_property
+    def incoming(self) -> list[list[PlannedMessage]]:
+        """What every rank receives, in order."""
+        found: list[list[PlannedMessage]] = [[] for _ in self.schedule.ranks]
+        for message in self.messages:
+            found[message.dst].append(message)
+        return found
+
+    # -- who has what
+
+    @cached_property
+    def units_of(self) -> list[frozenset[UnitKey]]:
+        """The stages and frozen components that every rank runs."""
+        return [frozenset([(a.kind, a.stage) for a in of_rank if a.kind in "FT"]) for of_rank in self.schedule.ranks]
+
+    def own_gradients(self, stage: int) -> list[int]:
+        """Bytes of the trained weights that no other stage has."""
+        staged, costs = self.units.staged, self.units.case.costs
+        weights = costs.weights_of(staged.blocks(stage))
+        return [w.num_bytes for w in weights if w.trained and {staged.stage_of_block[b] for b in w.blocks} == {stage}]
+
+    @cached_property
+    def last_stage(self) -> int:
+        """The stage that makes the loss."""
+        return max(stage for stage in range(self.units.staged.num_stages) if self.units.staged.blocks(stage))
+
+    @cached_property
+    def loss_ranks(self) -> Sequence[int]:
+        """The ranks that make some micro-batch's loss; the first adds them up."""
+        found = (self.routes.rank_of.get(("F", self.last_stage, m)) for m in range(len(self.sizes)))
+        return tuple(dict.fromkeys(rank for rank in found if rank is not None))
+
+    @cached_property
+    def batch_size(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def given(self) -> Mapping[str, Given]:
+        """Whole-batch values by name."""
+        return {given.name: given for given in self.units.case.costs.given}
+
+    @cached_property
+    def sources_of_layers(self) -> Mapping[str, frozenset[tuple[int, int]]]:
+        """The frozen layers that read each whole-batch value."""
+        known = self.units.case.frozen.given
+        return {name: readers for name, readers in known.items() if name in self.given}
+
+    @cached_property
+    def _given_of_layers(self) -> Mapping[tuple[int, int], list[str]]:
+        found: dict[tuple[int, int], list[str]] = {}
+        for name, readers in self.sources_of_layers.items():
+            for layer in readers:
+                found.setdefault(layer, []).append(name)
+        return found
+
+    def given_of_layer(self, component: int, layer: int) -> Sequence[str]:
+        """The whole-batch values that a frozen layer reads."""
+        return self._given_of_layers.get((component, layer), ())
+
+    @cached_property
+    def _with_backward(self) -> frozenset[int]:
+        return frozenset(a.stage for actions in self.schedule.ranks for a in actions if a.kind in "BI")
+
+    def has_backward(self, stage: int) -> bool:
+        return stage in self._with_backward
+
+    @cached_property
+    def _split(self) -> frozenset[int]:
+        return frozenset(a.stage for actions in self.schedule.ranks for a in actions if a.kind == "W")
+
+    def is_split(self, stage: int) -> bool:
+        """Whether a stage's backward is in two parts."""
+        return stage in self._split
+
+    @cached_property
+    def _tied(self) -> list[tuple[Weight, set[int]]]:
+        """Every trained weight that several stages have, and these."""
+        weights = (weight for weight in self.units.case.costs.weights if weight.trained and len(weight.blocks) > 1)
+        found = [(weight, {self.units.staged.stage_of_block[block] for block in weight.blocks}) for weight in weights]
+        return [tied for tied in found if len(tied[1]) > 1]
+
+    def tied_of(self, stage: int) -> dict[str, int]:
+        """Bytes by name of a stage's trained weights that other stages have, too."""
+        return {weight.name: weight.num_bytes for weight, stages in self._tied if stage in stages}

@@ -1,0 +1,84 @@
+"""What every unit reads and gives: stages and frozen components of a placement, before anything is traced.
+
+stage 1      reads  h_3 (of stage 0), emb (of stage 0), timesteps (an input)
+             gives  h_7 to stage 2, h_5 to stages 2 and 3
+             back   the gradient of h_3 to stage 0
+
+Relayed, whatever a later stage reads is handed on from stage to stage: stage 1 also reads and gives what stage 3 reads
+of stage 0.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from fxpipe.plan.block_graph import Edge
+from fxpipe.plan.staged import Staged
+from passes.case import Case
+from passes.costs.call_bytes import UnitKey
+
+
+@dataclass
+class Unit:
+    """One stage or component; values by name.
+
+    `sources` are the inputs, draws and whole-batch values it reads, `makers` the unit that each value it reads comes
+    from, in order, `readers` those that read each value it gives, `own` the values that it reads or makes itself:
+    others it hands on.
+    """
+
+    sources: list[str] = field(default_factory=list)
+    makers: dict[str, UnitKey] = field(default_factory=dict)
+    readers: dict[str, list[UnitKey]] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """All units of a placement."""
+
+    case: Case
+    staged: Staged
+    relayed: bool = False
+
+    @cached_property
+    def edges(self) -> Mapping[str, Edge]:
+        return {edge.name: edge for edge in self.case.graph.edges}
+
+    @cached_property
+    def components(self) -> Mapping[str, int]:
+        return {component.name: number for number, component in enumerate(self.case.graph.components)}
+
+    def unit_of(self, owner: int | str) -> UnitKey:
+        """Where a block or component is."""
+        return ("F", self.staged.stage_of_block[owner]) if isinstance(owner, int) else ("T", self.components[owner])
+
+    @cached_property
+    def table(self) -> Mapping[UnitKey, Unit]:
+        found = {("F", stage): Unit() for stage in range(self.staged.num_stages)}
+        found |= {("T", number): Unit() for number in self.components.values()}
+        for edge in self.case.graph.edges:
+            made = self.unit_of(edge.producer)
+            readers = sorted({self.unit_of(consumer) for consumer in edge.consumers} - {made})
+            if readers:
+                found[made].own.add(edge.name)
+                for reader in readers:
+                    found[reader].own.add(edge.name)
+                for source, target in self._hops(made, readers):
+                    found[source].readers.setdefault(edge.name, []).append(target)
+                    found[target].makers.setdefault(edge.name, source)
+        for given in self.case.costs.given:
+            for reader in sorted({self.unit_of(b) for b in given.blocks} | {("T", c) for c in given.components}):
+                found[reader].sources.append(given.name)
+        return found
+
+    def _hops(self, made: UnitKey, readers: Sequence[UnitKey]) -> Iterable[tuple[UnitKey, UnitKey]]:
+        if not self.relayed or made[0] == "T":
+            return ((made, reader) for reader in readers)
+        stages = [stage for stage in range(made[1], max(readers)[1] + 1) if self.staged.blocks(stage)]
+        return ((("F", a), ("F", b)) for a, b in pairwise(stages))
+
+    def returns_gradient(self, name: str) -> bool:
+        """Whether readers of a value give a gradient back to its maker."""
+        return isinstance(self.edges[name].producer, int) and self.case.work.flow.requires_grad(name)

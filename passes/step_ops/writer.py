@@ -1,0 +1,366 @@
+"""The ops of one rank, action by action; the dictionaries hold what exists at this point of it.
+
+0F1    receives that 0F1 and the next action wait for are posted | waits | slices of inputs | run | sends
+0B1    the same | sums of the gradients that come in | run | weight gradients added | sums | sends
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from fxpipe.plan.actions import Action
+from fxpipe.plan.timeline import END
+from fxpipe.simulate.op_lists import Op
+from passes.costs.call_bytes import ForwardBytes
+from passes.step_ops.closing import Closing
+from passes.step_ops.messages import PlannedMessage
+from passes.step_ops.pieces import Pieces
+from passes.step_ops.rank_ops import RankOps
+from passes.step_ops.step import Step
+from passes.step_ops.whole_batch import WholeBatch
+
+PREFETCH = 1  # actions ahead of its use that a receive is posted
+
+Key = tuple[str, int]
+"""A value and a micro-batch."""
+
+
+class Saved:
+    """What a forward has kept for its backward: memory of its own, of values that live elsewhere too."""
+
+    __slots__ = ("buffer", "shared")
+
+    def __init__(self, buffer: int | None, shared: dict[str, int]) -> None:
+        self.buffer, self.shared = buffer, shared
+
+
+class RankWriter:
+    """Writes one rank."""
+
+    def __init__(self, step: Step, closing: Closing, rank: int) -> None:
+        self.step, self.closing, self.rank = step, closing, rank
+        self.ops = RankOps()
+        self.values: dict[Key, int] = {}  # buffers
+        self.gradients: dict[Key, list[int]] = {}  # of the parts, to be summed
+        self.saved: dict[Action, Saved] = {}
+        self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
+        self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
+        self.reduced: dict[int, int] = {}
+        self._backwards: list[tuple[int, int, int, str, dict[str, int]]] = []  # place, stage, samples, part, kept
+        self._posted: dict[int, int] = {}  # edge -> buffer
+        self._arrived: set[int] = set()
+
+    def write(self) -> list[Op]:
+        """All ops."""
+        actions = self.step.schedule.ranks[self.rank]
+        training = [action for action in actions if not action.is_piece]
+        position = posted = 0
+        self._given()
+        for place, action in enumerate(actions):
+            self.ops.begin(str(action))
+            if action.is_piece:
+                self.pieces.run(action, self._receive)
+            else:
+                position += 1
+                for following in training[posted : position + PREFETCH]:
+                    self._post_all(following)
+                posted = position + PREFETCH
+                self._act(action)
+            for message in self.step.sends[self.rank][place]:
+                self._send(message)
+        self.ops.begin(END)
+        self._close()
+        self._see_backwards()
+        return self.ops.ops()
+
+    # -- what is there from the start
+
+    def _given(self) -> None:
+        """Inputs, and what frozen work has made in the step before."""
+        self.ops.start()
+        self.batch = WholeBatch(self.step, self.ops, self._reads())
+        self.pieces = Pieces(self.step, self.rank, self.ops, WholeBatch(self.step, self.ops, self._reads_ahead()))
+        for name, microbatch in self.step.ahead.kept[self.rank]:
+            size = self.step.units.edges[name].num_bytes(self.step.sizes[microbatch])
+            self.values[name, microbatch] = self.ops.make("carried", size)
+
+    def _reads(self) -> set[str]:
+        table = self.step.units.table
+        units = {(action.kind, action.stage) for action in self.step.schedule.ranks[self.rank] if action.kind in "FT"}
+        within = {("T", a.stage) for a in self.step.schedule.ranks[self.rank] if a.kind == "T" and not a.is_piece}
+        return {name for unit in units if unit[0] == "F" or unit in within for name in table[unit].sources}
+
+    def _reads_ahead(self) -> set[str]:
+        pieces = [action for action in self.step.schedule.ranks[self.rank] if action.is_piece]
+        layers = {(piece.stage, layer) for piece in pieces for layer in range(*piece.layers)}
+        return {name for name, readers in self.step.sources_of_layers.items() if not readers.isdisjoint(layers)}
+
+    # -- messages
+
+    @cached_property
+    def _queues(self) -> dict[int, list[PlannedMessage]]:
+        """Receives not yet posted, in the order of each channel, the next one last."""
+        queues: dict[int, list[PlannedMessage]] = {}
+        for message in reversed(self.step.incoming[self.rank] + self._closing_in):
+            queues.setdefault(message.src, []).append(message)
+        return queues
+
+    @cached_property
+    def _closing_in(self) -> list[PlannedMessage]:
+        return [message for message in self.closing.of_rank[self.rank] if message.dst == self.rank]
+
+    @cached_property
+    def _incoming(self) -> dict[tuple[str, int, bool], list[PlannedMessage]]:
+        """By value, micro-batch, and whether a gradient."""
+        found: dict[tuple[str, int, bool], list[PlannedMessage]] = {}
+        for message in self.step.incoming[self.rank]:
+            if message.samples is None:
+                found.setdefault((message.value, message.microbatch, message.kind == "gradient"), []).append(message)
+        return found
+
+    def _post_all(self, action: Action) -> None:
+        """Post every receive that an action needs, and those before it on the same channels."""
+        if action.kind in "RW":
+            return
+        unit = self.step.units.table["T" if action.kind == "T" else "F", action.stage]
+        backward = action.kind in "BI"
+        for name in unit.readers if backward else unit.makers:
+            for message in self._incoming.get((name, action.microbatch, backward), ()):
+                self._post(message)
+
+    def _post(self, message: PlannedMessage) -> None:
+        queue = self._queues[message.src]
+        while message.edge not in self._posted:
+            following = queue.pop()
+            self._posted[following.edge] = self.ops.make("transfers", following.num_bytes)
+
+    def _receive(self, message: PlannedMessage) -> int:
+        self._post(message)
+        buffer = self._posted[message.edge]
+        if message.edge not in self._arrived:
+            self._arrived.add(message.edge)
+            self.ops.wait(message, buffer)
+        return buffer
+
+    def _send(self, message: PlannedMessage) -> None:
+        if message.samples is not None:
+            buffer = self.pieces.part(message.value, message.samples, self._receive)
+        elif message.kind == "gradient":
+            buffer = self._summed((message.value, message.microbatch))
+        else:
+            buffer = self.values[message.value, message.microbatch]
+        self.ops.send(message, buffer)
+
+    # -- actions
+
+    def _act(self, action: Action) -> None:
+        if action.kind in "FT":
+            self._forward(action)
+        elif action.kind in "BI":
+            self._backward(action)
+        elif action.kind == "W" and self.step.is_split(action.stage):
+            self._weight(action)
+        elif action.kind == "R" and action.stage in self.closing.reductions:
+            self._issue(action.stage)
+
+    def _read(self, name: str, microbatch: int) -> int:
+        key = name, microbatch
+        if key not in self.values:
+            messages = self._incoming.get((name, microbatch, False))
+            self.values[key] = (
+                self._receive(messages[0]) if messages else self.batch.samples(name, *self.step.samples[microbatch])
+            )
+        return self.values[key]
+
+    def _forward(self, action: Action) -> None:
+        unit, microbatch, size = (action.kind, action.stage), action.microbatch, self.step.sizes[action.microbatch]
+        of, found = self.step.units.table[unit], self.step.calls.forward(unit, size)
+        read = {name: self._read(name, microbatch) for name in (*of.makers, *of.sources)}
+        self.ops.run(self.step.seconds.of(action, size), found.most)
+        for buffer in read.values():
+            self.ops.use(buffer)
+        made = self._own(found.returned, read)
+        for name in of.readers:
+            self.values[name, microbatch] = made[name] if name in made else read[name]
+        if action.kind == "F" and self.step.has_backward(action.stage):
+            self._save(action, found, read | made)
+
+    def _own(self, values: Mapping[str, tuple[str, int]], given: Mapping[str, int]) -> dict[str, int]:
+        """Buffers of what a call returns: memory of its own, or of something it was given."""
+        memory = dict(given)
+        found = {}
+        for name, (place, size) in values.items():
+            if place not in memory:
+                memory[place] = self.ops.make("activations", size)
+            found[name] = memory[place]
+        return found
+
+    def _save(self, action: Action, found: ForwardBytes, known: dict[str, int]) -> None:
+        buffer = self.ops.make("activations", found.saved) if found.saved else None
+        shared = {name: known[name] for name in found.kept if name in known}
+        self.saved[Action(action.stage, "B", action.microbatch)] = Saved(buffer, shared)
+
+    def _tangent(self, name: str, stage: int, microbatch: int) -> int | None:
+        """The gradient of a value that a stage has given away."""
+        messages = {m.src: m for m in self._incoming.get((name, microbatch, True), ())}
+        parts = []
+        for rank in self.step.routes.givers(("F", stage), name, microbatch):
+            if rank == self.rank and (name, microbatch) in self.gradients:
+                parts.append(self._summed((name, microbatch)))
+            elif rank in messages:
+                parts.append(self._receive(messages[rank]))
+        return self._add(parts) if parts else None
+
+    def _add(self, parts: Sequence[int], category: str = "gradients") -> int:
+        """The sum of one or more buffers, from first to last."""
+        total = parts[0]
+        for part in parts[1:]:
+            size = self.ops.num_bytes(part)
+            self.ops.run(self.step.seconds.adding(size))
+            self.ops.use(total)
+            self.ops.use(part)
+            total = self.ops.make(category, size)
+        return total
+
+    def _summed(self, key: Key) -> int:
+        """This rank's gradient of a value: its stages' parts, summed once."""
+        parts = self.gradients[key]
+        parts[:] = [self._add(parts)]
+        return parts[0]
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch, size = action.stage, action.microbatch, self.step.sizes[action.microbatch]
+        of, calls = self.step.units.table["F", stage], self.step.calls
+        tangents = {}
+        for name in of.readers:
+            if self.step.units.returns_gradient(name):
+                buffer = self._tangent(name, stage, microbatch)
+                if buffer is not None:
+                    tangents[name] = buffer
+        split = action.kind == "I" and self.step.is_split(stage)
+        saved = self.saved.pop(Action(stage, "B", microbatch))
+        found = calls.backward(("F", stage), size, "I" if split else "B", frozenset())
+        self.ops.run(self.step.seconds.of(action if split else Action(stage, "B", microbatch), size), found.most)
+        self._let_go(action, "I" if split else "B", size, saved)
+        for buffer in tangents.values():
+            self.ops.use(buffer)
+        given = {f"grad of {name}": buffer for name, buffer in tangents.items()} | saved.shared
+        made = self._own(found.gradients, given)
+        if split:
+            kept = self.ops.make("activations", found.saved + found.made) if found.saved + found.made else None
+            shared = {name: buffer for name, buffer in given.items() if name in found.kept}
+            self.saved[Action(stage, "W", microbatch)] = Saved(kept, shared)
+        else:
+            self._accumulate(stage, found.weight_gradients)
+        for name, source in of.makers.items():
+            if source[0] == "F" and self.step.units.returns_gradient(name):
+                parts = [made[name]] if name in made else []
+                parts += [tangents[name]] if name in tangents else []
+                if not parts:  # a read without influence still owes its maker a gradient: zeros
+                    parts = [self.ops.make("gradients", self.step.units.edges[name].num_bytes(size))]
+                self.gradients.setdefault((name, microbatch), []).append(self._add(parts))
+
+    def _let_go(self, action: Action, part: str, size: int, saved: Saved) -> None:
+        """What a backward was given; what nobody else holds goes while it runs."""
+        if saved.buffer is not None:
+            self.ops.use(saved.buffer)
+        for buffer in saved.shared.values():
+            self.ops.use(buffer)
+        self._backwards.append((self.ops.position, action.stage, size, part, saved.shared))
+
+    def _see_backwards(self) -> None:
+        """Now that all uses are known: the most during every backward."""
+        goes, calls = self.ops.goes_at, self.step.calls
+        for place, stage, size, part, shared in self._backwards:
+            alone = frozenset([name for name, buffer in shared.items() if goes(buffer) == place])
+            if alone:
+                arrived = frozenset([name for name in alone if not self.ops.is_sent(shared[name])])
+                found = (calls.backward(("F", stage), size, part, given).most for given in (alone, arrived))
+                self.ops.see(place, *found)
+
+    def _weight(self, action: Action) -> None:
+        size = self.step.sizes[action.microbatch]
+        saved = self.saved.pop(action)
+        found = self.step.calls.backward(("F", action.stage), size, "W", frozenset())
+        self.ops.run(self.step.seconds.of(action, size), found.most)
+        self._let_go(action, "W", size, saved)
+        self._accumulate(action.stage, found.weight_gradients)
+
+    def _accumulate(self, stage: int, num_bytes: int) -> None:
+        """From a stage's second micro-batch on, its gradients are added to those that are there."""
+        if not num_bytes:
+            return
+        if stage not in self.totals:
+            tied = self.step.tied_of(stage)
+            for name, size in tied.items():
+                self.tied.setdefault(name, {})[stage] = self.ops.make("gradients", size)
+            self.totals[stage] = self.ops.make("gradients", num_bytes - sum(tied.values()))
+            return
+        new, total = self.ops.make("gradients", num_bytes), self.totals[stage]
+        self.ops.run(self.step.seconds.adding(num_bytes))
+        self.ops.use(new)
+        if total is not None:
+            self.ops.use(total)
+
+    # -- the end of the step
+
+    def _issue(self, stage: int) -> None:
+        """Start to sum this replica's gradients with the others'."""
+        reduction = self.closing.reductions[stage]
+        self.ops.issue(reduction)
+        total = self.totals[stage]
+        if total is not None and not self.step.tied_of(stage):
+            self.ops.use(total)
+            self.totals[stage] = None
+        self.reduced[stage] = self.ops.make("gradients", reduction.num_bytes)
+
+    def _close(self) -> None:
+        for stage, total in self.totals.items():
+            if stage in self.reduced:
+                self.ops.wait_for(self.closing.reductions[stage])
+                self.ops.keep(self.reduced[stage])
+                if total is not None:  # in one list with gradients of tied weights
+                    self.ops.use(total)
+            elif total is not None:
+                self.ops.keep(total)
+        sums = {name: self._add([of[stage] for stage in sorted(of)]) for name, of in sorted(self.tied.items())}
+        self._sum_tied(sums)
+        for buffer in sums.values():
+            self.ops.keep(buffer)
+        self._share_loss()
+        if any(self.step.ahead.pieces):
+            self.pieces.carry(self._receive)
+
+    def _sum_tied(self, sums: dict[str, int]) -> None:
+        """Over ranks: each gives its own to the first, which adds them up and tells all; `sums` has the rank's own."""
+        mine = self.closing.of_rank[self.rank]
+        for gradient in self.closing.tied:
+            owner = gradient.givers[0]
+            for message in (m for m in mine if m.value == gradient.name):
+                if message.dst == owner != self.rank:
+                    self.ops.send(message, sums[gradient.name])
+        for gradient in self.closing.tied:
+            if gradient.givers[0] == self.rank:
+                of_others = [m for m in mine if m.value == gradient.name and m.dst == self.rank]
+                sums[gradient.name] = self._add([sums[gradient.name], *map(self._receive, of_others)])
+        for gradient in self.closing.tied:
+            for message in (m for m in mine if m.value == gradient.name and m.src == gradient.givers[0]):
+                if message.src == self.rank:
+                    self.ops.send(message, sums[gradient.name])
+                else:
+                    sums[gradient.name] = self._receive(message)
+
+    def _share_loss(self) -> None:
+        """The first rank that has a part of the loss adds up all parts and tells every rank."""
+        mine = [m for m in self.closing.of_rank[self.rank] if m.kind == "loss"]
+        if not self.step.loss_ranks:
+            return
+        first = self.step.loss_ranks[0]
+        for message in (m for m in mine if m.dst == first != self.rank):
+            self.ops.send(message, self.ops.make("activations", 0))
+        for message in (m for m in mine if m.dst == first == self.rank):
+            self._add([self._receive(message)] * 2)
+        for message in (m for m in mine if m.src == first):
+            if self.rank == first:
+                self.ops.send(message, self.ops.make("activations", 0))
+            else:
+                self._receive(message)

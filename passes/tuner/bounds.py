@@ -1,0 +1,144 @@
+"""Lower bounds to prune with: no step of a candidate is shorter.
+
+compute      the busiest rank's work, and one micro-batch's way through the pipeline     before anything is placed
+placed       the same of stages on ranks; the busiest port's messages, and its reductions, which go on beside them
+reductions   the sums of gradients, after the last of them
+frozen       what is idle, and the next batch's frozen work in it
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from fxpipe.cluster.network import Port
+from fxpipe.plan.actions import Action
+from fxpipe.plan.execution import ActionTimes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
+from fxpipe.simulate.collectives import ring_ports
+from passes.case import Case
+from passes.placement.place import Shape
+from passes.placement.ports import message_seconds
+from passes.schedules.policies import POLICIES
+from passes.step_ops.seconds import ActionSeconds
+from passes.step_ops.units import Units
+
+
+def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) -> float:
+    """The busiest rank's work, and one micro-batch's way through the pipeline.
+
+    On a line, stage s waits for the stages before it, forward and backward: with loads t, M t[s] + t[0] + ... + t[s-1].
+    The partition that makes the largest of these least has t[s + 1] = t[s] (M - 1) / M.
+    """
+    of_pipeline = -(-microbatches // len(found.pipelines))
+    times = case.costs.at(max(1, case.batch_size // microbatches))
+    splits = POLICIES[found.schedule].splits
+    once = sum(times.forward_seconds) + sum(times.backward_seconds)
+    load = of_pipeline * once / found.places
+    frozen = of_pipeline * sum(times.component_seconds) / found.places
+    if ahead:  # on as many samples at once as there are
+        frozen = min(frozen, sum(map(sum, case.frozen.seconds_at(case.batch_size))) / case.world_size)
+    ramped = load
+    if found.stages == found.places > 1 and not splits:
+        ramped = once / (1 - (1 - 1 / of_pipeline) ** found.places)
+    backward = times.input_gradient_seconds if splits else times.backward_seconds  # W is on nobody's way
+    return max(ramped, load + frozen, sum(times.forward_seconds) + sum(backward))
+
+
+def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool = False) -> float:
+    """The largest of the bounds that stages on ranks have, whatever the order; `sizes` are samples of micro-batches."""
+    seconds = ActionSeconds(case, staged)
+    ports = message_seconds(case.graph, staged, sizes, case.cluster, relayed), reduction_seconds(case, staged)
+    way = 0.0 if relayed else way_seconds(seconds, Units(case, staged), sizes[0])
+    return max(busiest_seconds(seconds, sizes), way, *ports)
+
+
+def busiest_seconds(seconds: ActionSeconds, sizes: Sequence[int]) -> float:
+    """Of the rank with most to compute, frozen work aside: micro-batch m of stage s is that of its replica m modulo
+    their number."""
+    staged, busy = seconds.staged, [0.0] * seconds.staged.world_size
+    for stage in (stage for stage in range(staged.num_stages) if staged.blocks(stage)):
+        ranks = staged.stage_ranks[stage]
+        for turn, rank in enumerate(ranks):
+            for size, count in Counter(sizes[turn :: len(ranks)]).items():
+                busy[rank] += count * sum(seconds.of(Action(stage, kind, 0), size) for kind in "FB")
+    return max(busy)
+
+
+def way_seconds(seconds: ActionSeconds, units: Units, num_samples: int) -> float:
+    """Of the first micro-batch: the longest chain of forwards, values on their way, and gradients back to its start.
+
+    Backwards count as gradients of values alone, which is what others wait for.
+    """
+    staged, cluster = seconds.staged, seconds.case.cluster
+    stages = [stage for stage in range(staged.num_stages) if staged.blocks(stage)]
+    rank_of = {stage: staged.stage_ranks[stage][0] for stage in stages}
+
+    def travel(source: int, target: int, value: str) -> float:
+        return cluster.transfer_seconds(rank_of[source], rank_of[target], units.edges[value].num_bytes(num_samples))
+
+    forward: dict[int, float] = {}
+    for stage in stages:
+        makers = units.table["F", stage].makers.items()
+        arrivals = (forward[at[1]] + travel(at[1], stage, value) for value, at in makers if at[0] == "F")
+        forward[stage] = max(arrivals, default=0.0) + seconds.of(Action(stage, "F", 0), num_samples)
+    back: dict[int, float] = {}
+    for stage in reversed(stages):
+        readers = units.table["F", stage].readers.items()
+        given = [(value, at[1]) for value, of_value in readers for at in of_value if units.returns_gradient(value)]
+        arrivals = (back[at] + travel(at, stage, value) for value, at in given)
+        own = seconds.of(Action(stage, "I", 0), num_samples) if given else 0.0
+        back[stage] = max(arrivals, default=forward[stage]) + own
+    return max([*forward.values(), *back.values()])
+
+
+def reduction_seconds(case: Case, staged: Staged) -> float:
+    """Of the port, or the ranks, with most to do for sums of gradients, each of which has them for itself."""
+    busy: dict[Port | tuple[int, ...], float] = {}
+    weights = [{staged.stage_of_block[b] for b in w.blocks} if w.trained else set() for w in case.costs.weights]
+    own = [0] * staged.num_stages
+    for weight, stages in zip(case.costs.weights, weights, strict=True):
+        if len(stages) == 1:
+            own[stages.pop()] += weight.num_bytes
+    for ranks, size in zip(staged.stage_ranks, own, strict=True):
+        if len(ranks) > 1 and size:
+            group = tuple(sorted(ranks))
+            seconds = case.cluster.all_reduce_seconds(group, size)
+            uses: list[Port | tuple[int, ...]] = [group, *ring_ports(case.cluster, group)]
+            for use in uses:
+                busy[use] = busy.get(use, 0.0) + seconds
+    return max(busy.values(), default=0.0)
+
+
+def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: ActionTimes) -> Iterator[float]:
+    """When the gradients of every replicated stage are summed, those that share a rank or a port one by one.
+
+    Args:
+        schedule, timeline: of the first of equal pipelines.
+    """
+    last: dict[int, float] = {}
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.kind in "BW":
+                last[action.stage] = timeline.end_seconds[action]
+    free: dict[int | Port, float] = {}
+    for stage in sorted(last, key=last.__getitem__):
+        ranks = staged.stage_ranks[stage]
+        size = sum(case.costs.trained_bytes[block] for block in staged.blocks(stage))
+        if len(ranks) > 1 and size:
+            uses: tuple[int | Port, ...] = (*ranks, *ring_ports(case.cluster, tuple(sorted(ranks))))
+            start = max(last[stage], *(free.get(use, 0.0) for use in uses))
+            end = start + case.cluster.all_reduce_seconds(ranks, size)
+            free.update(dict.fromkeys(uses, end))
+            yield end
+
+
+def filled_seconds(case: Case, seconds: float, idle_seconds: float, room_bytes: float | None) -> float:
+    """A step's training with the next batch's frozen work: what does not fit into idle time is shared out evenly.
+
+    Args:
+        seconds: of the training.
+        idle_seconds: of all ranks together, as far as frozen work may use them.
+        room_bytes: what a rank has for an operation of frozen work.
+    """
+    frozen = case.frozen.seconds_within(case.batch_size, room_bytes)
+    return seconds + max(0.0, frozen - idle_seconds) / case.world_size

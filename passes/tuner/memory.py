@@ -1,0 +1,194 @@
+"""Ways to need less memory with the same shape, where a step does not fit.
+
+frozen weights   t5 (9 GiB) on every rank: 40 GiB, 40, 40, 40          on the last rank: 31 GiB, 31, 31, 40
+stages           cut anew by what blocks hold, how often, and what every rank has left: 32 GiB, 32, 32, 32
+recomputed       of the blocks whose forward is cheap for what they hold as many as must be; or whole stages
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Run, Staged, whole_stages
+from fxpipe.simulate.op_lists import StepOps
+from passes.case import Case
+from passes.placement.frozen_ranks import frozen_ranks
+from passes.tuner.candidates import Candidate
+from passes.tuner.recut import cut_by_memory
+from passes.tuner.simulate import least_peaks
+
+_MOST_PARTS, _STEP = 4, 0.05
+"""How often more blocks are recomputed where those that should do did not, and the least number more of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The most bytes on a rank, and those of them that are frozen weights."""
+
+    total: int
+    frozen: int
+
+
+Peaks = Callable[[Staged], tuple[Schedule, Sequence[Needs]]]
+"""The order of stages, and what every rank needs in it."""
+
+
+def thriftier_stages(
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, recompute: bool
+) -> Iterator[Staged]:
+    """Other stages that fit, or nearly: what messages in flight add is not known yet; with blocks recomputed only where
+    they may `recompute`."""
+
+    def ordered(found: Staged) -> tuple[Schedule, list[int]]:
+        schedule, needed = peaks(found)
+        return schedule, [needs.total for needs in needed]
+
+    def cut(tried: Staged) -> Staged | None:
+        return cut_by_memory(case, candidate, tried, ordered, limit_bytes)
+
+    for tried in (staged, *_with_frozen_ranks(case, staged, peaks, limit_bytes)):
+        fits = most(peaks(tried)[1]) <= limit_bytes
+        if fits and tried is not staged:
+            yield tried
+        if not fits and (anew := cut(tried)):
+            yield anew
+        if recompute:
+            fitting = [*_recomputed(case, tried, peaks, limit_bytes)]
+            if not fitting and (anew := cut(replace(tried, recompute=_every_block(case)))):
+                fitting = [*_recomputed(case, replace(anew, recompute=()), peaks, limit_bytes)]
+            yield from fitting
+
+
+def most(needed: Sequence[Needs]) -> int:
+    """On the fullest rank."""
+    return max(needs.total for needs in needed)
+
+
+def needs_of(case: Case, staged: Staged, schedule: Schedule, ops: StepOps, ahead: bool) -> list[Needs]:
+    """What every rank needs, if messages take no time; `ahead`: with the weights of the next batch's frozen work, and
+    what that makes."""
+    peaks, weights = least_peaks(ops), case.costs.component_bytes
+    if ahead:
+        made = made_bytes(case, staged, case.batch_size)
+        may_run = [sum(w for c, w in enumerate(weights) if staged.may_run(c, rank)) for rank in range(len(peaks))]
+        return [Needs(p + m + w, w) for p, m, w in zip(peaks, made, may_run, strict=True)]
+    runs = ({action.stage for action in actions if action.kind == "T"} for actions in schedule.ranks)
+    return [Needs(p, sum(weights[c] for c in of)) for p, of in zip(peaks, runs, strict=True)]
+
+
+def made_bytes(case: Case, staged: Staged, batch_size: int) -> list[int]:
+    """What frozen components make of a batch for every rank's stages."""
+    found = [0] * staged.world_size
+    for rank in range(staged.world_size):
+        mine = [stage for stage, ranks in enumerate(staged.stage_ranks) if rank in ranks]
+        blocks = [block for stage in mine for block in staged.blocks(stage)]
+        replicas = min((len(staged.stage_ranks[stage]) for stage in mine), default=1)
+        found[rank] = case.costs.made_bytes(blocks, -(-batch_size // replicas)) if blocks else 0
+    return found
+
+
+# -- frozen weights
+
+
+def _with_frozen_ranks(case: Case, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
+    """Every component on the ranks that have room for it; nothing where some has room on none.
+
+    Once beside all that is saved, once beside what is held where every block is recomputed. Where there is no room
+    even then, it may be made: ever more components, the largest first, are at one place each, the last one first, on
+    which the fewest micro-batches are in flight.
+    """
+    component_bytes = case.costs.component_bytes
+    if not any(component_bytes):
+        return
+    alike = list(dict.fromkeys(staged.alike(rank) for rank in range(staged.world_size)))
+    seconds = case.costs.at(1).component_seconds
+    everywhere = frozenset(range(len(alike)))
+    found = False
+    for recompute in (staged.recompute, _every_block(case)):
+        _, needed = peaks(replace(staged, recompute=recompute))
+        room = [limit_bytes - max(needed[rank].total - needed[rank].frozen for rank in ranks) for ranks in alike]
+        places = frozen_ranks(room, component_bytes, seconds)
+        if places is not None and any(frozenset(of) != everywhere for of in places):
+            found = True
+            ranks = tuple(tuple(sorted(rank for place in of for rank in alike[place])) for of in places)
+            yield replace(staged, frozen_ranks=ranks)
+    if not found and len(alike) > 1:
+        yield from _at_one_place(staged, alike, component_bytes)
+
+
+def _at_one_place(staged: Staged, alike: Sequence[tuple[int, ...]], component_bytes: Sequence[int]) -> Iterator[Staged]:
+    found = [tuple(range(staged.world_size))] * len(component_bytes)
+    largest_first = sorted(range(len(component_bytes)), key=lambda c: -component_bytes[c])
+    for number, component in enumerate(c for c in largest_first if component_bytes[c]):
+        found[component] = alike[-1 - number % len(alike)]
+        yield replace(staged, frozen_ranks=tuple(found))
+
+
+def _every_block(case: Case) -> tuple[Run, ...]:
+    return tuple((block, block + 1) for block in case.blocks)
+
+
+# -- recomputation
+
+
+def _recomputed(case: Case, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
+    """As few blocks recomputed as must be, cheapest first; all stages as a whole where not even all blocks are enough.
+
+    What every place needs is taken to fall with what its blocks save, and looked at again.
+    """
+    orders = _cheapest_first(case, staged)
+    counts = {ranks: len(blocks) for ranks, blocks in orders.items()}
+    none, every = (_by_place(peaks(_with(staged, orders, of))[1], of) for of in (dict.fromkeys(orders, 0), counts))
+    if max(every.values()) > limit_bytes:
+        whole = replace(staged, recompute=whole_stages(staged.boundaries))
+        if most(peaks(whole)[1]) <= limit_bytes:
+            yield whole
+        return
+    parts = {ranks: _part(none[ranks], every[ranks], limit_bytes) for ranks in orders}
+    for _ in range(_MOST_PARTS):
+        tried = {ranks: _count(case, orders[ranks], part) for ranks, part in parts.items()}
+        found = _with(staged, orders, tried)
+        needed = _by_place(peaks(found)[1], tried)
+        if max(needed.values()) <= limit_bytes:
+            yield found
+            return
+        over = {ranks: _part(size, every[ranks], limit_bytes) for ranks, size in needed.items()}
+        parts = {
+            ranks: part + (1 - part) * max(_STEP, over[ranks]) * (over[ranks] > 0) for ranks, part in parts.items()
+        }
+    yield _with(staged, orders, counts)
+
+
+def _by_place(needed: Sequence[Needs], places: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    return {ranks: max(needed[rank].total for rank in ranks) for ranks in places}
+
+
+def _part(now: int, least: int, limit: int) -> float:
+    """Of what can be saved from now on, the part that must be."""
+    return min(1.0, max(0.0, (now - limit) / (now - least))) if now > least else 0.0
+
+
+def _count(case: Case, order: Sequence[int], part: float) -> int:
+    """The first blocks of an order that save this part of what all of them do."""
+    saved, kept = case.costs.saved_bytes(1), case.costs.saved_bytes_recomputed(1)
+    sums = [*accumulate((saved[b] - kept[b] for b in order), initial=0)]
+    return bisect_left(sums, part * sums[-1])
+
+
+def _cheapest_first(case: Case, staged: Staged) -> dict[tuple[int, ...], list[int]]:
+    """The blocks of every set of replicas by seconds per byte; those that hold no more than comes in are left out."""
+    seconds = BlockTimes.of(case.costs, 1).forward
+    saved, kept = case.costs.saved_bytes(1), case.costs.saved_bytes_recomputed(1)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for stage, ranks in enumerate(staged.stage_ranks):
+        found.setdefault(ranks, []).extend(b for b in staged.blocks(stage) if saved[b] > kept[b])
+    return {ranks: sorted(of, key=lambda b: seconds[b] / (saved[b] - kept[b])) for ranks, of in found.items()}
+
+
+def _with(staged: Staged, orders: dict[tuple[int, ...], list[int]], counts: dict[tuple[int, ...], int]) -> Staged:
+    blocks = sorted(block for ranks, order in orders.items() for block in order[: counts[ranks]])
+    runs: tuple[Run, ...] = tuple((block, block + 1) for block in blocks)
+    return replace(staged, recompute=runs)

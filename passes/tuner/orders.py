@@ -1,0 +1,133 @@
+"""The order of every rank's actions for stages on ranks: a named one, or one that is searched for.
+
+stages, times, transfers, memory    ->    one pipeline's schedule, and a bound on what any could reach
+                                    ->    the same for every pipeline, with the reductions over them
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
+from passes.case import Case
+from passes.schedules.named import make_schedule
+from passes.schedules.problem import Problem, peak_bytes
+from passes.schedules.replicas import tile
+from passes.schedules.synthesis import synthesise
+from passes.step_ops.seconds import ActionSeconds
+from passes.tuner.bounds import reduction_ends
+from passes.tuner.lags import Lags
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """Orders for one placement: `ahead` without frozen work, which is the next batch's, else with this batch's."""
+
+    case: Case
+    staged: Staged
+    num_microbatches: int
+    ahead: bool
+
+    @cached_property
+    def work(self) -> Work:
+        """What an order has to contain."""
+        work = self.case.work.of(self.staged, self.num_microbatches)
+        return work.without_frozen() if self.ahead else work
+
+    @property
+    def pipelines(self) -> list[tuple[int, ...]]:
+        """The ranks of equal pipelines, place by place; none where stages differ in their replicas."""
+        return [] if self.num_microbatches % self.staged.replicas else self.staged.pipelines
+
+    def named(self) -> tuple[Schedule, float]:
+        """The order that the placement is named after, and seconds than which no step in it is shorter: those of one
+        pipeline that has all links for itself, with its reductions."""
+        if not self.pipelines:
+            return self._whole(), 0.0
+        schedule = self._named(self._problem)
+        alone = replace(self._problem, lag=Lags(self.case, self.staged, self._num_samples, alone=True))
+        timeline = alone.simulate(schedule)
+        ends = reduction_ends(self.case, self.staged, schedule, timeline)
+        return tile(schedule, self.pipelines, self._of_one), max([timeline.makespan_seconds, *ends])
+
+    def searched(self, budget_seconds: float, limit_bytes: int | None, needed: Sequence[int]) -> tuple[Schedule, str]:
+        """The best order that is found in this time, and what is known about it; for equal pipelines.
+
+        Args:
+            limit_bytes: of memory on every rank.
+            needed: of that, by the named order, per rank.
+        """
+        problem, known = self._problem, ""
+        if self.staged.recompute:  # what an I computes again would be held until its W
+            problem = replace(problem, seconds={k: s for k, s in problem.seconds.items() if k not in "IW"})
+            known = ", of orders with whole backwards"
+        if limit_bytes is not None:
+            problem = self._within(problem, limit_bytes, needed)
+        found = synthesise(problem, budget_seconds)
+        return tile(found.schedule, self.pipelines, problem.work), f"one pipeline's schedule {found}{known}"
+
+    def _whole(self) -> Schedule:
+        """The order of all ranks at once."""
+        seconds = self._seconds
+        return make_schedule(
+            self.staged.schedule, self.work, self.staged.stage_ranks, seconds["F"], seconds["B"],
+            frozen_seconds=seconds["T"], frozen_ranks=self.staged.frozen_ranks, world_size=self.staged.world_size,
+        )  # fmt: skip
+
+    def _named(self, problem: Problem) -> Schedule:
+        seconds = problem.seconds
+        return make_schedule(
+            self.staged.schedule, problem.work, problem.stage_rank, seconds["F"], seconds["B"],
+            frozen_seconds=seconds.get("T", ()), frozen_ranks=problem.frozen_ranks, world_size=problem.num_ranks,
+        )  # fmt: skip
+
+    @property
+    def _num_samples(self) -> int:
+        return microbatch_sizes(self.case.batch_size, self.num_microbatches)[0]
+
+    @cached_property
+    def _seconds(self) -> dict[str, tuple[float, ...]]:
+        """Of every kind of action, by stage or component, for the largest micro-batch."""
+        seconds = ActionSeconds(self.case, self.staged)
+        stages, components = range(self.staged.num_stages), range(self.work.num_components)
+        counts = {"F": stages, "B": stages, "I": stages, "W": stages, "T": components}
+        return {
+            kind: tuple(seconds.of(Action(number, kind, 0), self._num_samples) for number in numbers)
+            for kind, numbers in counts.items()
+        }
+
+    @property
+    def _of_one(self) -> Work:
+        """The work of one pipeline."""
+        return replace(self.work, num_microbatches=self.num_microbatches // self.staged.replicas)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        """One pipeline's."""
+        staged, work = self.staged, self._of_one
+        place = {rank: place for place, rank in enumerate(self.pipelines[0])}
+        places = tuple(place[ranks[0]] for ranks in staged.stage_ranks)
+        seconds = {kind: of for kind, of in self._seconds.items() if kind != "T" or work.num_components}
+        frozen = staged.frozen_places(place) if work.num_components else ()
+        lags = Lags(self.case, staged, self._num_samples)
+        return Problem(work, places, seconds, max(places) + 1, lags, frozen_ranks=frozen)
+
+    def _within(self, problem: Problem, limit_bytes: int, needed: Sequence[int]) -> Problem:
+        """What the named order needs for saved activations, or as much more as the limit leaves beside the rest."""
+        limited = replace(problem, activation_bytes=self._saved())
+        named = peak_bytes(limited, self._named(problem))
+        rooms = (
+            saved + max(0, limit_bytes - needed[rank]) for rank, saved in zip(self.pipelines[0], named, strict=True)
+        )
+        return replace(limited, memory_limit_bytes=tuple(rooms))
+
+    def _saved(self) -> tuple[int, ...]:
+        """What one micro-batch holds on every stage from its forward to its backward."""
+        staged, costs = self.staged, self.case.costs
+        return tuple(
+            sum(costs.stage_saved_bytes(range(*run), self._num_samples, again) for run, again in staged.runs(stage))
+            for stage in range(staged.num_stages)
+        )

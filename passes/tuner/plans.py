@@ -1,0 +1,145 @@
+"""The tuner's answer as a plan, all of it: stages, the orders of every form of the step, what they take, and why.
+
+"auto", a name     the fastest of what is left open, within memory
+a schedule         its own placement
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.plan import Plan, PlannedCut, microbatch_sizes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule_check import require
+from fxpipe.plan.staged import Staged
+from passes.case import Case
+from passes.placement.place import Shape, fold_notes, place_schedule
+from passes.tuner.candidates import Candidate, candidates
+from passes.tuner.collector import held_collector
+from passes.tuner.finals import finals
+from passes.tuner.orders import Orders
+from passes.tuner.request import Request
+from passes.tuner.search import Found, NothingFits, search
+from passes.tuner.simulate import Simulated, simulate
+from passes.tuner.trials import Trial, Trials
+
+_USABLE = 0.95
+"""Of a device's memory: kernels and the allocator need some more than is counted."""
+
+
+def make_plan(case: Case, request: Request, device_bytes: int | None) -> Plan:
+    """The plan for a step that serves the request.
+
+    Args:
+        device_bytes: memory of the device planned for; a limit where the user gave none, unless nothing fits.
+
+    Raises:
+        CompileError: what is asked for excludes itself, or nothing fits into the user's memory limit.
+    """
+    if isinstance(request.schedule, Schedule):
+        return _given(replace(case, limit_bytes=request.memory_limit_bytes), request, request.schedule)
+    if request.memory_limit_bytes is not None or device_bytes is None:
+        return _tuned(replace(case, limit_bytes=request.memory_limit_bytes), request)
+    try:
+        return _tuned(replace(case, limit_bytes=usable_bytes(device_bytes)), request)
+    except NothingFits:
+        plan = _tuned(replace(case, limit_bytes=None), request)
+        needed = human_bytes(max(prediction.peak_bytes for prediction in plan.predicted.values()))
+        device = f"{human_bytes(device_bytes)} of a {case.cluster.device}"
+        return replace(plan, notes=(f"a rank needs {needed}, more than the {device}", *plan.notes))
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """What a plan may take of a device's memory."""
+    return int(_USABLE * device_bytes)
+
+
+@held_collector()
+def tuned(case: Case, request: Request) -> Found:
+    """All ways to use the ranks that were looked at, the best first."""
+    trials = Trials(case, request)
+    found = search(trials, candidates(case, request))
+    return finals(trials, found, request.budget_seconds) if request.is_open else found
+
+
+def _tuned(case: Case, request: Request) -> Plan:
+    found = tuned(case, request)
+    outcomes = tuple(trial.outcome for trial in found.ranked)
+    notes = (found.best.method,) if found.best.method else ()
+    losers = [outcome for outcome in outcomes[1:] if outcome.why]
+    if losers:
+        notes = (*notes, f"next best of {len(outcomes)} ways: {losers[0]}; {losers[0].why}")
+    return replace(_plan(case, found.best, notes), outcomes=outcomes)
+
+
+def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
+    """An order of the user's own, and its training with the next batch's frozen work where that is faster."""
+    count = schedule.num_microbatches
+    times = BlockTimes.of(case.costs, microbatch_sizes(request.batch_size, count)[0])
+    staged = place_schedule(case.graph, times, schedule, case.cluster)
+    require(schedule, case.work.of(staged, count), staged.world_size)
+    step = simulate(case, staged, schedule, microbatch_sizes(request.batch_size, count))
+    _require_room(case, step)
+    shape = Shape(schedule.name, staged.num_stages, (tuple(range(staged.world_size)),))
+    known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, schedule, simulated=step, done=True)
+    plan = _plan(case, known, ())
+    if request.fill == "none" or not case.frozen.names:
+        return plan
+    training = schedule.where(lambda action: action.kind != "T")
+    ahead = Candidate(shape, count, True, 0.0)
+    best = Trials(case, request).finished(Trial(ahead, 0.0, staged, training, is_thrifty=True))
+    if best is None or best.simulated is None or (request.fill == "auto" and best.simulated.seconds >= step.seconds):
+        return plan
+    predicted = {**plan.predicted, "steady": best.simulated.prediction}
+    return replace(plan, steady=best.schedule, predicted=predicted)
+
+
+def _require_room(case: Case, step: Simulated) -> None:
+    if not case.fits(step.peak_bytes):
+        raise CompileError(
+            f"the schedule needs {human_bytes(step.peak_bytes)} on a rank, more than memory_limit="
+            f"{human_bytes(case.limit_bytes or 0)}; use one with fewer micro-batches in flight, or a higher limit"
+        )
+
+
+def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:
+    """The plan of the best trial; of one that does frozen work ahead also the order of a step that does its own."""
+    staged, count = best.placed, best.candidate.microbatches
+    assert best.simulated is not None
+    sizes = microbatch_sizes(case.batch_size, count)
+    step, steady = best.simulated, None
+    if best.candidate.ahead:
+        steady = best.simulated
+        step = simulate(case, staged, Orders(case, staged, count, ahead=False).named()[0], sizes)
+    forms = {"step": step} if steady is None else {"step": step, "steady": steady}
+    times = BlockTimes.of(case.costs, sizes[0])
+    return Plan(
+        fingerprint="", cluster=str(case.cluster), cost_model="",
+        cut=PlannedCut(len(case.blocks), sizes[0], case.divisible),
+        batch_size=case.batch_size, num_microbatches=count, staged=staged,
+        labels=tuple(_labels(case, staged, times)), components=case.frozen.names,
+        step=step.schedule, steady=None if steady is None else steady.schedule,
+        predicted={form: simulated.prediction for form, simulated in forms.items()},
+        notes=(*notes, *fold_notes(case.graph, times, staged), *_remarks(case, staged, step)),
+    )  # fmt: skip
+
+
+def _labels(case: Case, staged: Staged, times: BlockTimes) -> Iterator[str]:
+    """Of every stage its share of the work, and the modules it begins and ends with."""
+    total = sum(times.total) or 1.0
+    for stage in range(staged.num_stages):
+        blocks = staged.blocks(stage)
+        names = [case.graph.blocks[block].name for block in blocks]
+        span = "(empty)" if not names else names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        yield f"{sum(times.total[block] for block in blocks) / total:5.1%}  {span}"
+
+
+def _remarks(case: Case, staged: Staged, step: Simulated) -> Iterator[str]:
+    empty = sum(not staged.blocks(stage) for stage in range(staged.num_stages))
+    if empty:
+        yield f"{empty} of {staged.num_stages} stages are empty: there are {len(case.blocks)} blocks"
+    held = [n for n, ranks in zip(case.frozen.names, staged.frozen_ranks, strict=False) if len(ranks) < case.world_size]
+    if held:
+        yield f"{', '.join(held)} only where there is room for its weights"

@@ -1,0 +1,106 @@
+"""Stages of the same shape cut anew where memory decides: by what blocks hold, how often, and what a place has left.
+
+1F1B over 4 ranks, 1 GiB a block and micro-batch     blocks 4 4 4 4     16 GiB 12 GiB 8 GiB 4 GiB
+limit 12 GiB                                         blocks 3 4 4 5     12 GiB 12 GiB 8 GiB 5 GiB
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.errors import CompileError
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged, whole_stages
+from fxpipe.simulate.memory import ADAMW_BYTES
+from passes.case import Case
+from passes.placement.memory import StageMemory
+from passes.placement.place import place
+from passes.tuner.candidates import Candidate
+
+_MOST_CUT = 4
+"""How often: what does not depend on single blocks, as temporaries, is that of the last cut."""
+
+Ordered = Callable[[Staged], tuple[Schedule, Sequence[int]]]
+"""The order of stages, and what every rank needs in it."""
+
+
+def cut_by_memory(
+    case: Case, candidate: Candidate, staged: Staged, ordered: Ordered, limit_bytes: int
+) -> Staged | None:
+    """The fastest stages of the candidate's shape that fit; None where none are found.
+
+    `staged` says what is recomputed, whole stages or blocks by themselves, and who holds frozen weights.
+    """
+    shape = candidate.shape
+    if not shape.is_cut_by_memory or shape.places == 1:
+        return None
+    times = BlockTimes.of(case.costs, microbatch_sizes(case.batch_size, candidate.microbatches)[0])
+    whole = staged.recompute and staged.recompute == whole_stages(staged.boundaries)
+    for _ in range(_MOST_CUT):
+        memory = _stage_memory(case, candidate, staged, ordered, limit_bytes)
+        if memory is None:
+            return None
+        try:
+            found = place(case.graph, case.costs, times, shape, case.cluster, candidate.microbatches, memory)
+        except CompileError:
+            return None
+        recompute = whole_stages(found.boundaries) if whole else staged.recompute
+        cut = replace(found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks)
+        if max(ordered(cut)[1]) <= limit_bytes:
+            return cut
+        if cut == staged:
+            return None
+        staged = cut
+    return None
+
+
+def _stage_memory(
+    case: Case, candidate: Candidate, staged: Staged, ordered: Ordered, limit_bytes: int
+) -> StageMemory | None:
+    """For a partition of the same shape; None where a place has no room at all, or all have too little.
+
+    What does not depend on a block is that of the stages as they are: inputs, temporaries, frozen weights and work,
+    and all that is kept of stages that are recomputed as a whole.
+    """
+    costs, shape = case.costs, candidate.shape
+    num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
+    held = [
+        costs.parameter_bytes[b] + costs.trained_bytes[b] + ADAMW_BYTES * costs.trained_elements[b] for b in case.blocks
+    ]
+    saved = _saved(case, staged, num_samples)
+    schedule, needed = ordered(staged)
+    flying = in_flight(schedule)
+    limits = [float(limit_bytes)] * shape.places
+    for pipeline in shape.pipelines:
+        for position, rank in enumerate(pipeline):
+            mine = (stage for stage, ranks in enumerate(staged.stage_ranks) if rank in ranks)
+            own = sum(held[b] + flying[stage] * saved[b] for stage in mine for b in staged.blocks(stage))
+            limits[position] = min(limits[position], limit_bytes - needed[rank] + own)
+    least = sum(held) + min(flying) * sum(saved)
+    return StageMemory(held, saved, flying, limits) if 0 <= min(limits) and least <= sum(limits) else None
+
+
+def _saved(case: Case, staged: Staged, num_samples: int) -> Sequence[int]:
+    """What every block keeps of a micro-batch."""
+    if staged.recompute and staged.recompute == whole_stages(staged.boundaries):
+        return [0] * len(case.blocks)
+    saved, kept = case.costs.saved_bytes(num_samples), case.costs.saved_bytes_recomputed(num_samples)
+    again = {block for run in staged.recompute for block in range(*run)}
+    return [min(kept[b], saved[b]) if b in again else saved[b] for b in case.blocks]
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """The most micro-batches between a forward and the last of their backward, of every stage on any of its ranks."""
+    most = [0] * schedule.num_stages
+    for actions in schedule.ranks:
+        now = [0] * schedule.num_stages
+        splits = {action.stage for action in actions if action.kind == "W"}
+        trained = {action.stage for action in actions if action.kind in "BIW"}
+        for action in actions:
+            if action.kind == "F" and action.stage in trained:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in "BW" or (action.kind == "I" and action.stage not in splits):
+                now[action.stage] -= 1
+    return most

@@ -1,0 +1,34 @@
+"""What the user asked for, and what is left open."""
+
+from dataclasses import dataclass
+
+from fxpipe.plan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """None leaves a choice open.
+
+    `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
+    out; `divisible` says that the batch may be cut. Orders are searched for in `budget_seconds` where the schedule is
+    open. `fill` is one of `fxpipe.options.FILLS`.
+    """
+
+    schedule: str | Schedule
+    world_size: int
+    batch_size: int
+    data_parallel: int | None = None
+    stages: int | None = None
+    microbatches: int | None = None
+    collocation: str | None = None
+    recompute: bool | None = None
+    memory_limit_bytes: int | None = None
+    conditioning: float | None = None
+    fill: str = "auto"
+    budget_seconds: float = 2.0
+    divisible: bool = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the order is to be chosen."""
+        return self.schedule == "auto"

@@ -1,0 +1,99 @@
+"""Best first: the trial with the least bound is looked at more closely, until the one in front is known in full.
+
+bound     1.61   1.62   1.64   1.70   ...        all candidates
+walked    1.66   1.63   1.69                     1.63 is the best: nothing else can be shorter than 1.64
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+
+from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph import human_bytes
+from passes.tuner.candidates import Candidate
+from passes.tuner.trials import Trial, Trials
+
+_MOST_ACTIONS = 400_000
+"""Actions that are walked, of all trials together: some ten seconds of a core. What is left then is not walked."""
+
+
+class NothingFits(CompileError):
+    """Every candidate needs more memory than there may be."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best trial first, then the others, the fastest first; those that did not fit among them."""
+
+    ranked: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        return self.ranked[0]
+
+
+def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
+    """The trial that is fastest of those that fit into memory.
+
+    Raises:
+        CompileError: there is no candidate, or none fits; says which would need least.
+    """
+    heap: list[tuple[float, int, Trial]] = []
+    number, walked, known = count(), 0, list[Trial]()
+
+    def push(trial: Trial) -> None:
+        heappush(heap, (trial.bound_seconds, next(number), trial))
+
+    for candidate in candidates:
+        push(Trial(candidate, candidate.bound_seconds))
+    lost: list[Trial] = []
+    while heap and not (known and (heap[0][0] >= known[0].bound_seconds or walked > _MOST_ACTIONS)):
+        trial = heappop(heap)[-1]
+        for closer in trials.closer(trial):
+            if closer.simulated is not None and closer.schedule is not None:
+                walked += sum(map(len, closer.schedule.ranks))
+            if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
+                closer = trials.with_its_step(closer)
+                if not trials.fits(closer):
+                    for less in trials.thriftier(closer):
+                        push(less)
+            if not trials.fits(closer):
+                lost.append(closer)
+            elif closer.done:
+                known = sorted([*known, closer], key=lambda each: each.bound_seconds)
+            else:
+                push(closer)
+    if not known:
+        raise _nothing_fits(lost, trials)
+    best = known[0]
+    others = [*known[1:], *lost, *(trial for *_, trial in heap)]
+    told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
+    return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+
+
+def told_of(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
+    """The trial with the reason it lost to the best."""
+    more = f"{trial.bound_seconds / best.bound_seconds - 1:.1%} longer" if best.bound_seconds else "longer"
+    if trial.needs is not None and limit_bytes is not None and trial.needs > limit_bytes:
+        return replace(trial, why=f"needs {human_bytes(trial.needs)} on a rank")
+    if trial.done:
+        return replace(trial, why=more)
+    if trial.bound_seconds < best.bound_seconds:
+        return replace(trial, why="not simulated: others promised more")
+    return replace(trial, why=f"at least {more}")
+
+
+def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
+    request, limit = trials.request, trials.case.limit_bytes
+    if not lost:
+        return CompileError(
+            f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
+            f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples; leave some "
+            "open"
+        )
+    least = min(lost, key=lambda trial: trial.needs or 0)
+    return NothingFits(
+        f"no plan fits into memory_limit={human_bytes(limit or 0)} per rank: the least needed is "
+        f"{human_bytes(least.needs or 0)} ({least.outcome}); use more ranks, smaller batches, or a higher limit"
+    )

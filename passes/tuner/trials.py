@@ -1,0 +1,332 @@
+"""What a candidate would take, looked at ever more closely.
+
+    bound      compute alone                                    before anything is placed
+    placed     stages on ranks; the busiest port                thousands a second
+    ordered    the order it is named after, and its memory      hundreds a second
+    walked     all ranks, with messages that share links        tens a second
+    filled     the same, with the next batch's frozen work
+
+The seconds of each step are at most those of the next, so the search may stop where the least is the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxpipe.costs.block_times import BlockTimes
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged, whole_stages
+from fxpipe.plan.tuning import Outcome
+from fxpipe.simulate import Clock
+from passes.case import Case
+from passes.fill.ahead import filled
+from passes.fill.per_device import no_fill, per_device
+from passes.fill.problem import FillProblem, Interval
+from passes.fill.result import Fill
+from passes.placement import buckets
+from passes.placement.frozen_ranks import home_ranks
+from passes.placement.place import Shape, balanced, place
+from passes.step_ops import step_ops
+from passes.tuner.bounds import filled_seconds, placed_seconds
+from passes.tuner.candidates import Candidate
+from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, thriftier_stages
+from passes.tuner.orders import Orders
+from passes.tuner.request import Request
+from passes.tuner.simulate import Simulated, simulate, simulated
+
+Filler = Callable[[FillProblem], Fill]
+
+_SLOWED = 1.02
+"""By how much messages must slow a step for other places of frozen work to be looked at."""
+_LARGEST = 3072
+"""Actions of one pipeline beyond which searching costs more than it brings: a list schedule takes half a second."""
+_MOST_ROOMS = 1
+"""Rooms for frozen work that are tried, the most promising ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Idle time of every rank in which an operation of frozen work may take up to `most` bytes; None: any."""
+
+    idle: tuple[tuple[Interval, ...], ...]
+    most: float | None
+
+    @staticmethod
+    def everywhere(clock: Clock, most: float | None = None) -> Room:
+        return Room(clock.idle, most)
+
+    @staticmethod
+    def within(clock: Clock, left: Sequence[int], most: float) -> Room | None:
+        """Where what is `left` on a rank beside the bytes it holds is enough; None where that is not so at the end."""
+        idle = []
+        for spans, held, size in zip(clock.idle, clock.idle_bytes, left, strict=True):
+            if held and size - held[-1] < most and spans[-1][1] == clock.seconds:
+                return None
+            idle.append(tuple(span for span, used in zip(spans, held, strict=True) if size - used >= most))
+        return Room(tuple(idle), most)
+
+    @cached_property
+    def idle_seconds(self) -> float:
+        """Of all ranks together."""
+        return sum(end - start for spans in self.idle for start, end in spans)
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How and where the next batch's frozen work is to be done."""
+
+    how: Filler
+    room: Room
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
+
+    `simulated` is its step, or its training while that is not `done`: the next batch's frozen work is to come, by some
+    `way`. `needs` are bytes on the fullest rank; one that `is_thrifty` was made to need less. `method` says how the
+    order was found, `why` what it lost by.
+    """
+
+    candidate: Candidate
+    bound_seconds: float
+    staged: Staged | None = None
+    schedule: Schedule | None = None
+    simulated: Simulated | None = None
+    way: Way | None = None
+    done: bool = False
+    needs: int | None = None
+    is_thrifty: bool = False
+    method: str = ""
+    why: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, where it is known in full."""
+        return self.simulated.seconds if self.simulated is not None and self.done else None
+
+    def sizes(self, case: Case) -> tuple[int, ...]:
+        """Samples of every micro-batch."""
+        return microbatch_sizes(case.batch_size, self.candidate.microbatches)
+
+    @property
+    def placed(self) -> Staged:
+        """The stages of a trial that is placed."""
+        if self.staged is None:
+            raise ValueError("the trial is not placed yet")
+        return self.staged
+
+    @property
+    def outcome(self) -> Outcome:
+        shape, staged, simulated = self.candidate.shape, self.staged, self.simulated
+        return Outcome(
+            len(shape.pipelines), shape.places, shape.schedule, shape.stages, self.candidate.microbatches,
+            staged.collocated if staged else shape.is_folded and shape.hard, bool(staged and staged.recompute),
+            self.bound_seconds, self.seconds, self.needs, simulated.wire_bytes if simulated else None, self.why,
+        )  # fmt: skip
+
+
+class Trials:
+    """Looks at candidates; equal placements are made once."""
+
+    def __init__(self, case: Case, request: Request) -> None:
+        self.case, self.request = case, request
+        self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
+        self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
+        self._thrifty: set[tuple[Staged, int, bool]] = set()
+
+    def closer(self, trial: Trial) -> Iterator[Trial]:
+        """The trial, known one step further; several where memory decides, none where nothing fits."""
+        if trial.staged is None:
+            yield from self._place(trial)
+        elif trial.schedule is None:
+            yield from self._ordered(trial)
+        elif trial.simulated is None:
+            yield from self._walked(trial)
+        else:
+            yield from self._filled(trial)
+
+    def fits(self, trial: Trial) -> bool:
+        return trial.needs is None or self.case.fits(trial.needs)
+
+    def may_search(self, trial: Trial) -> bool:
+        """Whether an order can be searched for: of equal pipelines of several ranks, whose passes are all made."""
+        orders, shape = self._orders(trial), trial.candidate.shape
+        if not orders.pipelines or shape.places == 1 or self.request.conditioning is not None:
+            return False
+        return 2 * shape.stages * trial.candidate.microbatches <= _LARGEST * len(shape.pipelines)
+
+    def searched(self, trial: Trial, budget_seconds: float) -> Trial | None:
+        """The same placement by an order that is searched for; None where nothing of it fits."""
+        orders = self._orders(trial)
+        needed = [needs.total for needs in self._peaks(trial)(trial.placed)[1]]
+        schedule, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
+        known = Trial(trial.candidate, trial.candidate.bound_seconds, trial.placed, schedule, is_thrifty=True)
+        return self.finished(replace(known, method=method))
+
+    def finished(self, trial: Trial) -> Trial | None:
+        """The fastest of all that becomes of a trial and fits."""
+        pending, best = [trial], None
+        while pending:
+            for closer in filter(self.fits, self.closer(pending.pop())):
+                if not closer.done:
+                    pending.append(closer)
+                elif best is None or closer.bound_seconds < best.bound_seconds:
+                    best = closer
+        return best
+
+    def _orders(self, trial: Trial) -> Orders:
+        return Orders(self.case, trial.placed, trial.candidate.microbatches, trial.candidate.ahead)
+
+    def _place(self, trial: Trial) -> Iterator[Trial]:
+        shape, case = trial.candidate.shape, self.case
+        for staged in self._stages(trial):
+            if not shape.hard and staged.collocated:
+                continue  # free skips that all stay on their ranks: the hard placement
+            recompute = whole_stages(staged.boundaries) if self.request.recompute else ()
+            staged = replace(staged, schedule=shape.schedule, recompute=recompute)
+            bound = placed_seconds(case, staged, trial.sizes(case))
+            yield replace(trial, staged=staged, bound_seconds=max(trial.bound_seconds, bound))
+
+    def _stages(self, trial: Trial) -> Sequence[Staged]:
+        """The stages of the trial's shape: as `place` has them; lines also balanced by time alone, single ranks also in
+        buckets."""
+        shape, case, size = trial.candidate.shape, self.case, trial.sizes(self.case)[0]
+        key = (replace(shape, schedule=""), shape.is_folded, shape.is_opposite, size)
+        if key not in self._placed:
+            times = BlockTimes.of(case.costs, size)
+            found = place(case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches)
+            even = balanced(case.graph, case.costs, times, shape)
+            others = [*([] if even is None else [even]), *self._bucketed(shape, found)]
+            self._placed[key] = tuple({staged.boundaries: staged for staged in (*reversed(others), found)}.values())
+        return self._placed[key]
+
+    def _bucketed(self, shape: Shape, staged: Staged) -> Iterator[Staged]:
+        """For pipelines of one rank: stages of equal gradients, and as data parallel training has them."""
+        costs, asked = self.case.costs, self.request
+        if shape.places > 1 or shape.stages == 1 or asked.stages is not None or not asked.is_open:
+            return
+        for size in (sum(costs.trained_bytes) / shape.stages, buckets.BUCKET_BYTES):
+            boundaries = buckets.buckets(costs, size)
+            yield replace(staged, boundaries=boundaries, stage_ranks=staged.stage_ranks[:1] * (len(boundaries) - 1))
+
+    def _ordered(self, trial: Trial) -> Iterator[Trial]:
+        """In the order that the placement is named after."""
+        schedule, seconds = self._orders(trial).named()
+        yield replace(trial, schedule=schedule, bound_seconds=max(trial.bound_seconds, seconds))
+
+    def thriftier(self, trial: Trial, unseen: int = 0) -> Iterator[Trial]:
+        """The same placement in less memory: frozen weights on some ranks only, stages cut by memory, blocks
+        recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
+        if self.case.limit_bytes is None or trial.is_thrifty:
+            return
+        limit, recompute = self.case.limit_bytes - unseen, self.request.recompute is None
+        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), limit, recompute):
+            key = staged, trial.candidate.microbatches, trial.candidate.ahead
+            if key not in self._thrifty:
+                self._thrifty.add(key)
+                yield Trial(trial.candidate, trial.bound_seconds, staged, is_thrifty=True)
+
+    def _peaks(self, trial: Trial) -> Peaks:
+        """Bytes per rank of the trial's shape with other stages."""
+
+        def peaks(staged: Staged) -> tuple[Schedule, list[Needs]]:
+            key = staged, trial.candidate.microbatches, trial.candidate.ahead
+            if key not in self._needs:
+                schedule = self._orders(replace(trial, staged=staged)).named()[0]
+                ops = step_ops(self.case, staged, schedule, trial.sizes(self.case))
+                self._needs[key] = schedule, needs_of(self.case, staged, schedule, ops, trial.candidate.ahead)
+            return self._needs[key]
+
+        return peaks
+
+    def _walked(self, trial: Trial) -> Iterator[Trial]:
+        """All ranks; if what they hold does not fit, in ways to need less, too."""
+        assert trial.schedule is not None
+        ops = step_ops(self.case, trial.placed, trial.schedule, trial.sizes(self.case))
+        needs = most(needs_of(self.case, trial.placed, trial.schedule, ops, trial.candidate.ahead))
+        if not self.case.fits(needs):
+            yield replace(trial, needs=needs)
+            yield from self.thriftier(trial)
+            return
+        found, known = simulated(self.case, trial.schedule, ops), trial.bound_seconds
+        trial = _known(trial, found, done=not trial.candidate.ahead)
+        if not self.fits(trial):
+            yield trial
+            yield from self.thriftier(trial, found.peak_bytes - needs)
+        elif trial.candidate.ahead:
+            yield from self._to_fill(trial, found)
+        else:
+            yield trial
+            yield from self._at_home(trial, known)
+
+    def _to_fill(self, trial: Trial, training: Simulated) -> Iterator[Trial]:
+        """The next batch's frozen work, in whichever idle time there is room for as many samples at once as promise
+        most; "after" the training only the last idle time counts."""
+        how = no_fill if self.request.fill == "after" else per_device
+        for room in self._rooms(trial, training)[:_MOST_ROOMS]:
+            idle = room.idle_seconds if how is per_device else 0.0
+            bound = filled_seconds(self.case, training.seconds, idle, room.most)
+            yield replace(trial, way=Way(how, room), bound_seconds=max(trial.bound_seconds, bound))
+
+    def _rooms(self, trial: Trial, training: Simulated) -> list[Room]:
+        """Idle time by what frozen work may take in it, that which promises the shortest step first."""
+        case, staged, limit = self.case, trial.placed, self.case.limit_bytes
+        if limit is None:
+            return [Room.everywhere(training.clock)]
+        weights, made = case.costs.component_bytes, made_bytes(case, staged, case.batch_size)
+        left = [
+            limit - made[rank] - sum(w for c, w in enumerate(weights) if staged.may_run(c, rank))
+            for rank in range(staged.world_size)
+        ]
+        sizes = [case.batch_size, *(2**k for k in reversed(range((case.batch_size - 1).bit_length())))]
+        rooms = [Room.within(training.clock, left, case.frozen.most_bytes(size)) for size in sizes]
+        fitting = [room for room in rooms if room is not None] or [Room.everywhere(training.clock, 0.0)]
+        return sorted(fitting, key=lambda room: filled_seconds(case, training.seconds, room.idle_seconds, room.most))
+
+    def _filled(self, trial: Trial) -> Iterator[Trial]:
+        """By the trial's way; in ways that need less, if it does not fit."""
+        assert trial.simulated is not None
+        assert trial.way is not None
+        found = self._with(trial, trial.simulated, trial.way)
+        yield found
+        if not self.fits(found):
+            known = most(self._peaks(trial)(trial.placed)[1])
+            yield from self.thriftier(trial, max(0, (found.needs or 0) - known))
+        else:
+            yield from self._at_home(found, trial.bound_seconds)
+
+    def with_its_step(self, trial: Trial) -> Trial:
+        """With what a step on the same stages needs that does its own frozen work, where memory is limited."""
+        if self.case.limit_bytes is None or not trial.candidate.ahead or not self.fits(trial):
+            return trial
+        alone = Orders(self.case, trial.placed, trial.candidate.microbatches, ahead=False).named()[0]
+        needs = simulate(self.case, trial.placed, alone, trial.sizes(self.case)).peak_bytes
+        return replace(trial, needs=max(needs, trial.needs or 0))
+
+    def _at_home(self, trial: Trial, known_seconds: float) -> Iterator[Trial]:
+        """The same with frozen work where most of what it makes is read, if it takes longer than was known before its
+        messages were: on slow links no sample's results need travel then."""
+        if isinstance(self.request.schedule, Schedule) or trial.placed.frozen_ranks or not self.case.frozen.names:
+            return
+        if trial.bound_seconds > _SLOWED * known_seconds:
+            ranks = home_ranks(self.case.graph, trial.placed)
+            if len(ranks) < trial.placed.world_size:
+                staged = replace(trial.placed, frozen_ranks=(ranks,) * len(self.case.frozen.names))
+                yield Trial(trial.candidate, known_seconds, staged, is_thrifty=trial.is_thrifty)
+
+    def _with(self, trial: Trial, training: Simulated, way: Way) -> Trial:
+        """Frozen work on as many samples at once as there is room for."""
+        case, staged, sizes = self.case, trial.placed, trial.sizes(self.case)
+        before = replace(training.training, idle=way.room.idle)
+        schedule = filled(before, case.frozen, staged, sizes, way.how, way.room.most, not case.divisible)
+        ops = step_ops(case, staged, schedule, sizes)
+        return _known(replace(trial, schedule=schedule), simulated(case, schedule, ops), done=True)
+
+
+def _known(trial: Trial, found: Simulated, done: bool) -> Trial:
+    bound = max(trial.bound_seconds, found.seconds)
+    return replace(trial, simulated=found, needs=found.peak_bytes, done=done, bound_seconds=bound)

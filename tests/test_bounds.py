@@ -1,0 +1,52 @@
+"""Bounds on a step hold for whatever is simulated."""
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
+from fxpipe.plan.block_graph import Edge
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.staged import Staged
+from fxpipe.simulate import simulate
+from passes.schedules.named import make_schedule
+from passes.step_ops import step_ops
+from passes.tuner.bounds import placed_seconds
+from tests.test_compare_by_hand import case, edge
+
+
+def skips(num_blocks: int) -> Sequence[Edge]:
+    """Each block's value is read by the next one, the first one's by the last too."""
+    line = [edge(i, i + 1, num_bytes=8) for i in range(num_blocks - 1)]
+    return [edge(0, 1, num_blocks - 1, num_bytes=8), *line[1:]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zero-bubble"]),
+    st.integers(2, 4),
+    st.integers(1, 2),
+    st.integers(1, 6),
+    st.sampled_from([1e0, 1e2, 1e9]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_no_step_is_shorter_than_its_bounds(
+    name: str, stages: int, replicas: int, microbatches: int, bandwidth: float, shared: bool, relayed: bool, more: int
+) -> None:
+    world = stages * replicas
+    cluster = Cluster("toy", (Level(world, Link("toy", bandwidth, 0.1, duplex=not shared, shared=shared)),))
+    count = microbatches * replicas
+    of = case(
+        stages + 2, world, 2 * count + min(more, count - 1), weight_bytes=64, edges=skips(stages + 2), cluster=cluster
+    )
+    ranks = tuple(tuple(range(s * replicas, (s + 1) * replicas)) for s in range(stages))
+    staged = Staged((0, *range(3, stages + 3)), ranks, name, False, world)
+    work = of.work.of(staged, count)
+    schedule = make_schedule(name, work, ranks, (1.0,) * stages, (2.0,) * stages, world_size=world)
+    sizes = microbatch_sizes(of.batch_size, count)
+    found = simulate(step_ops(of, staged, schedule, sizes, relayed=relayed), cluster).seconds
+    assert placed_seconds(of, staged, sizes, relayed) <= found * (1 + 1e-9)
