@@ -201,6 +201,14 @@ def test_any_stages_are_planned_as_their_programs(data: st.DataObject) -> None:
     check(name, layout, replace(layout.place(case), boundaries=boundaries, recompute=runs))
 
 
+def test_what_arrives_lies_in_a_row() -> None:
+    """The last block reads a slice of tokens that one device copies and a second rank does not."""
+    layout = Layout("gpipe", 2, 2, 1)
+    placed = layout.place(costed("uvit").on(CLUSTERS[0], 2))
+    last = placed.boundaries[-1]
+    check("uvit", layout, replace(placed, boundaries=(0, last - 1, last)))
+
+
 def test_planned_steps_leave_no_cycles() -> None:
     """So that memory does not grow while the collector is held."""
     case = costed("unet").on(CLUSTERS[0], 2)

@@ -8,8 +8,8 @@ Nodes of equal calls have equal costs, so repeated layers are counted once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -117,6 +117,20 @@ def call_of(node: fx.Node, gradients: dict[fx.Node, Gradient]) -> Call:
 
     outputs = tuple(operands(_value(node.meta.get("val"), itertools.count(len(first)), "none")))
     return Call(node.target, convert(node.args), tuple((k, convert(v)) for k, v in node.kwargs.items()), outputs)
+
+
+def in_a_row(call: Call, indices: Collection[int]) -> Call:
+    """The call with these operands contiguous, whatever their strides."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        if isinstance(value, Operand) and value.index in indices:
+            return replace(value, strides=tuple(product(value.sizes[i + 1 :]) for i in range(len(value.sizes))))
+        return value
+
+    kwargs = tuple((name, convert(value)) for name, value in call.kwargs)
+    return replace(call, args=convert(call.args), kwargs=kwargs) if indices else call
 
 
 def operand_nodes(node: fx.Node) -> list[tuple[fx.Node, int]]:

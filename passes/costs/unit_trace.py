@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
-from fxpipe.costs.calls import Gradient, call_of, operand_nodes, tensors_in
+from fxpipe.costs.calls import Gradient, call_of, in_a_row, operand_nodes, tensors_in
 from fxpipe.plan.block_graph import bytes_at
 from passes.costs.call_trace import CallTrace, Kernel, Line, Made, call_trace
 
@@ -73,7 +73,7 @@ class Operations:
         self.capture, self._device = capture, device
         several = max(2, capture.inputs.batch_size) if capture.batch else capture.inputs.batch_size
         self.num_samples = 1 if one_sample else several
-        self._known: dict[fx.Node, CallTrace] = {}
+        self._known: dict[tuple[fx.Node, frozenset[int]], CallTrace] = {}
         self._facts: dict[fx.Node, Facts] = {}
 
     def facts(self, node: fx.Node) -> Facts:
@@ -82,16 +82,16 @@ class Operations:
             found = self._facts[node] = Facts(node)
         return found
 
-    def __getitem__(self, node: fx.Node) -> CallTrace:
-        if node not in self._known:
+    def trace(self, node: fx.Node, arrived: frozenset[int]) -> CallTrace:
+        """Of an operation; the operands in `arrived` come from other units, and so lie in a row."""
+        if (node, arrived) not in self._known:
             trains = node.meta["requires_grad"] and not node.meta.get("no_grad")
             wanted: dict[fx.Node, Gradient] = {
                 n: "input" if trains and n.meta["requires_grad"] else "none" for n in node.all_input_nodes
             }
-            self._known[node] = call_trace(
-                call_of(node, wanted), node.meta.get("autocast"), self.num_samples, self._device
-            )
-        return self._known[node]
+            call = in_a_row(call_of(node, wanted), arrived)
+            self._known[node, arrived] = call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
+        return self._known[node, arrived]
 
 
 def unit_trace(
@@ -127,6 +127,7 @@ class _Builder:
         self._run_of = {name: number for number, run in enumerate(runs) for name in run}
         self.unit = UnitTrace()
         self._places: dict[fx.Node, list[int]] = {}  # the storage of every tensor of a node
+        self._traces: dict[fx.Node, CallTrace] = {}
         self._storages: dict[fx.Node, list[int]] = {}  # by the numbers of a call's own trace
         self._origins: list[str] = []  # of every kernel of the forward
         self._runs: list[int | None] = []  # of every kernel of the backward
@@ -161,13 +162,18 @@ class _Builder:
             source, first = facts.item
             self._places[node] = self._of(source)[first : first + len(facts.lines)]
             return
-        trace = self._operations[node]
+        trace = self._traces[node] = self._operations.trace(node, self._arrived(node))
         number = [self._of(argument)[item] for argument, item in facts.operands]
         number += [self.unit.new(line) for line in trace.made]
         self._storages[node] = number
         self._places[node] = [number[i] for i in trace.outputs]
         self.unit.forward += [_numbered(kernel, number) for kernel in trace.forward]
         self._origins += [node.name] * len(trace.forward)
+
+    def _arrived(self, node: fx.Node) -> frozenset[int]:
+        """The operands that other units have made."""
+        operands = enumerate(self._facts(node).operands)
+        return frozenset([i for i, (n, _) in operands if n.op == "call_function" and n not in self._own])
 
     def _return(self) -> None:
         """What leaves lies in a row; where others read it, its gradient comes in."""
@@ -196,7 +202,7 @@ class _Builder:
         facts = self._facts(node)
         if node not in self._storages or not facts.requires_grad:
             return
-        trace, number = self._operations[node], list(self._storages[node])
+        trace, number = self._traces[node], list(self._storages[node])
         incoming = [self._gradients.pop((node, i), None) for i in range(len(trace.outputs))]
         if not trace.gradients or all(gradient is None for gradient in incoming):
             return
