@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpipe
+from benchmarks.deviation import Deviation, deviation
+from benchmarks.emulation import Slower, emulate
 from examples.stable_diffusion import step
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.plan.timeline import human_seconds
-from fxpipe.run.emulation import Slower, emulate
-from fxpipe.show.deviation import Deviation, deviation
 from fxpipe.simulate.prediction import Costing, predict
 
 SCHEDULES = ("1f1b", "wave", "zero-bubble", "gpipe")

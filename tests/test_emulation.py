@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import fxpipe
+from benchmarks.deviation import ActionSpan, deviation
+from benchmarks.emulation import Slower, emulate, emulated
+from benchmarks.emulation.network import EmulatedDevice, EmulatedNetwork
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.timeline import Event, Timeline
-from fxpipe.run.emulation import Slower, emulate, emulated
-from fxpipe.run.emulation.network import EmulatedDevice, EmulatedNetwork
 from fxpipe.run.run_rank import run_rank
 from fxpipe.run.transport import run_ranks
-from fxpipe.show.deviation import ActionSpan, deviation
 from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.prediction import Costing, planned, predict
 from tests.frozen_steps import FrozenStep

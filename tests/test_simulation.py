@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxpipe
+from benchmarks.emulation import Slower
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
@@ -18,7 +19,6 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.timeline import END, Event, RankMemory, Timeline
-from fxpipe.run.emulation import Slower
 from fxpipe.simulate import noisy_makespans, walk
 from fxpipe.simulate.op_lists import Op
 from tests.unet import TinyUNet

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import fxpipe
+from benchmarks.emulation import Slower
 from cost_models.devices import device
 from cost_models.profiled import Entry, Profile, Speeds, key_of
 from fxpipe.costs.call_costs import CallCost
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
 from fxpipe.costs.table import CostTable
-from fxpipe.run.emulation import Slower
 from passes.costs.block_costs import block_costs
 from tests.models import ZOO
 from tests.unet import TinyUNet

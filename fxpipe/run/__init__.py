@@ -7,5 +7,5 @@
 engine         all ranks in this process, or this process as one       training       steps over batches (read_ahead)
 run_rank       one step of one rank                                    transport      threads, torch.distributed
 launch         which rank this process is; the plan of rank 0          observe        events of a run
-verification   a step against the uncompiled model                     emulation      programs on devices that sleep
+verification   a step against the uncompiled model
 """

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from benchmarks.emulation.network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
 from fxpipe.capture import Capture
 from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.table import CostTable
@@ -26,7 +27,6 @@ from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Transport
-from fxpipe.run.emulation.network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
 from fxpipe.run.observe import Recording
 from fxpipe.run.run_rank import run_rank
 from fxpipe.run.transport import run_ranks
