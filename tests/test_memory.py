@@ -18,7 +18,7 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import RankProgram
-from fxpipe.plan.transport import Pending, PendingReduction, Transport
+from fxpipe.plan.transport import Pending, Transport
 from fxpipe.run.run_rank import Draws
 from fxpipe.simulate.graph_memory import Segment, Storage, call_memory
 from tests.live_bytes import LiveBytes
@@ -47,35 +47,30 @@ class OwnBuffers:
         with _disable_current_modes():
             self._transport.send(tensor.clone(), dst, edge)
 
-    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[Tensor]:
         pending = self._transport.recv(src, edge, shape, dtype, device)
-        return _Received(pending, torch.empty(shape, dtype=dtype, device=device))
+        buffer = torch.empty(shape, dtype=dtype, device=device)
 
-    def all_reduce(self, tensors: list[Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        def wait() -> Tensor:
+            with _disable_current_modes():
+                return buffer.copy_(pending.wait())
+
+        return Pending(wait)
+
+    def all_reduce(self, tensors: list[Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[Tensor]]:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         with _disable_current_modes():
-            copies = [tensor.clone() for tensor in tensors]
-            return _Reduced(self._transport.all_reduce(copies, ranks, edge), flat)
+            pending = self._transport.all_reduce([tensor.clone() for tensor in tensors], ranks, edge)
 
+        def wait() -> list[Tensor]:
+            with _disable_current_modes():
+                sums = pending.wait()
+                parts = flat.split([tensor.numel() for tensor in sums])
+                return [part.view(tensor.shape).copy_(tensor) for part, tensor in zip(parts, sums, strict=True)]
 
-class _Received:
-    def __init__(self, pending: Pending, buffer: Tensor) -> None:
-        self._pending, self._buffer = pending, buffer
-
-    def wait(self) -> Tensor:
-        with _disable_current_modes():
-            return self._buffer.copy_(self._pending.wait())
-
-
-class _Reduced:
-    def __init__(self, pending: PendingReduction, flat: Tensor) -> None:
-        self._pending, self._flat = pending, flat
-
-    def wait(self) -> list[Tensor]:
-        with _disable_current_modes():
-            sums = self._pending.wait()
-            parts = self._flat.split([tensor.numel() for tensor in sums])
-            return [part.view(tensor.shape).copy_(tensor) for part, tensor in zip(parts, sums, strict=True)]
+        return Pending(wait)
 
 
 def measured_peaks(

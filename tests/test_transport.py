@@ -59,15 +59,6 @@ def test_every_kind_of_tensor_arrives_and_is_counted() -> None:
         assert sent_bytes == {(rank, (rank + 1) % 3): 2 * per_step}
 
 
-def test_reset_starts_the_count_anew() -> None:
-    def rank_main(transport: Transport) -> dict[tuple[int, int], int]:
-        exchange(transport)
-        transport.reset_sent_bytes()
-        return transport.sent_bytes()
-
-    assert run_ranks(2, rank_main) == [{}, {}]
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda c: c[0] != c[1]), max_size=30))
 def test_any_order_of_messages_that_both_ends_share_runs(messages: list[tuple[int, int]]) -> None:
     def rank_main(transport: Transport) -> list[float]:

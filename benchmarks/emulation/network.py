@@ -2,13 +2,12 @@
 
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxpipe.cluster import Cluster
-from fxpipe.plan.transport import Pending, PendingReduction, Transport
+from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.run.transport import num_bytes
 from fxpipe.simulate.collectives import Collective, Collectives
 from fxpipe.simulate.wires import Wires
@@ -87,26 +86,20 @@ class EmulatedTransport:
         self._network.send(edge, (self.rank, dst), num_bytes(tensor))  # first: its reader may be waiting
         self._transport.send(tensor, dst, edge)
 
-    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
-        return _Late(self._transport.recv(src, edge, shape, dtype, device), self, edge)
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[torch.Tensor]:
+        pending = self._transport.recv(src, edge, shape, dtype, device)
+        return Pending(lambda: self._waited(pending, edge))
 
-    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         self._network.issue(self.rank, Collective(edge, "reduce", ranks, sum(map(num_bytes, tensors))))
-        return _Late(self._transport.all_reduce(tensors, ranks, edge), self, edge)
+        pending = self._transport.all_reduce(tensors, ranks, edge)
+        return Pending(lambda: self._waited(pending, edge))
 
-    def wait(self, pending: Any, edge: int) -> Any:
+    def _waited(self, pending: Pending[T], edge: int) -> T:
         """What a receive or a reduction gives, not before the emulated network does."""
         since = time.perf_counter()
         value = pending.wait()
         self._device.wait(self._network, edge, since)
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Late:
-    pending: Any
-    transport: EmulatedTransport
-    edge: int
-
-    def wait(self) -> Any:
-        return self.transport.wait(self.pending, self.edge)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.plan.transport import Pending, PendingReduction, Transport
+from fxpipe.plan.transport import Pending, Transport
 
 
 def begin(transport: Transport, action: str) -> None:
@@ -46,24 +46,26 @@ def send(transport: Transport, value: torch.Tensor, dst: int, edge: int) -> None
     transport.send(value.contiguous(), dst, edge)
 
 
-def recv(transport: Transport, src: int, edge: int, shape: Sequence[int], dtype: torch.dtype, device: str) -> Pending:
+def recv(
+    transport: Transport, src: int, edge: int, shape: Sequence[int], dtype: torch.dtype, device: str
+) -> Pending[torch.Tensor]:
     """Post the receive of a message from rank `src`; does not block."""
     return transport.recv(src, edge, tuple(shape), dtype, torch.device(device))
 
 
-def wait(pending: Pending) -> torch.Tensor:
+def wait(pending: Pending[torch.Tensor]) -> torch.Tensor:
     """Block until a posted receive has arrived."""
     return pending.wait()
 
 
 def all_reduce(
     transport: Transport, gradients: list[torch.Tensor], ranks: Sequence[int], edge: int
-) -> PendingReduction:
+) -> Pending[list[torch.Tensor]]:
     """Start to sum these gradients over `ranks`, the replicas of a stage; does not block."""
     return transport.all_reduce(gradients, tuple(ranks), edge)
 
 
-def wait_reduced(pending: PendingReduction) -> list[torch.Tensor]:
+def wait_reduced(pending: Pending[list[torch.Tensor]]) -> list[torch.Tensor]:
     """Block until all ranks have given their gradients: the sums, equal to the last bit on all of them."""
     return pending.wait()
 

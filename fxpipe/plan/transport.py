@@ -9,7 +9,9 @@ take the order of a channel's messages from the same compiled list, so a message
 A step ends with `flush` on every rank; edge ids may repeat in the next step.
 """
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,20 +19,15 @@ T = TypeVar("T")
 Channel = tuple[int, int]  # (source rank, destination rank)
 
 
-class Pending(Protocol):
-    """A receive that has been posted."""
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[T]):
+    """A receive that has been posted, or a sum over ranks that has been started.
 
-    def wait(self) -> torch.Tensor:
-        """The tensor, contiguous. Raises RunError when it cannot come: a rank failed, or the time is up."""
-        ...
+    `wait` returns the tensor, contiguous, or the sums in the order given. It raises RunError when they cannot come: a
+    rank failed, or the time is up.
+    """
 
-
-class PendingReduction(Protocol):
-    """A sum over ranks that has been started."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """The sums, in the order given. Raises RunError when they cannot come."""
-        ...
+    wait: Callable[[], T]
 
 
 class Transport(Protocol):
@@ -55,11 +52,13 @@ class Transport(Protocol):
         """
         ...
 
-    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[torch.Tensor]:
         """Posts the receive of the channel's next message; never blocks. Every posted receive must be waited for."""
         ...
 
-    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         """Starts to sum each tensor over `ranks`; never blocks. The tensors must not be used before the wait.
 
         All ranks of one group start their reductions in the same order.
@@ -71,10 +70,8 @@ class Transport(Protocol):
         ...
 
     def sent_bytes(self) -> dict[Channel, int]:
-        """Bytes this rank has sent per channel since `reset_sent_bytes`."""
+        """Bytes this rank has sent so far, per channel."""
         ...
-
-    def reset_sent_bytes(self) -> None: ...
 
     def abort(self, error: BaseException) -> None:
         """Tells every other rank that this one has failed: their waits raise RunError naming this rank, action, error.

@@ -1,5 +1,6 @@
 """Watching a run: a transport that reports what its rank does, as events in the terms of a prediction."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from fxpipe.plan.timeline import Event, Timeline, kind_of
-from fxpipe.plan.transport import Pending, PendingReduction, Transport
+from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.run.transport import describe, num_bytes
 
 Observe = Callable[[Event], None]
@@ -42,34 +43,33 @@ class Observed:
         label = describe(edge, tuple(tensor.shape), tensor.dtype)
         self._observe(Event(self.rank, self._action, "transfer", now, now, dst, edge, num_bytes(tensor), label))
 
-    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
-        return _ObservedReceive(self, self._transport.recv(src, edge, shape, dtype, device), src, edge)
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[torch.Tensor]:
+        pending = self._transport.recv(src, edge, shape, dtype, device)
+        size = math.prod(shape) * dtype.itemsize
+        return Pending(lambda: self._waited(pending, src, edge, size, describe(edge, shape, dtype)))
 
-    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
-        return _ObservedReduction(self, self._transport.all_reduce(tensors, ranks, edge), self._now(), edge)
-
-    def reduced(self, reduction: "_ObservedReduction") -> list[torch.Tensor]:
-        """Wait for a sum; report the wait, and the reduction from its start on this rank to the end of the wait."""
-        start = self._now()
-        tensors = reduction.pending.wait()
-        end, size = self._now(), sum(map(num_bytes, tensors))
-        label = f"{len(tensors)} gradients"
-        self._observe(Event(self.rank, self._action, "wait", start, end, -1, reduction.edge, size, label))
-        self._observe(Event(self.rank, self._action, "reduce", reduction.start, end, -1, reduction.edge, size, label))
-        return tensors
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
+        pending, start = self._transport.all_reduce(tensors, ranks, edge), self._now()
+        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} gradients"
+        return Pending(lambda: self._waited(pending, -1, edge, size, label, start))
 
     def flush(self) -> None:
         self._end_action()
         self._transport.flush()
 
-    def waited(self, pending: Pending, src: int, edge: int) -> torch.Tensor:
-        """Wait for a receive, and report it."""
+    def _waited(
+        self, pending: Pending[T], peer: int, edge: int, size: int, label: str, reduced_since: float | None = None
+    ) -> T:
+        """Wait, and report it, and a reduction from its start on this rank to the end of the wait."""
         start = self._now()
-        tensor = pending.wait()
-        label = describe(edge, tuple(tensor.shape), tensor.dtype)
-        event = Event(self.rank, self._action, "wait", start, self._now(), src, edge, num_bytes(tensor), label)
-        self._observe(event)
-        return tensor
+        value = pending.wait()
+        end, what = self._now(), (peer, edge, size, label)
+        self._observe(Event(self.rank, self._action, "wait", start, end, *what))
+        if reduced_since is not None:
+            self._observe(Event(self.rank, self._action, "reduce", reduced_since, end, *what))
+        return value
 
     def _end_action(self) -> None:
         if self._action:
@@ -80,28 +80,6 @@ class Observed:
         if self._transport.device.type == "cuda":
             torch.cuda.synchronize(self._transport.device)
         return time.perf_counter()
-
-
-@dataclass(frozen=True, slots=True)
-class _ObservedReceive:
-    transport: Observed
-    pending: Pending
-    src: int
-    edge: int
-
-    def wait(self) -> torch.Tensor:
-        return self.transport.waited(self.pending, self.src, self.edge)
-
-
-@dataclass(frozen=True, slots=True)
-class _ObservedReduction:
-    transport: Observed
-    pending: PendingReduction
-    start: float
-    edge: int
-
-    def wait(self) -> list[torch.Tensor]:
-        return self.transport.reduced(self)
 
 
 @dataclass

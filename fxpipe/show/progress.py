@@ -1,22 +1,20 @@
-"""Which step of the compiler runs now, on stderr, for what takes longer than two seconds.
+"""Which step of the compiler runs now, on a terminal's stderr, for what takes longer than two seconds.
 
-    capturing the model, 7 s
-
-On a terminal alone, unless FXPIPE_PROGRESS says "on" (a line per step) or "off".
+FXPIPE_PROGRESS says "on" (without a terminal a line per step) or "off"; of several ranks the first one shows it.
 """
 
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
 VARIABLE = "FXPIPE_PROGRESS"
 DELAY_SECONDS = 2.0  # what is done sooner needs no word
-_REFRESH_SECONDS = 0.5
 _FIRST = "capturing the model"
 _AFTER = {
     "capture": "following the batch through its operations",
@@ -28,63 +26,38 @@ _AFTER = {
 }
 """What runs after the step of this name."""
 
-
-class Progress:
-    """Says what runs now: on one line of a terminal, which it clears, or each step on a line of its own."""
-
-    def __init__(self, write: Callable[[str], Any], one_line: bool, first: str = _FIRST) -> None:
-        self._write, self._one_line = write, one_line
-        self._now, self._since, self._said = first, time.monotonic(), ""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="fxpipe progress")
-
-    def after(self, name: str) -> None:
-        """A step has ended."""
-        self._now, self._since = _AFTER.get(name, f"after {name}"), time.monotonic()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
-        if self._one_line and self._said:
-            self._write("\r\x1b[K")
-
-    def _run(self) -> None:
-        if self._ended.wait(DELAY_SECONDS):
-            return
-        while True:
-            self._say(self._now)
-            if self._ended.wait(_REFRESH_SECONDS):
-                return
-
-    def _say(self, now: str) -> None:
-        if self._one_line:
-            self._said = f"{now}, {time.monotonic() - self._since:.0f} s"
-            self._write(f"\r\x1b[K{self._said}")
-        elif now != self._said:
-            self._said = now
-            self._write(f"{now}\n")
-
-
-_shown: ContextVar[Progress | None] = ContextVar("progress", default=None)
+_shown: ContextVar[Callable[[str], None] | None] = ContextVar("progress", default=None)
 
 
 @contextmanager
-def progress(first: str = _FIRST) -> Iterator[None]:
-    """Show the steps of what runs inside, the `first` by its name; once, where one of these is inside another."""
-    if _shown.get() is not None or not _is_wanted():
+def progress() -> Iterator[None]:
+    """Show the steps of what runs inside; once, where one of these is inside another."""
+    console, asked = Console(stderr=True, highlight=False), os.environ.get(VARIABLE, "").lower()
+    wanted = asked == "on" or (asked != "off" and console.is_terminal)
+    if _shown.get() is not None or not wanted or os.environ.get("RANK", "0") != "0":
         yield
         return
-    shown = Progress(_written, sys.stderr.isatty(), first)
-    token = _shown.set(shown)
-    shown.start()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    task = bar.add_task("", total=None)
+
+    def show(step: str) -> None:
+        bar.reset(task, description=step)
+        if not console.is_terminal:
+            console.print(step)
+
+    token, started = _shown.set(show), threading.Timer(DELAY_SECONDS, bar.start)
+    show(_FIRST)
+    if console.is_terminal:
+        started.start()
     try:
         yield
     finally:
         _shown.reset(token)
-        shown.stop()
+        started.cancel()
+        if started.ident is not None:
+            started.join()
+            bar.stop()
 
 
 def followed(observe: Callable[[str, Any], None] | None) -> Callable[[str, Any], None]:
@@ -93,17 +66,7 @@ def followed(observe: Callable[[str, Any], None] | None) -> Callable[[str, Any],
     def see(name: str, artefact: Any) -> None:
         if observe is not None:
             observe(name, artefact)
-        if (shown := _shown.get()) is not None:
-            shown.after(name)
+        if (show := _shown.get()) is not None:
+            show(_AFTER.get(name, f"after {name}"))
 
     return see
-
-
-def _is_wanted() -> bool:
-    asked = os.environ.get(VARIABLE, "").lower()
-    return asked == "on" or (asked != "off" and sys.stderr.isatty())
-
-
-def _written(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -1,27 +1,16 @@
-"""How tensors travel between ranks: the protocol, and ranks as threads of one process.
-
-Each directed pair of ranks is a channel: one sender, one receiver, first in first out, and sends never block. Both ends
-take the order of a channel's messages from the same compiled list, so a message carries only its edge id.
-
-    rank 0: send a (edge 4) | send b (edge 7)          channel 0 -> 1:  [4: a] [7: b]
-    rank 1: recv edge 4 | recv edge 7 | wait 4 | wait 7
-
-A step ends with `flush` on every rank; edge ids may repeat in the next step.
-"""
+"""How tensors travel between ranks that are threads of one process; `fxpipe.plan.transport` is the protocol."""
 
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.plan.transport import Channel, Pending, PendingReduction, Transport
+from fxpipe.plan.transport import Channel, Pending, T, Transport
 from fxpipe.run.transport.mailboxes import Mail, Mailboxes
 
-T = TypeVar("T")
 GRACE_SECONDS = 10.0  # how long a rank that computes may go on after another rank has failed
 
 
@@ -40,51 +29,13 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class _Receive:
-    """A posted in-process receive: message `number` of the channel src -> transport.rank."""
-
-    transport: "InProcessTransport"
-    src: int
-    number: int
-    edge: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def wait(self) -> torch.Tensor:
-        expected = describe(self.edge, self.shape, self.dtype)
-        message = self.transport._take(self.src, self.number, False, expected)
-        tensor: torch.Tensor = message.payload
-        found = describe(message.edge, tuple(tensor.shape), tensor.dtype)
-        if found != expected or message.step != self.transport.step:
-            raise RunError(
-                f"rank {self.transport.rank} expects {expected} of step {self.transport.step} from rank {self.src}, "
-                f"but the next message of that channel is {found} of step {message.step}"
-            )
-        self.transport._open.discard((self.src, self.number))
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A sum over rank threads: every rank adds up what all have given, in the order of ranks."""
-
-    transport: "InProcessTransport"
-    ranks: tuple[int, ...]
-    edge: int
-
-    def wait(self) -> list[torch.Tensor]:
-        given = self.transport._gathered(self.ranks, self.edge)
-        return [sum(parts[1:], start=parts[0]) for parts in zip(*given, strict=True)]
-
-
 class InProcessTransport:
     """A rank that is a thread of this process. Tensors are handed over without a copy: rank programs are functional, so
     no sender changes what it has sent, and no receiver what it has received."""
 
     def __init__(self, mail: Mailboxes, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, mail.world_size, torch.device("cpu")
-        self.step, self._mail, self._action = 0, mail, "start"
+        self._step, self._mail, self._action = 0, mail, "start"
         self._open: set[tuple[int, int]] = set()  # (source, number) of receives posted and not waited for
         self._sent_bytes: dict[Channel, int] = {}
 
@@ -97,35 +48,48 @@ class InProcessTransport:
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
         assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"
-        self._put(dst, False, Mail(self.step, edge, tensor.detach()))
+        self._put(dst, False, Mail(self._step, edge, tensor.detach()))
         channel = self.rank, dst
         self._sent_bytes[channel] = self._sent_bytes.get(channel, 0) + num_bytes(tensor)
 
-    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[torch.Tensor]:
         number = self._post(src, False)
         self._open.add((src, number))
-        return _Receive(self, src, number, edge, tuple(shape), dtype)
+        return Pending(lambda: self._received(src, number, describe(edge, tuple(shape), dtype)))
 
-    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+    def _received(self, src: int, number: int, expected: str) -> torch.Tensor:
+        """Message `number` of a channel, if it is the expected one."""
+        message = self._take(src, number, False, expected)
+        tensor: torch.Tensor = message.payload
+        found = describe(message.edge, tuple(tensor.shape), tensor.dtype)
+        if found != expected or message.step != self._step:
+            raise RunError(
+                f"rank {self.rank} expects {expected} of step {self._step} from rank {src}, but the next message of "
+                f"that channel is {found} of step {message.step}"
+            )
+        self._open.discard((src, number))
+        return tensor
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         assert self.rank in ranks, f"rank {self.rank} reduces over {ranks}"
-        self._mail.give((ranks, edge, self.step), self.rank, [tensor.detach() for tensor in tensors])
-        return _Reduction(self, ranks, edge)
+        self._mail.give((ranks, edge, self._step), self.rank, [tensor.detach() for tensor in tensors])
+        return Pending(lambda: self._reduced(ranks, edge))
 
-    def _gathered(self, ranks: tuple[int, ...], edge: int) -> list[list[torch.Tensor]]:
-        given = self._mail.gather((ranks, edge, self.step), self.rank, f"the gradients of ranks {list(ranks)}")
-        return [given[rank] for rank in ranks]
+    def _reduced(self, ranks: tuple[int, ...], edge: int) -> list[torch.Tensor]:
+        """Every rank adds up what all have given, in the order of ranks."""
+        given = self._mail.gather((ranks, edge, self._step), self.rank, f"the gradients of ranks {list(ranks)}")
+        return [sum(parts[1:], start=parts[0]) for parts in zip(*(given[rank] for rank in ranks), strict=True)]
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {sorted(self._open)}"
-        self._mail.check_received(self.rank, self.step)
+        self._mail.check_received(self.rank, self._step)
         self._mail.wait_until_taken(self.rank)
-        self.step += 1
+        self._step += 1
 
     def sent_bytes(self) -> dict[Channel, int]:
         return dict(self._sent_bytes)
-
-    def reset_sent_bytes(self) -> None:
-        self._sent_bytes.clear()
 
     def abort(self, error: BaseException) -> None:
         self._mail.fail(failure_text(self.rank, self._action, error), error)
@@ -140,12 +104,12 @@ class InProcessTransport:
             return received
         for dst in range(self.world_size):
             if dst != src:
-                self._put(dst, True, Mail(self.step, 0, value))
+                self._put(dst, True, Mail(self._step, 0, value))
         return value
 
     def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
         if self.rank != dst:
-            self._put(dst, True, Mail(self.step, 0, value))
+            self._put(dst, True, Mail(self._step, 0, value))
             return None
         return [value if src == dst else self._take_object(src) for src in range(self.world_size)]
 

@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
-from fxpipe.plan.transport import Channel, Pending, PendingReduction
+from fxpipe.plan.transport import Channel, Pending, T
 from fxpipe.run.transport import describe, num_bytes
 from fxpipe.run.transport.watchdog import Watchdog
-
-T = TypeVar("T")
 
 MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
 STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
@@ -38,41 +36,6 @@ def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     if not 0 <= edge < MAX_EDGES:
         raise RunError(f"message {edge} does not fit a tag: a step sends up to {MAX_EDGES}; use fewer micro-batches")
     return edge * 1024 + zlib.crc32(describe(edge, shape, dtype).encode()) % 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Receive:
-    """A posted receive into a buffer of its own."""
-
-    transport: "DistributedTransport"
-    work: dist.Work
-    buffer: torch.Tensor
-    src: int
-    what: str
-
-    def wait(self) -> torch.Tensor:
-        self.transport._wait(self.work, self.what, self.src)
-        self.transport._open.pop(id(self), None)
-        return self.buffer
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A started sum: one flat tensor per dtype, cut up again when it is there."""
-
-    transport: "DistributedTransport"
-    started: list[tuple[dist.Work, torch.Tensor, list[int]]]  # work, flat sum, positions of its tensors
-    shapes: list[torch.Size]
-    what: str
-    peer: int
-
-    def wait(self) -> list[torch.Tensor]:
-        sums: dict[int, torch.Tensor] = {}
-        for work, flat, positions in self.started:
-            self.transport._wait(work, self.what, self.peer)
-            parts = flat.split([self.shapes[i].numel() for i in positions])
-            sums |= {i: part.view(self.shapes[i]) for i, part in zip(positions, parts, strict=True)}
-        return [sums[i] for i in range(len(self.shapes))]
 
 
 _stores: dict[tuple[str, int], Any] = {}
@@ -173,7 +136,7 @@ class DistributedTransport:
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._reducing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
-        self._open: dict[int, _Receive] = {}
+        self._open: dict[int, str] = {}  # edge -> what is received, until it is waited for
         self._sent_bytes: dict[Channel, int] = {}
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
         watched.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -248,17 +211,24 @@ class DistributedTransport:
         channel = self.rank, dst
         self._sent_bytes[channel] = self._sent_bytes.get(channel, 0) + num_bytes(tensor)
 
-    def recv(self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending:
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[torch.Tensor]:
         what = f"{describe(edge, shape, dtype)} from rank {src}"
         buffer = torch.empty(shape, dtype=dtype, device=device)
         with self._named(what, src):
             work = dist.irecv(buffer, src, group=self._group((src, self.rank)), tag=message_tag(edge, shape, dtype))
         assert work is not None
-        pending = _Receive(self, work, buffer, src, what)
-        self._open[id(pending)] = pending
-        return pending
+        self._open[edge] = what
 
-    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> PendingReduction:
+        def wait() -> torch.Tensor:
+            self._wait(work, what, src)
+            self._open.pop(edge, None)
+            return buffer
+
+        return Pending(wait)
+
+    def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         """The sum by dtype, as flat tensors: one collective each instead of one per gradient."""
         group, peer = self._reducing[ranks], ranks[(ranks.index(self.rank) + 1) % len(ranks)]
         what = f"the gradients of ranks {list(ranks)} (edge {edge})"
@@ -270,20 +240,26 @@ class DistributedTransport:
                 work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
             started.append((work, flat, positions))
-        return _Reduction(self, started, [tensor.shape for tensor in tensors], what, peer)
+        shapes = [tensor.shape for tensor in tensors]
+
+        def wait() -> list[torch.Tensor]:
+            sums: dict[int, torch.Tensor] = {}
+            for work, flat, positions in started:
+                self._wait(work, what, peer)
+                parts = flat.split([shapes[i].numel() for i in positions])
+                sums |= {i: part.view(shapes[i]) for i, part in zip(positions, parts, strict=True)}
+            return [sums[i] for i in range(len(shapes))]
+
+        return Pending(wait)
 
     def flush(self) -> None:
-        waiting = [pending.what for pending in self._open.values()]
-        assert not waiting, f"rank {self.rank} posted receives without waiting for them: {waiting}"
+        assert not self._open, f"rank {self.rank} posted receives without waiting for them: {[*self._open.values()]}"
         for work, _, dst, what in self._sends:
             self._wait(work, what, dst)
         self._sends.clear()
 
     def sent_bytes(self) -> dict[Channel, int]:
         return dict(self._sent_bytes)
-
-    def reset_sent_bytes(self) -> None:
-        self._sent_bytes.clear()
 
     def abort(self, error: BaseException) -> None:
         self._watchdog.report(error)
