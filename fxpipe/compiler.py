@@ -6,6 +6,8 @@ plan        stages on ranks, the order of every form    -> Plan, made by rank 0 
 lower       stage graphs, messages, rank programs       -> StepPlan, of this process's ranks
 """
 
+import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,12 +121,11 @@ def compile(
     see = followed(observe)
 
     # options: checked before anything is captured, as far as they can be known then
-    check_others(cost_model, observe, recompute, budget)
     asked = requested(
         model, world_size, example_inputs=example_inputs, batch_size=batch_size, microbatches=microbatches,
         stages=stages, data_parallel=data_parallel, schedule=schedule, memory_limit=memory_limit,
         collocation=collocation, recompute=recompute, budget=budget, fill=fill, cluster=cluster,
-        cost_model=cost_model, device=device, cache=cache, plan=plan,
+        cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
     )  # fmt: skip
 
     # analyse: captured, cut into blocks, costed
@@ -132,7 +133,7 @@ def compile(
     step = asked.analysed(see)
 
     # plan: who computes what, in which order; nothing is decided after it
-    chosen = asked.plan or made_by_rank_zero(lambda: asked.planned(step), vars(asked.request), world_size)
+    chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, world_size)
     _require_fresh(chosen, step)
     see("plan", chosen)
 
@@ -171,6 +172,12 @@ class Requested:
         request = replace(self.request, microbatches=step.microbatches, divisible=step.batch.divisible)
         return step.on(self.cluster, request.world_size), request
 
+    @property
+    def compared(self) -> dict[str, object]:
+        """What all ranks of a launch must ask for alike, by the option's name."""
+        text = "" if self.plan is None else hashlib.sha256(str(self.plan).encode()).hexdigest()[:12]
+        return {**vars(self.request), "plan": f"the text of digest {text}" if text else None}
+
     def planned(self, step: CostedStep) -> Plan:
         """The plan for it."""
         case, request = self.case(step)
@@ -180,48 +187,35 @@ class Requested:
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
 
-def requested(
-    model: nn.Module,
-    world_size: int,
-    *,
-    example_inputs: Any = None,
-    batch_size: int | None = None,
-    microbatches: int | None = None,
-    stages: int | None = None,
-    data_parallel: int | None = None,
-    schedule: str | Schedule = "auto",
-    memory_limit: int | str | None = None,
-    collocation: str | None = None,
-    recompute: bool | None = None,
-    budget: float = 2.0,
-    fill: str = "auto",
-    cluster: Cluster | str | None = None,
-    cost_model: CostModel | str | None = None,
-    device: str | torch.device = "cpu",
-    cache: bool | str | Path = True,
-    plan: Plan | str | Path | None = None,
-) -> Requested:
-    """The options of `compile`, checked and completed; the same for whoever only plans.
+def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
+    """The options of `compile` by name, checked and completed; the same for whoever only plans.
 
     Raises:
         CompileError: an option is wrong, or several exclude each other.
     """
-    counts = {"batch_size": batch_size, "microbatches": microbatches, "stages": stages, "data_parallel": data_parallel}
+    bound = inspect.signature(compile).bind(model, world_size, **given)
+    bound.apply_defaults()
+    given = bound.arguments
+    check_others(*(given[name] for name in ("cost_model", "observe", "recompute", "budget")))
+    counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
+    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill")}
     check_counts(world_size=world_size, **counts)
-    check_collocation(collocation)
-    check_fill(fill)
-    where, limit, captures = given_device(device), given_bytes(memory_limit), cache_folder(cache)
-    choices = {"schedule": schedule, "collocation": collocation, "recompute": recompute, "fill": fill}
-    known = given_plan(plan, world_size, limit, **counts, **choices)
-    network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
-    priced = cost_model or (known.cost_model if known else "") or network.device
-    seconds_of, asked = given_cost_model(priced), given_schedule(schedule, world_size)
-    example = example_of(model, example_inputs, known.batch_size if known else batch_size, world_size, asked)
+    check_collocation(given["collocation"])
+    check_fill(given["fill"])
+    where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
+    captures = cache_folder(given["cache"])
+    known = given_plan(given["plan"], world_size, limit, **counts, **choices)
+    network = given_cluster(known.cluster if known and given["cluster"] is None else given["cluster"], world_size)
+    priced = given["cost_model"] or (known.cost_model if known else "") or network.device
+    seconds_of, asked = given_cost_model(priced), given_schedule(given["schedule"], world_size)
+    batch_size = known.batch_size if known else given["batch_size"]
+    example = example_of(model, given["example_inputs"], batch_size, world_size, asked)
+    stages, microbatches = given["stages"], given["microbatches"]
     cut = Cut.of(known) if known else planned_cut(example.batch_size, world_size, stages, microbatches, asked)
-    copies = data_parallel if asked == "auto" else data_parallel or 1
+    copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
     request = Request(
-        asked, world_size, example.batch_size, copies, stages, cut.microbatches, collocation, recompute, limit,
-        example.conditioning, fill, budget,
+        asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"],
+        given["recompute"], limit, example.conditioning, given["fill"], given["budget"],
     )  # fmt: skip
     if known is None:
         require_possible(request)

@@ -1,8 +1,10 @@
 """Processes of one launch: rank 0 plans for all, each lowers its own rank, and together they train as threads do."""
 
 import os
+import re
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,27 @@ def test_rank_zero_plans_and_every_rank_lowers_its_own(world_size: int, given: b
             assert torch.equal(parameter, parameters[name]), name
         seen |= one["parameters"].keys()
     assert seen == parameters.keys()
+
+
+def take_own_plan(folder: str, without: str) -> None:
+    own = Path(folder, f"{os.environ['RANK']}.json")
+    compiled(int(os.environ["WORLD_SIZE"]), **({} if os.environ["RANK"] == without else {"plan": own}))
+
+
+@pytest.mark.parametrize(
+    ("without", "says"),
+    [
+        ("", "plan=the text of digest .* on rank 1 asks for another plan than rank 0, where it is the text of digest"),
+        ("1", "plan=None on rank 1 asks for another plan than rank 0, where it is the text of digest"),
+    ],
+)
+def test_ranks_that_are_given_different_plans_are_told(without: str, says: str, tmp_path: Path) -> None:
+    plan = compiled(2).plan
+    for rank in range(2):
+        replace(plan, notes=(f"edited on rank {rank}",)).save(tmp_path / f"{rank}.json")
+    _, other = start_processes(2, take_own_plan, str(tmp_path), without, timeout_seconds=100)
+    assert other.returncode == 1
+    assert re.search(says, other.output.splitlines()[-1])
 
 
 def look(folder: str) -> tuple[bool, list[str], float]:

@@ -5,7 +5,6 @@ that is not a diffusers backbone says what it trains on by a method `example_inp
 forward's arguments. Wrong input ends with one line on stderr and exit code 2.
 """
 
-import json
 import logging
 import os
 import sys
@@ -17,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
-from rich.table import Table
 from typer.core import TyperGroup
 
 from fxpipe.cli.costing import cost, profile
@@ -89,9 +87,9 @@ def compile_command(
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that compile --dump wrote")]) -> None:
     """Print the plan, its schedules, drawn, and the traffic of a dumped program."""
     remedy = f"fxpipe compile MODEL --world-size N --dump {directory} writes it"
-    _, traffic = (read(directory / name, remedy) for name in ("plan.txt", "traffic.json"))
+    _, traffic = (read(directory / name, remedy) for name in ("plan.txt", "traffic.txt"))
     _print_plan(Plan.load(directory / "plan.txt"))
-    Console().print(traffic_table(json.loads(traffic)))
+    _print_text("bytes per step", traffic)
 
 
 @app.command()
@@ -129,22 +127,6 @@ def _progress(steps: int, visible: bool) -> Progress:
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
     progress.add_task("training", total=steps)
     return progress
-
-
-def traffic_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A table of bytes per directed channel (a row each) and kind (a column each), of one step."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    sums: dict[tuple[int, int], dict[str, int]] = {}
-    for row in rows:
-        channel = sums.setdefault((row["source"], row["target"]), {})
-        channel[row["kind"]] = channel.get(row["kind"], 0) + row["bytes"]
-    table = Table("channel", title="bytes per step", title_justify="left")
-    for column in (*kinds, "total"):
-        table.add_column(column, justify="right")
-    for (source, target), by_kind in sorted(sums.items()):
-        cells = [f"{by_kind.get(kind, 0):,}" for kind in kinds]
-        table.add_row(f"{source} -> {target}", *cells, f"{sum(by_kind.values()):,}")
-    return table
 
 
 def _print_plan(plan: Plan) -> None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fxpipe.cli.options import BatchSize, DeviceModel, Model
+from fxpipe.cli.options import DEVICE_MODEL, Model, print_wide
 from fxpipe.errors import CompileError
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ Blocks = Annotated[int, typer.Option(min=1, help="about how many blocks to cut t
 
 def cost(
     model: Model,
-    batch_size: BatchSize = 8,
-    device: DeviceModel = "A100-80GB",
+    batch_size: Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")] = 8,
+    device: Annotated[str, typer.Option(help=DEVICE_MODEL)] = "A100-80GB",
     blocks: Blocks = 24,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="write everything to this file, formulas as strings")
@@ -39,15 +38,11 @@ def cost(
     from fxpipe.show.cost_report import cost_data, cost_table
 
     step = load_model(model)
-    seconds_of = given_cost_model(device or "A100-80GB")
+    seconds_of = given_cost_model(device)
     found = costed(step, example_inputs(step, batch_size), batch_size, seconds_of, blocks)
     if json_file is not None:
         json_file.write_text(json.dumps(cost_data(found, batch_size), indent=1) + "\n")
-    table = cost_table(found, batch_size)
-    console = Console()
-    wide = console.options.update(max_width=1000)
-    console.width = max(console.width, Measurement.get(console, wide, table).maximum)  # formulas are read unfolded
-    console.print(table)
+    print_wide(cost_table(found, batch_size), 1000)
 
 
 def profile(

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from fxpipe.errors import CompileError
 
@@ -24,11 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.program import Program
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
-BatchSize = Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")]
-DeviceModel = Annotated[
-    str | None,
-    typer.Option(help="device whose times to plan by, as H100@bfloat16; measured; or a profile's .json file"),
-]
+DEVICE_MODEL = "device whose times to plan by, as H100@bfloat16; measured; or a profile's .json file"
 _SAMPLES = 8
 
 
@@ -59,7 +58,7 @@ class Planning:
     cluster: Annotated[
         str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")
     ] = None
-    device_model: DeviceModel = None
+    cost_model: Annotated[str | None, typer.Option("--device-model", help=DEVICE_MODEL)] = None
     cache: Annotated[bool, typer.Option(help="use captures of earlier runs, and keep this one's")] = True
     plan: Annotated[
         Path | None,
@@ -105,13 +104,9 @@ class Planning:
             schedule = read(Path(schedule), "give --schedule a schedule's name or the file of its text")
         batch_size = self.batch_size or (_SAMPLES if made is None else made.batch_size)
         step, batch = self.loaded(batch_size if made is None else made.batch_size)
-        return step, batch, {
-            "world_size": num_ranks, "example_inputs": batch, "batch_size": batch_size,
-            "microbatches": self.microbatches, "stages": self.stages, "data_parallel": self.data_parallel,
-            "schedule": schedule, "memory_limit": self.memory_limit, "collocation": self.collocation,
-            "recompute": self.recompute, "budget": self.budget, "fill": self.fill, "cluster": self.cluster,
-            "cost_model": self.device_model, "plan": made, "cache": self.cache,
-        }  # fmt: skip
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        completed = {"world_size": num_ranks, "batch_size": batch_size, "schedule": schedule, "plan": made}
+        return step, batch, {**options, **completed, "example_inputs": batch}
 
     def requested(self) -> "Requested":
         """What is to be planned, checked."""
@@ -151,3 +146,11 @@ def read(path: Path, remedy: str) -> str:
     if not path.is_file():
         raise CompileError(f"no file {path}; {remedy}")
     return path.read_text()
+
+
+def print_wide(table: Table, most: int = 180) -> None:
+    """Print a table as wide as its columns need, up to so many characters: numbers are read unfolded."""
+    console = Console()
+    wide = console.options.update(max_width=1000)
+    console.width = max(console.width, min(most, Measurement.get(console, wide, table).maximum))
+    console.print(table)

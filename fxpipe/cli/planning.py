@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
-from fxpipe.cli.options import Planning, planned
+from fxpipe.cli.options import Planning, planned, print_wide
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.timeline import human_seconds
@@ -129,11 +127,3 @@ def report(planning: Planning, out: Out = Path("report.html")) -> None:
     from fxpipe.options import given_bytes
 
     print(planning.compiled()[0].report(out, given_bytes(planning.memory_limit)))
-
-
-def print_wide(table: Table) -> None:
-    """Print a table as wide as its columns need: numbers are read unfolded."""
-    console = Console()
-    wide = console.options.update(max_width=1000)
-    console.width = max(console.width, min(180, Measurement.get(console, wide, table).maximum))
-    console.print(table)

@@ -33,7 +33,7 @@ def join(world_size: int) -> int | None:
 
 
 def made_by_rank_zero(make: Callable[[], Plan], asked: Mapping[str, object], world_size: int) -> Plan:
-    """The plan that rank 0 makes, on every rank of a launch; made here where there is none.
+    """The plan that rank 0 makes, or was given, on every rank of a launch; made here where there is none.
 
     Raises:
         RunError: rank 0 has made none, or was `asked` for something else, an option's value by its name.
