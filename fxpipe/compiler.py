@@ -8,6 +8,7 @@ lower       stage graphs, messages, rank programs       -> StepPlan, of this pro
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -175,8 +176,11 @@ class Requested:
     @property
     def compared(self) -> dict[str, object]:
         """What all ranks of a launch must ask for alike, by the option's name."""
-        text = "" if self.plan is None else hashlib.sha256(str(self.plan).encode()).hexdigest()[:12]
-        return {**vars(self.request), "plan": f"the text of digest {text}" if text else None}
+        given = None
+        if self.plan is not None:
+            text = json.dumps({**self.plan.as_dict(), "outcomes": []})
+            given = f"one of digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return {**vars(self.request), "plan": given}
 
     def planned(self, step: CostedStep) -> Plan:
         """The plan for it."""

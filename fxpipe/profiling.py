@@ -150,21 +150,6 @@ class Profiler:
         return {draw.target: (draw, sizes[draw.index]) for draw in ascending}
 
 
-def profile(
-    step: CostedStep,
-    batch_sizes: Sequence[int],
-    device: torch.device,
-    progress: Callable[[str], None] = lambda name: None,
-    share: tuple[int, int] = (0, 1),
-    rounds: int = ROUNDS,
-) -> profiled.Profile:
-    """The profile of a share of a step after so many rounds; see `Profiler`."""
-    profiler = Profiler(step, batch_sizes, device, share)
-    for _ in range(rounds):
-        profiler.round(progress)
-    return profiler.profile()
-
-
 def gathered(profiles: Sequence[profiled.Profile]) -> profiled.Profile:
     """One profile of the N shares that N ranks have timed, in rank order.
 

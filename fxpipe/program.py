@@ -24,7 +24,7 @@ from fxpipe.run.engine import Engine, LocalEngine
 from fxpipe.run.observe import Observe
 from fxpipe.run.verification import Tolerance, Verification, compare, reference_step, tolerance_of
 from fxpipe.simulate.memory import ADAMW_BYTES
-from fxpipe.simulate.prediction import Costing, peak_bytes, predict
+from fxpipe.simulate.prediction import Costing, predict
 
 if TYPE_CHECKING:
     from fxpipe.analysis import CostedStep
@@ -132,17 +132,9 @@ class Program:
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         network.require(self.world_size)
         costing = Costing(self.costed.costs, cost_model or self.costed.model, network)
-        return predict(self._form(filled), self.capture, costing, optimizer_bytes)
-
-    @property
-    def needed_bytes(self) -> int:
-        """The most memory that any rank needs at once, in a step alone or with the next batch's frozen work."""
-        return max(max(peak_bytes(self._form(filled), self.capture, self.costing)) for filled in (False, True))
-
-    def _form(self, filled: bool) -> StepPlan:
-        """One of the two steps of all ranks, where there are two."""
         whole = self.whole
-        return whole.filled.steady if filled and whole.filled is not None else whole.step
+        form = whole.filled.steady if filled and whole.filled is not None else whole.step
+        return predict(form, self.capture, costing, optimizer_bytes)
 
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is.

@@ -48,3 +48,8 @@ def exact(model: nn.Module, inputs: Any, **options: Any) -> Program:
     assert report.ok, report
     assert report.gradients, "nothing was compared"
     return program
+
+
+def needed_bytes(program: Program) -> int:
+    """The most memory that any rank needs at once, in a step alone or with the next batch's frozen work."""
+    return max(max(program.simulate(filled=filled).peak_bytes) for filled in (False, True))

@@ -84,8 +84,8 @@ def take_own_plan(folder: str, without: str) -> None:
 @pytest.mark.parametrize(
     ("without", "says"),
     [
-        ("", "plan=the text of digest .* on rank 1 asks for another plan than rank 0, where it is the text of digest"),
-        ("1", "plan=None on rank 1 asks for another plan than rank 0, where it is the text of digest"),
+        ("", "plan=one of digest .* on rank 1 asks for another plan than rank 0, where it is one of digest"),
+        ("1", "plan=None on rank 1 asks for another plan than rank 0, where it is one of digest"),
     ],
 )
 def test_ranks_that_are_given_different_plans_are_told(without: str, says: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from cost_models.timing import expected
 from fxpipe.analysis import CostedStep, costed
 from fxpipe.costs.model import node_seconds
 from fxpipe.errors import CompileError
-from fxpipe.profiling import Profiler, gathered
-from fxpipe.profiling import profile as measure
+from fxpipe.profiling import ROUNDS, Profiler, gathered
 from fxpipe.show.cost_report import cost_data, formula
 from fxpipe.show.cost_rows import rows
 from tests.distributed import run_processes
@@ -31,6 +31,20 @@ from tests.unet import TinyUNet
 
 BASE = device()
 CPU = torch.device("cpu")
+
+
+def measure(
+    step: CostedStep,
+    batch_sizes: list[int],
+    device: torch.device,
+    progress: Callable[[str], None] = lambda name: None,
+    share: tuple[int, int] = (0, 1),
+    rounds: int = ROUNDS,
+) -> Profile:
+    profiler = Profiler(step, batch_sizes, device, share)
+    for _ in range(rounds):
+        profiler.round(progress)
+    return profiler.profile()
 
 
 @pytest.fixture(scope="module")

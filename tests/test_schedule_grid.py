@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.schedule_grid import STYLES, grid, painted, rich_grid
+from fxpipe.plan.schedule_grid import STYLES, grid, painted
 from passes.schedules.named import make_schedule
 from passes.schedules.policies import POLICIES
 from tests.test_schedule import chain
@@ -26,7 +26,7 @@ def printed(schedule: Schedule, *, terminal: bool, width: int = 120) -> str:
 @pytest.mark.parametrize("name", POLICIES)
 def test_without_a_terminal_nothing_but_the_grid_is_printed(name: str) -> None:
     schedule = made(name)
-    assert rich_grid(schedule).plain == grid(schedule) == str(schedule)
+    assert painted(grid(schedule)).plain == grid(schedule) == str(schedule)
     assert printed(schedule, terminal=False) == str(schedule) + "\n"
     assert "\x1b[" in printed(schedule, terminal=True)
 

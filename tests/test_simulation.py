@@ -56,7 +56,7 @@ def test_a_wait_ends_when_the_message_has_arrived() -> None:
         [begin("0F0"), RUN, send(0, 0, 1), begin(END)],
         [begin("1F0"), wait(0, 0, 1), RUN, begin(END)],
     ]
-    events = walk(ranks, ONE_SECOND, A_SECOND).events
+    events = walk(ranks, ONE_SECOND, A_SECOND).timeline().events
     assert Event(0, "0F0", "F", 0.0, 1.0) in events
     assert Event(0, "0F0", "transfer", 1.0, 2.0, 1, 0, 4, "h[0] main [4]") in events
     assert Event(1, "1F0", "wait", 0.0, 2.0, 0, 0, 4, "h[0] main [4]") in events
@@ -83,8 +83,8 @@ def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
         [begin("1F0"), RUN, RUN, RUN, wait(0, 0, 1), begin(END)],
     ]
     walked = walk(ranks, ONE_SECOND, A_SECOND)
-    assert walked.node_seconds[0][-1] == (2.0, 2.0)
-    assert walked.node_seconds[1][4] == (3.0, 3.0)
+    assert walked.op_seconds[0][-1] == (2.0, 2.0)
+    assert walked.op_seconds[1][4] == (3.0, 3.0)
 
 
 def test_a_deadlock_is_an_error() -> None:
@@ -125,7 +125,7 @@ def test_times_are_longest_paths(steps: list[tuple[int, int | float]], generator
             ranks[target].append(wait(edge, source, target))
             clock[target] = max(clock[target], arrival[edge])
     walked = walk(ranks, {}, A_SECOND)
-    assert [nodes[-1][1] if nodes else 0.0 for nodes in walked.node_seconds] == pytest.approx(clock)
+    assert [nodes[-1][1] if nodes else 0.0 for nodes in walked.op_seconds] == pytest.approx(clock)
     assert walked.arrival_seconds == pytest.approx(dict(enumerate(arrival)))
     lasting = noisy_makespans(ranks, {}, A_SECOND, 1, seed=0)
     assert lasting == pytest.approx((max([0.0, *clock, *arrival]),))

@@ -9,7 +9,7 @@ node's, which all its devices share. `fxpipe.cluster.network` turns ports into s
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -100,25 +100,10 @@ class Cluster:
             )
         return self
 
-    def transfer_seconds(self, source: int, target: int, num_bytes: float) -> float:
-        """Seconds for one message from rank to rank on idle links; no bytes, or to itself: no message."""
-        return network.transfer_seconds(self, source, target, num_bytes)
-
-    def concurrent_seconds(self, transfers: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
-        """When each of several messages (source, target, bytes) ends, all started at once and sharing links fairly."""
-        return network.concurrent_seconds(self, transfers)
-
-    def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds until all `ranks` hold the sum of their `num_bytes`."""
-        return network.all_reduce_seconds(self, ranks, num_bytes)
-
-    def all_gather_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds until all `ranks` hold all `num_bytes`, of which each had an equal part; a reduce-scatter's too."""
-        return network.all_gather_seconds(self, ranks, num_bytes)
-
-    def all_to_all_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds until each rank has sent an equal part of its own `num_bytes` to every other."""
-        return network.all_to_all_seconds(self, ranks, num_bytes)
+    transfer_seconds = network.transfer_seconds
+    concurrent_seconds = network.concurrent_seconds
+    all_reduce_seconds = network.all_reduce_seconds
+    all_gather_seconds = network.all_gather_seconds
 
 
 def _from_short(text: str) -> Cluster:

@@ -55,7 +55,7 @@ def _ports(link: Link, level: int, ends: tuple[int, int], group: int) -> tuple[P
 
 
 def transfer_seconds(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
-    """One message on idle links."""
+    """Seconds for one message from rank to rank on idle links; no bytes, or to itself: no message."""
     if source == target or not num_bytes:
         return 0.0
     link, _ = route(cluster, source, target)
@@ -113,7 +113,7 @@ def _filled(
 
 
 def concurrent_seconds(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple[float, ...]:
-    """The end of every message, all started together; a port is free for the others as soon as one ends."""
+    """When each of several messages (source, target, bytes) ends, all started at once and sharing links fairly."""
     ends = [0.0] * len(transfers)
     under_way = {i: route(cluster, a, b) for i, (a, b, size) in enumerate(transfers) if a != b and size}
     left = {i: float(transfers[i][2]) for i in under_way}
@@ -130,7 +130,7 @@ def concurrent_seconds(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple
 
 
 def all_reduce_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """The cheapest of three algorithms.
+    """Seconds until all `ranks` hold the sum of their `num_bytes`, by the cheapest of three algorithms.
 
     Ring: 2(n-1) steps of a part each (Patarasuk and Yuan, JPDC 69, 2009). Tree: up and down a pair of binary trees, all
     bytes twice through every port (Sanders, Speck, Traff, Parallel Computing 35, 2009). Hierarchical: reduce-scatter
@@ -147,21 +147,15 @@ def all_reduce_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float)
 
 
 def all_gather_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """A ring of n-1 steps (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005), or one across nodes and one within."""
+    """Seconds until all `ranks` hold all `num_bytes`, of which each had an equal part; a reduce-scatter's too.
+
+    A ring of n-1 steps (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005), or one across nodes and one within.
+    """
     ranks = _checked(ranks)
     if len(ranks) < 2 or not num_bytes:
         return 0.0
     latency, busy = _ring(cluster, [ranks], num_bytes)
     return min((len(ranks) - 1) * (latency + busy / len(ranks)), _hierarchical(cluster, ranks, num_bytes))
-
-
-def all_to_all_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """n-1 pairwise rounds (Thakur, Rabenseifner, Gropp, 2005) whose bytes never wait but for the busiest port."""
-    ranks = _checked(ranks)
-    if len(ranks) < 2 or not num_bytes:
-        return 0.0
-    latency, busy = _load(cluster, [(a, b, num_bytes / len(ranks)) for a in ranks for b in ranks if a != b])
-    return (len(ranks) - 1) * latency + busy
 
 
 def _checked(ranks: Sequence[int]) -> list[int]:
@@ -172,15 +166,9 @@ def _checked(ranks: Sequence[int]) -> list[int]:
 
 def _ring(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float) -> tuple[float, float]:
     """Latency of a step, and seconds of the busiest port if every rank of every ring sends `num_bytes` to the next."""
-    hops = [(ring[i - 1], ring[i], num_bytes) for ring in rings for i in range(len(ring))]
-    return _load(cluster, hops)
-
-
-def _load(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple[float, float]:
-    """The largest latency, and the largest sum of seconds over the ports: what fair shares of equal messages take."""
     latency = 0.0
     seconds: defaultdict[Port, float] = defaultdict(float)
-    for source, target, num_bytes in transfers:
+    for source, target in ((ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))):
         link, ports = route(cluster, source, target)
         latency = max(latency, link.latency_seconds)
         for port in ports:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import KINDS, VOCABULARY, Action, piece
-from fxpipe.plan.schedule_grid import grid, rich_grid
+from fxpipe.plan.schedule_grid import grid, painted
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -93,7 +93,7 @@ class Schedule:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """What `rich.print` shows: the drawing in colours, as wide as the terminal."""
-        yield rich_grid(self, width=options.max_width)
+        yield painted(grid(self, options.max_width))
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

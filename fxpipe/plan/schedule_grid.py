@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fxpipe.plan.schedule import Schedule
 
 
-def grid(schedule: Schedule, work: Work | None = None, width: int = 120) -> str:
+def grid(schedule: Schedule, width: int = 120) -> str:
     """Draw `schedule`, in bands of at most `width` characters.
 
-    Without `work` a plain chain of stages is assumed, where frozen components feed every stage; a schedule in which
-    even that can't run is drawn without waiting.
+    A plain chain of stages is assumed, where frozen components feed every stage; a schedule in which that can't run is
+    drawn without waiting.
     """
-    cells = [_cells(*pair) for pair in zip(schedule.ranks, _starts(schedule, work), strict=True)]
+    cells = [_cells(*pair) for pair in zip(schedule.ranks, _starts(schedule), strict=True)]
     cell_width = max((len(_label(action)) for actions in schedule.ranks for action in actions), default=1) + 1
     label_width = len(f"rank {len(schedule.ranks) - 1}") + 1
     per_band = max(1, (width - label_width) // cell_width)
@@ -49,13 +49,8 @@ _TOKEN = re.compile(r"\S+")
 _CELL = re.compile(r"\d+([A-Z])(\d*)", re.ASCII)
 
 
-def rich_grid(schedule: Schedule, work: Work | None = None, width: int = 120) -> Text:
-    """The grid with colours; where there is no terminal, rich prints the same text without them."""
-    return painted(grid(schedule, work, width))
-
-
 def painted(text: str) -> Text:
-    """The text of a grid, or of `Schedule.text()`, with colours."""
+    """The text of a grid, or of `Schedule.text()`, with colours; where there is no terminal, rich prints none."""
     found = Text(no_wrap=True)
     last: dict[str, str] = {}  # per rank, since an action goes on in the next band
     for number, line in enumerate(text.split("\n")):
@@ -93,14 +88,13 @@ def _units(action: Action) -> int:
     return 2 if action.kind == "B" else 1
 
 
-def _starts(schedule: Schedule, work: Work | None) -> list[list[int]]:
-    for guess in (work, *_guesses(schedule)):
-        if guess is not None:
-            try:
-                start = simulate(schedule, guess, _units).start_seconds
-            except ScheduleError:
-                continue
-            return [[round(start[action]) for action in actions] for actions in schedule.ranks]
+def _starts(schedule: Schedule) -> list[list[int]]:
+    for guess in _guesses(schedule):
+        try:
+            start = simulate(schedule, guess, _units).start_seconds
+        except ScheduleError:
+            continue
+        return [[round(start[action]) for action in actions] for actions in schedule.ranks]
     return [[sum(map(_units, actions[:k])) for k in range(len(actions))] for actions in schedule.ranks]
 
 

@@ -44,11 +44,11 @@ def made_by_rank_zero(make: Callable[[], Plan], asked: Mapping[str, object], wor
     from fxpipe.run.transport.distributed import from_rank_zero
 
     mine = {name: str(value) for name, value in asked.items()}
-    there, plan = json.loads(from_rank_zero(lambda: json.dumps((mine, str(make()))), _PLAN_SECONDS))
+    there, plan = json.loads(from_rank_zero(lambda: json.dumps((mine, make().as_dict())), _PLAN_SECONDS))
     for name in mine:
         if mine[name] != there[name]:
             raise RunError(
                 f"{name}={mine[name]} on rank {rank} asks for another plan than rank 0, where it is {there[name]}; "
                 "start all ranks with the same options"
             )
-    return Plan.parse(plan)
+    return Plan.from_dict(plan)

@@ -24,19 +24,6 @@ from fxpipe.simulate.wires import Arrival
 
 
 @dataclass(frozen=True)
-class Walked:
-    """All events, and when each op of each rank started and ended."""
-
-    events: tuple[Event, ...]
-    node_seconds: tuple[tuple[tuple[float, float], ...], ...]
-    arrival_seconds: Mapping[int, float]
-
-    def timeline(self, memory: tuple[RankMemory, ...] = (), spread: tuple[float, ...] = ()) -> Timeline:
-        """The events as a step of all ranks."""
-        return Timeline(self.events, len(self.node_seconds), memory, spread)
-
-
-@dataclass(frozen=True)
 class Clock:
     """A step as it goes: its seconds, when each rank waits or is done and the bytes it holds then, when each of its
     actions starts to compute, and the most bytes it holds at once."""
@@ -101,41 +88,37 @@ def timeline(step: StepOps, cluster: Cluster, spread: tuple[float, ...] = ()) ->
     """The events and the memory of a step's ops."""
     walked = walk(step.ranks, step.seconds, cluster)
     arrivals = None if cluster.keeps_sent else walked.arrival_seconds
-    ranks = enumerate(zip(step.ranks, step.held, walked.node_seconds, strict=True))
+    ranks = enumerate(zip(step.ranks, step.held, walked.op_seconds, strict=True))
     memory = tuple(rank_memory(rank, ops, held, seconds, arrivals) for rank, (ops, held, seconds) in ranks)
     return walked.timeline(memory, spread)
 
 
-def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> Walked:
-    """Run one list of ops per rank to its end; `seconds` is by graph name.
-
-    Needs no rank programs: a plan that is nothing but lists of ops, such as a baseline's, can be walked too.
-    """
-    machine = _Recorder(op_lists, seconds, cluster)
+def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> "Recorder":
+    """Run one list of ops per rank to its end; `seconds` is by graph name."""
+    machine = Recorder(op_lists, seconds, cluster)
     machine.run()
-    return machine.walked()
+    return machine
 
 
-class _Recorder(Machine):
-    """A machine that keeps what it does."""
+class Recorder(Machine):
+    """A machine that keeps what it does: events, and when each op of each rank started and ended."""
 
     def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
         super().__init__(op_lists, seconds, cluster)
+        self.op_seconds: list[list[tuple[float, float]]] = [[] for _ in op_lists]
         self._events: list[Event] = []
-        self._nodes: list[list[tuple[float, float]]] = [[] for _ in op_lists]
         self._action: list[tuple[str, float]] = [("", 0.0) for _ in op_lists]
         self._sent: dict[int, tuple[str, Transfer]] = {}
         self._issued: dict[tuple[int, int], str] = {}  # (collective's edge, rank) -> action
-        self._arrivals: dict[int, float] = {}
 
-    def walked(self) -> Walked:
-        nodes = tuple(map(tuple, self._nodes))
-        return Walked(tuple(sorted(self._events, key=_by_time)), nodes, self._arrivals)
+    def timeline(self, memory: tuple[RankMemory, ...] = (), spread: tuple[float, ...] = ()) -> Timeline:
+        """The events as a step of all ranks."""
+        return Timeline(tuple(sorted(self._events, key=_by_time)), len(self.op_seconds), memory, spread)
 
     def _do(self, rank: int, op: Op, clock: float) -> float | None:
         end = super()._do(rank, op, clock)
         if end is not None:
-            self._nodes[rank].append((clock, end))
+            self.op_seconds[rank].append((clock, end))
         return end
 
     def _begin(self, rank: int, action: str, clock: float) -> None:
@@ -152,7 +135,6 @@ class _Recorder(Machine):
         super()._arrive(arrival)
         edge, start, end = arrival
         action, m = self._sent[edge]
-        self._arrivals[edge] = end
         self._events.append(Event(m.src, action, "transfer", start, end, m.dst, edge, m.num_bytes, str(m)))
 
     def _issue(self, rank: int, collective: Collective, clock: float) -> Span | None:

@@ -13,7 +13,7 @@ from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import Timeline
-from fxpipe.simulate import noisy_makespans, simulate, timeline
+from fxpipe.simulate import noisy_makespans, timeline
 from fxpipe.simulate.memory import ADAMW_BYTES, graphs_memory, held_bytes, program_bytes
 from fxpipe.simulate.op_lists import Op, StepOps, program_ops
 
@@ -55,11 +55,8 @@ def step_ops(
     step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES
 ) -> tuple[StepOps, Planned]:
     """What every rank does, for how long, and in how many bytes."""
-    plan, whole, calls = (
-        planned(step, capture, costing),
-        whole_bytes(capture, step.batch_size),
-        graphs_memory(step.programs),
-    )
+    plan, whole = planned(step, capture, costing), whole_bytes(capture, step.batch_size)
+    calls = graphs_memory(step.programs)
     ranks = [
         [op._replace(memory=memory) for op, memory in zip(ops, program_bytes(program, calls, whole), strict=True)]
         for ops, program in zip(plan.op_lists, step.programs, strict=True)
@@ -72,11 +69,6 @@ def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes:
     ops, plan = step_ops(step, capture, costing, optimizer_bytes)
     spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
     return timeline(ops, costing.cluster, spread)
-
-
-def peak_bytes(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES) -> list[int]:
-    """The most memory that each rank needs at once."""
-    return list(simulate(step_ops(step, capture, costing, optimizer_bytes)[0], costing.cluster).rank_bytes)
 
 
 def whole_bytes(capture: Capture, batch_size: int) -> dict[str | int, int]:

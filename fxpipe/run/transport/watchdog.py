@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 from fxpipe.run.transport import GRACE_SECONDS, failure_text
 
@@ -28,25 +28,16 @@ SUSPECT_TICKS = 4  # looks without a new heartbeat that count as lost once there
 TERMINATED_TICKS = 6  # looks before a terminated rank goes
 
 
-class Store(Protocol):
-    """What is used of a c10d store; every method raises RuntimeError when the store is out of reach."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def get(self, key: str) -> bytes: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-
-
 class Watchdog:
     """One rank's heartbeat and its view of the others'. `action` is what this rank does, as the others will report it.
 
-    `host_rank` is the rank whose process hosts the store, None when a launcher does. `interrupt` must make a blocked
-    main thread raise. From the failure on, the process has GRACE_SECONDS to end by itself or to `close`.
+    `store` is a c10d store, whose methods raise RuntimeError when it is out of reach. `host_rank` is the rank whose
+    process hosts it, None when a launcher does. `interrupt` must make a blocked main thread raise. From the failure on,
+    the process has GRACE_SECONDS to end by itself or to `close`.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, host_rank: int | None, interrupt: Callable[[], None],
+        self, store: Any, rank: int, world_size: int, host_rank: int | None, interrupt: Callable[[], None],
         heartbeat_seconds: float, lost_after_seconds: float,
     ) -> None:  # fmt: skip
         self.action = "start"
@@ -173,7 +164,7 @@ class Watchdog:
         try:
             self.beat()
             if self._store.check(["failure"]):
-                return self._store.get("failure").decode()
+                return str(self._store.get("failure").decode())
             beats = self._read()
         except RuntimeError as error:
             return self._store_lost(error)
