@@ -40,7 +40,7 @@ from passes.case import Case
 from passes.costs.block_costs import block_costs
 from passes.costs.frozen_layers import FrozenLayers, frozen_layers
 from passes.costs.stage_bytes import StageBytes
-from passes.lowering.work import StepWork
+from passes.costs.work import StepWork
 
 Observe = Callable[[str, Any], None]
 

@@ -45,8 +45,8 @@ from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
-from passes.costs.call_costs import call_costs, piece_costs
 from passes.lowering import Form, Lowered, lower_form
+from passes.lowering.call_costs import call_costs, piece_costs
 from passes.lowering.step_graphs import StepGraphs
 from passes.placement.cascade import first_stages
 from passes.tuner.candidates import require_possible

@@ -24,10 +24,10 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.rank_program import nest
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.prediction import whole_bytes
+from passes.costs.work import StepWork
 from passes.lowering.borders import Border
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
-from passes.lowering.work import StepWork
 
 ROUNDS = 15  # on a busy machine a U-Net's total varied by 13 % (standard deviation), after 5 rounds by 17 %
 _WAITING_BYTES = 1 << 30  # kept for backwards at most, beside one block's: more than caches hold

@@ -3,7 +3,7 @@
 blocks       seconds, weights, saved bytes at any micro-batch size      `fxpipe.costs.block_costs`
 frozen       seconds and temporaries of every layer of every component  `passes.costs.frozen_layers`
 calls        bytes of the forward and backward of any stage             `passes.costs.call_bytes`
-work         what a schedule of any stages must contain                 `passes.lowering.work`
+work         what a schedule of any stages must contain                 `passes.costs.work`
 machines     a cluster, a number of ranks, a memory limit per rank
 """
 
@@ -16,7 +16,7 @@ from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.plan import microbatch_sizes
 from passes.costs.call_bytes import CallBytesOf
 from passes.costs.frozen_layers import FrozenLayers
-from passes.lowering.work import StepWork
+from passes.costs.work import StepWork
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,8 @@ from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.comparison.zero import sharded_ops, sharded_seconds
 from passes.costs.frozen_layers import FrozenLayers
-from passes.lowering.gradients import GradientFlow
-from passes.lowering.work import StepWork
+from passes.costs.gradient_flow import GradientFlow
+from passes.costs.work import StepWork
 from passes.placement.buckets import BUCKET_BYTES
 from passes.schedules.named import make_schedule
 from passes.step_ops import step_ops

@@ -15,10 +15,10 @@ from fxpipe.plan.staged import Run, Staged
 from fxpipe.simulate.graph_memory import call_memory
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
+from passes.costs.work import StepWork
 from passes.lowering.stage_graphs import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from passes.lowering.units import Value
-from passes.lowering.work import StepWork
 from tests.captured import captured, work
 from tests.models import PEER_CASES, ZOO
 from tests.unet import TinyUNet

@@ -17,8 +17,8 @@ from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
+from passes.costs.work import StepWork
 from passes.lowering.step_graphs import StepGraphs
-from passes.lowering.work import StepWork
 from tests.captured import captured, work, zoo
 from tests.frozen_steps import FrozenStep
 from tests.models import PEER_CASES

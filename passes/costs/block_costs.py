@@ -12,13 +12,11 @@ from functools import cache
 from typing import Literal
 
 import numpy as np
-import sympy
 import torch
 from numpy.typing import NDArray
 from torch import fx
 
 from fxpipe.capture import Capture
-from fxpipe.capture.sizes import expression
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds, LocalCosts
 from fxpipe.costs.block_values import Given, Values, Weight
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
@@ -27,7 +25,7 @@ from fxpipe.costs.table import CostTable
 from fxpipe.plan.block_graph import BlockGraph, Owner, is_size
 from passes.batch import BatchPlan
 from passes.batch.layout import Layout
-from passes.costs.saved import saved_activations
+from passes.costs.saved import formula, saved_activations
 
 STATE_KINDS = ("parameter", "buffer", "constant")
 
@@ -211,7 +209,7 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
         made_from = tuple(n for n in reads if captured.nodes[n].op == "placeholder" and n not in captured.tensors)
         shared = batch is not None and layout is None
         readers = _readers([node], graph, {n for n in captured.graph.nodes if n.name in inner})
-        found.append(Given(node.name, _tensor_bytes(node), *readers, kind, target, made_from, copied, shared))
+        found.append(Given(node.name, formula(node.meta["val"]), *readers, kind, target, made_from, copied, shared))
     return tuple(found)
 
 
@@ -249,15 +247,10 @@ def _values(captured: Capture, graph: BlockGraph, device: torch.device | str) ->
     for edge in graph.edges:
         value = saved.shown.get(edge.name, len(num_bytes))
         if value == len(num_bytes):
-            num_bytes.append(_tensor_bytes(nodes[edge.name]))
+            num_bytes.append(formula(nodes[edge.name].meta["val"]))
             makers.append(edge.producer)
         for consumer in edge.consumers:
             if isinstance(consumer, int):
                 read[consumer].add(value)
     of_blocks = tuple(maker if isinstance(maker, int) else None for maker in makers)
     return Values(tuple(num_bytes), of_blocks, tuple(map(frozenset, kept)), tuple(map(frozenset, read)))
-
-
-def _tensor_bytes(node: fx.Node) -> sympy.Expr:
-    value = node.meta["val"]
-    return sympy.Mul(value.dtype.itemsize, *(expression(size) for size in value.shape))

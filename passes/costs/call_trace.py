@@ -7,11 +7,13 @@
 The operation runs once for each distinct call on fake tensors, above a mode that notes kernels; at twice as many
 samples too where it has a batch, so that bytes are lines. One sample has traces of its own: parts of it often lie in a
 row that in several samples do not, and are not copied then.
+
+Bytes, gradients' paths, what autograd keeps: all that is known of one operation's memory is read off this one trace.
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,8 +54,8 @@ class Made:
 class CallTrace:
     """One call. Storages count through operands, then all that is made; tangents are those in `tangents`.
 
-    `outputs` has the storage of every tensor returned, `tangents` of its gradient (None where it has none), `gradients`
-    those of operands, by number, that have one.
+    `outputs` has the storage of every tensor returned, `tangents` of its gradient (None where it has none), `behind`
+    the operands that this gradient gets to, `gradients` those of operands, by number, that have one.
     """
 
     forward: tuple[Kernel, ...]
@@ -62,7 +64,14 @@ class CallTrace:
     made: tuple[Line, ...]
     outputs: tuple[int, ...]
     tangents: tuple[int | None, ...]
+    behind: tuple[frozenset[int], ...]
     gradients: Mapping[int, Made]
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """What autograd keeps for the backward: all that it reads of what there is before."""
+        there = {*range(self.num_operands), *(storage for kernel in self.forward for storage in kernel.makes)}
+        return frozenset(storage for kernel in self.backward for storage in kernel.reads if storage in there)
 
 
 class _Kernels(TorchDispatchMode):
@@ -107,18 +116,12 @@ def call_trace(call: Call, autocast: Autocast, batch_size: int, device: torch.de
     found, num_bytes = _run(call, autocast, batch_size, device)
     operands = (*call.inputs, *call.outputs)
     if batch_size == 1 or not any(sympy.sympify(dim).free_symbols for operand in operands for dim in operand.sizes):
-        return _with_bytes(found, [(size, 0) for size in num_bytes])
+        return replace(found, made=tuple((size, 0) for size in num_bytes))
     _, twice = _run(call, autocast, 2 * batch_size, device)
     if len(twice) != len(num_bytes):
-        return _with_bytes(found, [(0, -(-size // batch_size)) for size in num_bytes])
+        return replace(found, made=tuple((0, -(-size // batch_size)) for size in num_bytes))
     slopes = [(b - a) // batch_size for a, b in zip(num_bytes, twice, strict=True)]
-    lines = [(a - slope * batch_size, slope) for a, slope in zip(num_bytes, slopes, strict=True)]
-    return _with_bytes(found, lines)
-
-
-def _with_bytes(found: CallTrace, lines: list[Line]) -> CallTrace:
-    parts = found.forward, found.backward, found.num_operands, tuple(lines)
-    return CallTrace(*parts, found.outputs, found.tangents, found.gradients)
+    return replace(found, made=tuple((a - m * batch_size, m) for a, m in zip(num_bytes, slopes, strict=True)))
 
 
 def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) -> tuple[CallTrace, list[int]]:
@@ -132,6 +135,8 @@ def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) 
         with torch.autocast(*(autocast or ("cpu", torch.bfloat16, False)), cache_enabled=False):
             outputs = tensors_in(call.target(*args, **kwargs))
         shown = tuple([kernels.number(output) for output in outputs])
+        number = {id(tensor): index for index, tensor in tensors.items()}
+        behind = tuple([frozenset([number[id(leaf)] for leaf in _leaves(output)]) for output in outputs])
         forward, sources = len(kernels.kernels), [o for o in outputs if o.requires_grad]
         wanted = [(index, tensor) for index, tensor in tensors.items() if tensor.requires_grad]
         tangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in sources]
@@ -146,8 +151,26 @@ def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) 
                     view = kernels.views.get(id(gradient), True)
                     gradients[index] = Made(kernels.number(gradient), view, gradient.is_contiguous())
     done = tuple(kernels.kernels)
-    trace = CallTrace(done[:forward], done[start:], kernels.first, (), shown, of_outputs, gradients)
+    trace = CallTrace(done[:forward], done[start:], kernels.first, (), shown, of_outputs, behind, gradients)
     return trace, kernels.bytes
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a result's gradient gets to: itself, where an operation returns its operand."""
+    if tensor.requires_grad and tensor.grad_fn is None:
+        return [tensor]
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    pending = [tensor.grad_fn]
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            found.append(function.variable)
+        pending += [following for following, _ in function.next_functions]
+    return found
 
 
 def _fake(operand: Operand, batch_size: int, device: torch.device) -> torch.Tensor:

@@ -16,9 +16,10 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.capture import Capture
-from fxpipe.costs.calls import Gradient, call_of, operand_nodes, tensors_in
-from passes.costs.kept import kept_by
+from fxpipe.capture import Capture, private
+from fxpipe.capture.sizes import expression
+from passes.costs.call_trace import Line
+from passes.costs.operations import Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,7 @@ def saved_activations(capture: Capture, device: torch.device | str = "cpu") -> S
 
     Bytes are expressions of the batch symbol; numbers where the graph holds for one batch size only.
     """
-    base = max(2, capture.inputs.batch_size) if capture.batch else capture.inputs.batch_size
-    ledger = _Ledger(base, torch.device(device), _differentiated(capture.loss))
+    ledger = _Ledger(Operations(capture, torch.device(device)), _differentiated(capture.loss))
     for node in capture.graph.nodes:
         ledger.follow(node)
     return ledger.result()
@@ -65,40 +65,34 @@ def _differentiated(loss: fx.Node) -> set[fx.Node]:
 class _Ledger:
     """All memory up to a node, by number: who made it, its bytes, and who keeps it."""
 
-    def __init__(self, batch_size: int, device: torch.device, differentiated: set[fx.Node]) -> None:
-        self._batch_size, self._device, self._differentiated = batch_size, device, differentiated
+    def __init__(self, operations: Operations, differentiated: set[fx.Node]) -> None:
+        self._operations, self._differentiated = operations, differentiated
         self._makers: list[fx.Node] = []
-        self._bytes: list[sympy.Expr] = []
+        self._lines: list[Line] = []
         self._keepers: list[set[str]] = []
         self._places: dict[fx.Node, list[int]] = {}  # the memory of every tensor in a node's value
 
     def follow(self, node: fx.Node) -> None:
         """Note the memory of one more node."""
-        num_tensors = len(tensors_in(node.meta.get("val")))
-        if node.op == "placeholder":
-            self._places[node] = [self._new(node, sympy.S.Zero) for _ in range(num_tensors)]
-        elif node.op == "call_function" and num_tensors:
-            if isinstance(node.target, torch._ops.OpOverload):
-                self._call(node)
-            else:
-                source, index = node.args  # operator.getitem
-                assert isinstance(source, fx.Node), node.format_node()
-                before = len(tensors_in(source.meta["val"][:index]))
-                self._places[node] = self._places[source][before : before + num_tensors]
+        facts = self._operations.facts(node)
+        if facts.item is not None:
+            source, first = facts.item
+            self._places[node] = self._places[source][first : first + len(facts.lines)]
+        elif node.op == "placeholder" or (
+            facts.lines and not facts.requires_grad and not private.may_alias(node.target)
+        ):
+            self._places[node] = [self._new(node, line) for line in facts.lines]
+        elif facts.lines:
+            trace = self._operations.trace(node)
+            place = [self._places[argument][item] for argument, item in facts.operands]
+            place += [self._new(node, line) for line in trace.made]
+            self._places[node] = [place[memory] for memory in trace.outputs]
+            for memory in trace.kept if node in self._differentiated else ():
+                self._keepers[place[memory]].add(node.name)
 
-    def _call(self, node: fx.Node) -> None:
-        wanted = {n for n in node.all_input_nodes if node in self._differentiated and n.meta["requires_grad"]}
-        gradients: dict[fx.Node, Gradient] = {n: "input" if n in wanted else "none" for n in node.all_input_nodes}
-        found = kept_by(call_of(node, gradients), node.meta.get("autocast"), self._batch_size, self._device)
-        place = {i: self._places[argument][item] for i, (argument, item) in enumerate(operand_nodes(node))}
-        place |= {-1 - i: self._new(node, num_bytes) for i, num_bytes in enumerate(found.made_bytes)}
-        self._places[node] = [place[memory] for memory in found.results]
-        for memory in found.kept:
-            self._keepers[place[memory]].add(node.name)
-
-    def _new(self, maker: fx.Node, num_bytes: sympy.Expr) -> int:
+    def _new(self, maker: fx.Node, line: Line) -> int:
         self._makers.append(maker)
-        self._bytes.append(num_bytes)
+        self._lines.append(line)
         self._keepers.append(set())
         return len(self._makers) - 1
 
@@ -106,6 +100,18 @@ class _Ledger:
         """What is kept of what operations made."""
         kept = [i for i, keepers in enumerate(self._keepers) if keepers and self._makers[i].op == "call_function"]
         number = {memory: position for position, memory in enumerate(kept)}
-        activations = [Activation(self._makers[i].name, self._bytes[i], frozenset(self._keepers[i])) for i in kept]
+        activations = [Activation(self._makers[i].name, self._size(i), frozenset(self._keepers[i])) for i in kept]
         first = {node.name: places[0] for node, places in self._places.items() if len(places) == 1}
         return SavedActivations(tuple(activations), {n: number[m] for n, m in first.items() if m in number})
+
+    def _size(self, memory: int) -> sympy.Expr:
+        constant, each = self._lines[memory]
+        if constant < 0:  # it grows faster than a line: a product of samples
+            return formula(self._makers[memory].meta["val"])
+        (samples,) = self._operations.capture.batch or (sympy.S.Zero,)
+        return sympy.Add(constant, sympy.Mul(each, samples))
+
+
+def formula(value: torch.Tensor) -> sympy.Expr:
+    """Bytes of a tensor as an expression of the batch."""
+    return sympy.Mul(value.dtype.itemsize, *(expression(size) for size in value.shape))

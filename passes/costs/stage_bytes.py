@@ -22,7 +22,8 @@ from passes.batch import BatchPlan
 from passes.costs.call_bytes import BackwardBytes, ForwardBytes, UnitKey
 from passes.costs.call_trace import Kernel
 from passes.costs.frozen_layers import FrozenLayers
-from passes.costs.unit_trace import Operations, UnitTrace, unit_trace
+from passes.costs.operations import Operations
+from passes.costs.unit_trace import UnitTrace, unit_trace
 
 Ints = NDArray[np.int64]
 

@@ -15,16 +15,11 @@ from typing import Literal
 import torch
 from torch import fx
 
-from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
-from fxpipe.costs.calls import Gradient, call_of, in_a_row, operand_nodes, tensors_in
-from fxpipe.plan.block_graph import bytes_at
-from passes.costs.call_trace import CallTrace, Kernel, Line, Made, call_trace
+from passes.costs.call_trace import CallTrace, Kernel, Line, Made
+from passes.costs.operations import Operations, Place
 
-STATE_KINDS = ("parameter", "buffer", "constant")
 Owner = Literal["new", "argument", "state"]
-Place = tuple[fx.Node, int]
-"""A tensor: a node and which of its results."""
 
 
 @dataclass
@@ -50,48 +45,6 @@ class UnitTrace:
         self.lines.append(line)
         self.owner.append(owner)
         return len(self.lines) - 1
-
-
-class Facts:
-    """What every unit that has a node asks of it: its tensors' bytes, the tensors it reads, the one getitem shows."""
-
-    __slots__ = ("is_state", "item", "lines", "operands", "requires_grad")
-
-    def __init__(self, node: fx.Node) -> None:
-        self.lines = [_line(tensor) for tensor in tensors_in(node.meta.get("val"))]
-        self.is_state = node.op == "placeholder" and node.meta["kind"] in STATE_KINDS
-        self.requires_grad: bool = node.meta.get("requires_grad", False)
-        shows = node.op == "call_function" and bool(self.lines) and not isinstance(node.target, torch._ops.OpOverload)
-        self.item = _item(node) if shows else None
-        self.operands = operand_nodes(node) if node.op == "call_function" and not shows else []
-
-
-class Operations:
-    """The traces of all operations of a capture, for one sample or for any larger number."""
-
-    def __init__(self, capture: Capture, device: torch.device, one_sample: bool) -> None:
-        self.capture, self._device = capture, device
-        several = max(2, capture.inputs.batch_size) if capture.batch else capture.inputs.batch_size
-        self.num_samples = 1 if one_sample else several
-        self._known: dict[tuple[fx.Node, frozenset[int]], CallTrace] = {}
-        self._facts: dict[fx.Node, Facts] = {}
-
-    def facts(self, node: fx.Node) -> Facts:
-        found = self._facts.get(node)
-        if found is None:
-            found = self._facts[node] = Facts(node)
-        return found
-
-    def trace(self, node: fx.Node, arrived: frozenset[int]) -> CallTrace:
-        """Of an operation; the operands in `arrived` come from other units, and so lie in a row."""
-        if (node, arrived) not in self._known:
-            trains = node.meta["requires_grad"] and not node.meta.get("no_grad")
-            wanted: dict[fx.Node, Gradient] = {
-                n: "input" if trains and n.meta["requires_grad"] else "none" for n in node.all_input_nodes
-            }
-            call = in_a_row(call_of(node, wanted), arrived)
-            self._known[node, arrived] = call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
-        return self._known[node, arrived]
 
 
 def unit_trace(
@@ -321,13 +274,6 @@ class _Builder:
         return found
 
 
-def _item(node: fx.Node) -> Place:
-    """What operator.getitem shows."""
-    source, index = node.args
-    assert isinstance(source, fx.Node), node.format_node()
-    return source, len(tensors_in(source.meta["val"][:index]))
-
-
 def _numbered(kernel: Kernel, number: Sequence[int]) -> Kernel:
     return Kernel(tuple([number[i] for i in kernel.reads]), tuple([number[i] for i in kernel.makes]))
 
@@ -340,9 +286,3 @@ def _in_a_row(value: torch.Tensor, num_samples: int) -> bool:
     """Whether a tensor of so many samples is contiguous."""
     sizes, strides = concrete(tuple(value.shape), num_samples), concrete(tuple(value.stride()), num_samples)
     return torch.empty_strided(sizes, strides, device="meta").is_contiguous()
-
-
-def _line(value: torch.Tensor) -> Line:
-    """Bytes of a dense tensor."""
-    two, three = bytes_at(value, 2), bytes_at(value, 3)
-    return two - 2 * (three - two), three - two

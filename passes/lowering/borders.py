@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
-from passes.lowering.gradients import GradientFlow
+from passes.costs.gradient_flow import GradientFlow
 from passes.lowering.units import Unit, Value, state_name
 
 

@@ -14,7 +14,7 @@ from fxpipe.capture import Capture
 from fxpipe.plan.actions import Work
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
-from passes.lowering.gradients import GradientFlow, gradient_flow
+from passes.costs.gradient_flow import GradientFlow, gradient_flow
 
 Pairs = frozenset[tuple[int, int]]
 
