@@ -159,8 +159,8 @@ class CostedStep:
     def on(self, cluster: Cluster, world_size: int, limit_bytes: int | None = None) -> Case:
         """The step on the first ranks of a cluster."""
         machines = cluster, world_size, self.batch_size, limit_bytes
-        parts = self.graph, self.blocks, self.frozen, self.work, self.model
-        return Case(*parts, *machines, divisible=self.batch.divisible, calls=self.calls)
+        parts = self.graph, self.blocks, self.frozen, self.work, self.calls, self.model
+        return Case(*parts, *machines, divisible=self.batch.divisible)
 
 
 def costed_step(

@@ -30,13 +30,13 @@ class Case:
     costs: BlockCosts
     frozen: FrozenLayers
     work: StepWork
+    calls: CallBytesOf
     model: CostModel
     cluster: Cluster
     world_size: int
     batch_size: int
     limit_bytes: int | None = None
     divisible: bool = True
-    calls: CallBytesOf | None = None
 
     @property
     def shares(self) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -29,7 +29,8 @@ from passes.comparison import baselines, compare
 from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.comparison.zero import sharded_ops, sharded_seconds
-from passes.costs.frozen_layers import FrozenLayers
+from passes.costs.call_bytes import BackwardBytes, ForwardBytes, UnitKey
+from passes.costs.frozen_layers import FrozenLayers, LayerValue
 from passes.costs.gradient_flow import GradientFlow
 from passes.costs.work import StepWork
 from passes.placement.buckets import BUCKET_BYTES
@@ -46,6 +47,41 @@ class Free(CostModel):
 
     def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
         return NodeSeconds(*np.zeros((3, len(table))))
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """Calls that take what they keep, hand on and give back, and nothing meanwhile."""
+
+    costs: BlockCosts
+    edges: Sequence[Edge]
+    staged: Staged | None = None
+
+    def of(self, staged: Staged) -> "ByHand":
+        return replace(self, staged=staged)
+
+    def _blocks(self, unit: UnitKey) -> tuple[range, list[range]]:
+        """Those of a stage, and the runs of them that are computed again."""
+        if self.staged is None or unit[0] == "T":
+            return range(0), []
+        return self.staged.blocks(unit[1]), [range(*run) for run in self.staged.recomputed(unit[1])]
+
+    def forward(self, unit: UnitKey, num_samples: int) -> ForwardBytes:
+        blocks, runs = self._blocks(unit)
+        saved = self.costs.stage_saved_bytes({*blocks}.difference(*runs), num_samples)
+        made = [e for e in self.edges if e.producer in (blocks or ["vae"]) and not set(e.consumers) <= {*blocks}]
+        return ForwardBytes(saved, saved, {e.name: (e.name, e.num_bytes(num_samples)) for e in made})
+
+    def backward(self, unit: UnitKey, num_samples: int, part: str, given_up: frozenset[str]) -> BackwardBytes:
+        blocks, runs = self._blocks(unit)
+        again = max((self.costs.stage_saved_bytes(run, num_samples) for run in runs), default=0)
+        read = [e for e in self.edges if e.producer not in blocks and not {*blocks}.isdisjoint(e.consumers)]
+        gradients = {e.name: (f"grad {e.name}", e.num_bytes(num_samples)) for e in read if e.requires_grad}
+        weights = sum(weight.num_bytes for weight in self.costs.weights_of(blocks))
+        return BackwardBytes(again + weights, gradients, weights)
+
+    def layers(self, component: int, layers: tuple[int, int], num_samples: int) -> int:
+        return 0
 
 
 def network(bytes_per_second: float, size: int = 8) -> Cluster:
@@ -84,15 +120,22 @@ def case(
     made = [[e.name for e in edges if e.producer == i] for i in range(num_blocks)]
     blocks = tuple(Block(i, f"block {i}", (f"n{i}", *made[i])) for i in range(num_blocks))
     graph = BlockGraph(blocks, components, frozenset(), tuple(edges), (1.0,) * num_blocks, (), ())
-    costs = BlockCosts(weights, given, values, len(names), seconds, lambda n: ((0,) * num_blocks, (0,) * len(names)))
+    costs = BlockCosts(weights, given, values, len(names), seconds)
+    of_layers = tuple(
+        LayerValue(e.name, (0, 1), (), tuple(int(c) for c in e.consumers), e.bytes_per_sample, e.batched)
+        for e in edges
+        if e.producer == "vae"
+    )
     halves = FrozenLayers(
         names,
         ((),) * len(names),
         lambda n: ((frozen_seconds * n / 2,) * 2,) * len(names),
         lambda n: ((0.0, 0.0),) * len(names),
-    )
+        ((), ()), of_layers, {},
+    )  # fmt: skip
     work = StepWork(graph, flow(edges, num_blocks, bool(weight_bytes)), f"n{num_blocks - 1}")
-    return Case(graph, costs, halves, work, Free(), cluster or network(1e30), ranks, batch_size, limit_bytes)
+    machines = cluster or network(1e30), ranks, batch_size, limit_bytes
+    return Case(graph, costs, halves, work, ByHand(costs, edges), Free(), *machines)
 
 
 def flow(edges: Sequence[Edge], num_blocks: int, trained: bool) -> GradientFlow:

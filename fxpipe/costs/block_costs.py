@@ -14,7 +14,6 @@ from functools import cached_property
 
 import sympy
 
-from fxpipe.costs import evaluate
 from fxpipe.costs.block_values import Given, Values, Weight
 from fxpipe.costs.polynomials import Floats, Polynomials
 
@@ -48,8 +47,8 @@ class LocalCosts:
 class BlockCosts:
     """Costs by block and by component, in the order of the block graph. Made by `passes.costs.block_costs`.
 
-    `seconds_at` and `largest_at` compute, at a number of samples, all seconds, and the bytes of every block's and every
-    component's largest operation; `whole_seconds_at` what is computed on a whole batch of so many.
+    `seconds_at` computes all seconds at a number of samples, `whole_seconds_at` those of what is computed on a whole
+    batch of so many.
     """
 
     weights: tuple[Weight, ...]
@@ -57,12 +56,10 @@ class BlockCosts:
     values: Values
     num_components: int
     seconds_at: Callable[[int], BlockSeconds]
-    largest_at: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]
     local: LocalCosts | None = None
     whole_seconds_at: Callable[[int], float] = lambda num_samples: 0.0
     loss_bytes: int = 4
     _seconds: dict[int, BlockSeconds] = field(default_factory=dict, init=False, repr=False)
-    _largest: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_blocks(self) -> int:
@@ -164,19 +161,6 @@ class BlockCosts:
         """`input_formulas` at a number of samples."""
         return _whole(self._inputs.at(num_samples))
 
-    def temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
-        """What each block needs for a moment: operands and results of its largest operation."""
-        return self._largest_at(num_samples)[0]
-
-    def component_temporary_bytes(self, num_samples: int) -> tuple[int, ...]:
-        """The same of each frozen component, without its weights."""
-        return self._largest_at(num_samples)[1]
-
-    def _largest_at(self, num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if num_samples not in self._largest:
-            self._largest[num_samples] = self.largest_at(num_samples)
-        return self._largest[num_samples]
-
     def made_bytes(self, blocks: Collection[int], num_samples: int) -> int:
         """What frozen components make for a stage of these blocks."""
         values = frozenset[int]().union(*(self.values.read[block] for block in blocks))
@@ -196,12 +180,6 @@ class BlockCosts:
             values = frozenset(value for value in values if self.values.maker[value] not in own)
         sizes = self.values.sizes.at(num_samples)
         return sum(int(sizes[value]) for value in values)
-
-    def given_bytes(self, blocks: Collection[int], batch_size: int) -> int:
-        """Whole-batch inputs and draws that a rank with these blocks, and all frozen components, holds for the step."""
-        wanted = frozenset(blocks)
-        held = (given for given in self.given if given.components or not wanted.isdisjoint(given.blocks))
-        return sum(evaluate(given.num_bytes, batch_size) for given in held)
 
     @cached_property
     def _saved(self) -> Polynomials:

@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import fx
 
 from fxpipe.capture import Capture
@@ -53,13 +52,6 @@ def block_costs(
     def seconds(num_samples: int) -> NodeSeconds:
         return node_seconds(model, table, num_samples)
 
-    # A block's weights stand for their gradients, made beside those of earlier micro-batches.
-    held = np.where(owners.are_frozen, weight_bytes_read(captured, table), 0.0)
-
-    def largest_at(num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        counts = table.counts(num_samples)
-        return owners.most(np.maximum(counts.bytes_read - held, 0.0) + counts.bytes_written)
-
     def seconds_at(num_samples: int) -> BlockSeconds:
         parts = seconds(num_samples)
         forward, components = owners.sums(parts.forward)
@@ -75,7 +67,6 @@ def block_costs(
         _values(captured, graph, device),
         owners.num_components,
         seconds_at,
-        largest_at,
         _local(captured, graph, batch, table, seconds),
         lambda num_samples: float(seconds(num_samples).forward[whole].sum()),
         int(captured.loss.meta["val"].nbytes),
@@ -156,22 +147,10 @@ class _Owners:
         for number, nodes in enumerate(groups):
             self._of_node[table.positions(nodes)] = number
 
-    @property
-    def are_frozen(self) -> NDArray[np.bool_]:
-        """Of every node, whether it is a component's."""
-        return (self._of_node >= self.num_blocks) & (self._of_node < self.num_blocks + self.num_components)
-
     def sums(self, values: Floats) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The sum of each block and of each component."""
         sums = np.bincount(self._of_node, values, self.num_blocks + self.num_components + 1).tolist()
         return tuple(sums[: self.num_blocks]), tuple(sums[self.num_blocks : -1])
-
-    def most(self, values: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The largest value of each block and of each component."""
-        found = np.zeros(self.num_blocks + self.num_components + 1)
-        np.maximum.at(found, self._of_node, values)
-        whole = tuple(map(int, found))
-        return whole[: self.num_blocks], whole[self.num_blocks : -1]
 
 
 def _weights(captured: Capture, graph: BlockGraph) -> tuple[Weight, ...]:

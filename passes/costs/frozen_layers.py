@@ -7,7 +7,7 @@ Between two layers of a component few bytes are alive, wherever that can be had.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
@@ -58,27 +58,9 @@ class FrozenLayers:
     depends: tuple[tuple[int, ...], ...]
     seconds_at: Callable[[int], Table]
     largest_at: Callable[[int], Table]
-    nodes: tuple[tuple[tuple[str, ...], ...], ...] = ()
-    values: tuple[LayerValue, ...] = ()
-    given: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
-
-    def values_of(self, graph: BlockGraph) -> tuple[LayerValue, ...]:
-        """`values`; where nobody knows the operations of layers, each component's from its last to its first layer."""
-        if self.nodes:
-            return self.values
-        number = {name: i for i, name in enumerate(self.names)}
-        return tuple(
-            LayerValue(
-                edge.name,
-                (number[edge.producer], self.num_layers[number[edge.producer]] - 1),
-                tuple((number[c], 0) for c in edge.consumers if isinstance(c, str)),
-                tuple(c for c in edge.consumers if isinstance(c, int)),
-                edge.bytes_per_sample,
-                edge.batched,
-            )
-            for edge in graph.edges
-            if isinstance(edge.producer, str)
-        )
+    nodes: tuple[tuple[tuple[str, ...], ...], ...]
+    values: tuple[LayerValue, ...]
+    given: Mapping[str, frozenset[tuple[int, int]]]
 
     def components(
         self,

@@ -10,8 +10,7 @@ units         what stages and components read and give       messages      what 
 rank_ops      one rank's ops and buffers as they grow        writer        the ops of one rank
 seconds       what an action lasts                           step          what all ranks' writers read
 ahead, pieces frozen work of the next batch                  closing       what follows the last action
-whole_batch   inputs, draws, what is computed at once        coarse_bytes  call_bytes where operations are not known
-copies        equal pipelines
+whole_batch   inputs, draws, what is computed at once        copies        equal pipelines
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,9 +20,8 @@ from fxpipe.plan.staged import Staged
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.op_lists import Op, StepOps
 from passes.case import Case
-from passes.costs.call_bytes import CallBytes, UnitKey
+from passes.costs.call_bytes import UnitKey
 from passes.step_ops.closing import Closing
-from passes.step_ops.coarse_bytes import CoarseBytes
 from passes.step_ops.copies import copied, models
 from passes.step_ops.messages import Routes
 from passes.step_ops.seconds import ActionSeconds
@@ -62,7 +60,7 @@ def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]
     """What the writers of all ranks read; arguments as for `step_ops`."""
     units = Units(case, staged, relayed)
     routes, seconds = Routes(units, schedule), ActionSeconds(case, staged)
-    return Step(units, schedule, tuple(sizes), routes, seconds, _bytes(case, units))
+    return Step(units, schedule, tuple(sizes), routes, seconds, case.calls.of(staged))
 
 
 def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
@@ -73,10 +71,6 @@ def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
         found = copied(step, closing, done[model], model, rank) if model in done else None
         done[rank] = found or RankWriter(step, closing, rank).write()
         yield done[rank]
-
-
-def _bytes(case: Case, units: Units) -> CallBytes:
-    return CoarseBytes(units) if case.calls is None else case.calls.of(units.staged)
 
 
 def _held(step: Step, units: Collection[UnitKey], optimizer_bytes: int) -> Mapping[str, int]:

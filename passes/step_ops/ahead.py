@@ -35,8 +35,7 @@ class Ahead:
     @cached_property
     def values(self) -> dict[str, LayerValue]:
         """What layers return to other layers, or to stages, by name."""
-        case = self.units.case
-        return {value.name: value for value in case.frozen.values_of(case.graph)}
+        return {value.name: value for value in self.units.case.frozen.values}
 
     @cached_property
     def _returns(self) -> dict[tuple[int, int], list[str]]:
