@@ -7,7 +7,7 @@
 No stage graph is traced: seconds, bytes and weights are of the operations of the capture.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Literal
 
@@ -21,12 +21,11 @@ from fxpipe.costs.block_values import Given, Values, Weight
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
 from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
-from fxpipe.plan.block_graph import BlockGraph, Owner, is_size
+from fxpipe.plan.block_graph import BlockGraph, is_size
 from passes.batch import BatchPlan
 from passes.batch.layout import Layout
+from passes.costs.local import STATE_KINDS, owners_reading, with_local
 from passes.costs.saved import formula, saved_activations
-
-STATE_KINDS = ("parameter", "buffer", "constant")
 
 
 def block_costs(
@@ -60,7 +59,7 @@ def block_costs(
         weights, _ = owners.sums(parts.backward_weight)
         return BlockSeconds(num_samples, forward, backward, inputs, weights, components)
 
-    whole = [table.position[name] for name in _whole_nodes(captured, batch)]
+    whole = [table.position[name] for name in with_local(captured, batch.whole_batch if batch else (), graph.local)]
     return BlockCosts(
         _weights(captured, graph),
         _given(captured, graph, batch),
@@ -81,13 +80,13 @@ def _local(
     seconds: Callable[[int], NodeSeconds],
 ) -> LocalCosts:
     """The operations that every block and component computes for itself."""
-    needed = local_operations(captured, graph, batch)
+    whole = batch.whole_batch if batch else ()
     local = (n for n in captured.graph.nodes if n.name in graph.local and not is_size(n.meta["val"]))
     number = {node.name: i for i, node in enumerate(local)}
     places = table.positions(number)
 
     def of(nodes: Sequence[str]) -> frozenset[int]:
-        return frozenset(number[name] for name in needed(nodes))
+        return frozenset(number[n] for n in with_local(captured, nodes, graph.local, whole) if n in number)
 
     @cache
     def at(num_samples: int) -> dict[str, list[float]]:
@@ -96,35 +95,6 @@ def _local(
         return {kind: part[places].tolist() for kind, part in of_kind.items()}
 
     return LocalCosts(tuple(of(b.nodes) for b in graph.blocks), tuple(of(c.nodes) for c in graph.components), at)
-
-
-def local_operations(
-    captured: Capture, graph: BlockGraph, batch: BatchPlan | None
-) -> Callable[[Iterable[str]], frozenset[str]]:
-    """What local operations a unit of some nodes computes for itself; those of whole-batch values it is given."""
-    whole = set(batch.whole_batch if batch else ())
-    found: dict[str, frozenset[str]] = {}  # of every one: itself, and those it needs
-
-    def of(nodes: Iterable[str]) -> frozenset[str]:
-        read = {n.name for name in nodes for n in captured.nodes[name].all_input_nodes} - whole
-        return frozenset[str]().union(*(found[name] for name in read if name in found))
-
-    for node in captured.graph.nodes:
-        if node.name in graph.local and not is_size(node.meta["val"]):
-            found[node.name] = of([node.name]) | {node.name}
-    return of
-
-
-def _whole_nodes(captured: Capture, batch: BatchPlan | None) -> list[str]:
-    """What the whole-batch values are computed by."""
-    found: dict[str, None] = {}
-    pending = list(batch.whole_batch if batch else ())
-    while pending:
-        node = captured.nodes[pending.pop()]
-        if node.op == "call_function" and node.name not in found and not is_size(node.meta["val"]):
-            found[node.name] = None
-            pending += [n.name for n in node.all_input_nodes]
-    return list(found)
 
 
 def weight_bytes_read(captured: Capture, table: CostTable) -> Floats:
@@ -171,8 +141,7 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
     """Inputs, draws and whole-batch values, in the order of the graph."""
     whole = batch.whole_batch if batch else ()
     stop = {captured.nodes[name] for name in whole}
-    made_by = set(_whole_nodes(captured, batch))
-    inner = {n.name for n in stop} | made_by
+    inner = {*whole, *with_local(captured, whole, graph.local)}
     found = []
     for node in captured.graph.nodes:
         is_given = node.op == "placeholder" and node.meta["kind"] not in STATE_KINDS
@@ -195,17 +164,8 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
 def _readers(
     nodes: Sequence[fx.Node], graph: BlockGraph, without: Collection[fx.Node] = ()
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The blocks and components that read any of these, directly or through local operations of their own."""
-    pending, seen, owners = list(nodes), set(nodes) | set(without), set[Owner]()
-    while pending:
-        for user in pending.pop().users:
-            if user in seen or is_size(user.meta.get("val")):
-                continue
-            if user.name in graph.owners:
-                owners.add(graph.owners[user.name])
-            else:
-                seen.add(user)
-                pending.append(user)
+    """The blocks and components that read any of these."""
+    owners = owners_reading(nodes, graph.owners, without)
     components = tuple(number for number, component in enumerate(graph.components) if component.name in owners)
     return tuple(sorted(owner for owner in owners if isinstance(owner, int))), components
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
-from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.costs.model import CostModel, node_seconds
@@ -19,8 +18,9 @@ from fxpipe.costs.table import CostTable
 from fxpipe.plan.block_graph import BlockGraph, is_size, tensor_bytes
 from passes.batch import BatchPlan
 from passes.blocks import layers as cut_layers
-from passes.costs.block_costs import local_operations, weight_bytes_read
+from passes.costs.block_costs import weight_bytes_read
 from passes.costs.layer import FrozenComponent, Layer
+from passes.costs.local import owners_reading, with_local
 
 NUM_LAYERS = 16  # per component
 
@@ -128,9 +128,12 @@ def frozen_layers(
     """Every component cut into layers of about equal time; `batch` says what is computed on the whole batch."""
     one = table.by_name(node_seconds(model, table, 1).forward)
     layers = tuple(cut_layers(captured, component, one, NUM_LAYERS) for component in graph.components)
-    local = local_operations(captured, graph, batch)
+    whole = batch.whole_batch if batch else ()
     places = [[table.positions(nodes) for nodes in of_component] for of_component in layers]
-    units = [[table.positions((*nodes, *sorted(local(nodes)))) for nodes in of_component] for of_component in layers]
+    units = [
+        [table.positions(with_local(captured, nodes, graph.local, whole)) for nodes in of_component]
+        for of_component in layers
+    ]
     held = weight_bytes_read(captured, table)
     numbers = {component.name: i for i, component in enumerate(graph.components)}
 
@@ -177,7 +180,7 @@ def _values(captured: Capture, graph: BlockGraph, layers: Sequence[Sequence[Sequ
         maker = owners.get(node.name)
         if not isinstance(maker, str) or is_size(node.meta["val"]):
             continue
-        readers = _reading(node, owners, graph) - {maker}
+        readers = owners_reading([node], owners) - {maker}
         size = tensor_bytes(node.meta["val"])
         if readers and size is not None:
             by_layer = tuple(sorted(_layer(owner) for owner in readers if isinstance(owner, str)))
@@ -192,20 +195,7 @@ def _given(
     owners, found = _owners(graph, layers), {}
     for node in captured.graph.nodes:
         if node.name not in owners and not is_size(node.meta.get("val")):
-            readers = frozenset(_layer(owner) for owner in _reading(node, owners, graph) if isinstance(owner, str))
+            readers = frozenset(_layer(owner) for owner in owners_reading([node], owners) if isinstance(owner, str))
             if readers:
                 found[node.name] = readers
-    return found
-
-
-def _reading(node: fx.Node, owners: Mapping[str, str | int], graph: BlockGraph) -> set[str | int]:
-    """Who reads a value, directly or through local operations."""
-    pending, seen, found = [node], {node}, set[str | int]()
-    while pending:
-        for user in pending.pop().users:
-            if user.name in owners and not is_size(user.meta["val"]):
-                found.add(owners[user.name])
-            elif user.name in graph.local and user not in seen and not is_size(user.meta["val"]):
-                seen.add(user)
-                pending.append(user)
     return found

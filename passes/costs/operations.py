@@ -7,8 +7,8 @@ from fxpipe.capture import Capture
 from fxpipe.costs.calls import Gradient, call_of, in_a_row, operand_nodes, tensors_in
 from fxpipe.plan.block_graph import bytes_at
 from passes.costs.call_trace import CallTrace, Line, call_trace
+from passes.costs.local import STATE_KINDS
 
-STATE_KINDS = ("parameter", "buffer", "constant")
 Place = tuple[fx.Node, int]
 """A tensor: a node and which of its results."""
 

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxpipe.capture import Capture
-from fxpipe.plan.block_graph import BlockGraph, is_size
+from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.batch import BatchPlan
 from passes.costs.call_bytes import BackwardBytes, ForwardBytes, UnitKey
 from passes.costs.call_trace import Kernel
 from passes.costs.frozen_layers import FrozenLayers
+from passes.costs.local import owners_reading, with_local
 from passes.costs.operations import Operations
 from passes.costs.unit_trace import UnitTrace, unit_trace
 
@@ -214,6 +215,9 @@ class StageBytes:
         self.capture, self.graph, self.frozen = capture, graph, frozen
         self._operations = [Operations(capture, device, one_sample) for one_sample in (False, True)]
         self._whole = set(batch.whole_batch)
+        self._given = [capture.nodes[name] for name in batch.whole_batch]
+        self._owned = {name: name for name in graph.owners}
+        self._readers: dict[fx.Node, set[str]] = {}
         self._known: dict[tuple[object, ...], UnitBytes] = {}
 
     def of(self, staged: Staged) -> "PlacedBytes":
@@ -226,7 +230,8 @@ class StageBytes:
         one_sample = num_samples == 1 and bool(self.capture.batch)
         key = *key, one_sample
         if key not in self._known:
-            nodes, own = self._nodes(names), set(names)
+            wanted, own = with_local(self.capture, names, self.graph.local, self._whole), set(names)
+            nodes = [self.capture.nodes[name] for name in wanted]
             local = {node.name for node in nodes} - own
             returns = [n.name for n in nodes if n.name in own and self._is_read(n, own | local)]
             if self.capture.loss.name in own:
@@ -235,37 +240,12 @@ class StageBytes:
         return self._known[key]
 
     def _is_read(self, node: fx.Node, own: set[str]) -> bool:
-        if node.name in self._whole or is_size(node.meta["val"]) or not isinstance(node.meta["val"], torch.Tensor):
+        """Whether others read a value."""
+        if node.name in self._whole or not isinstance(node.meta["val"], torch.Tensor):
             return False
-        return any(owner not in own for owner in self._readers[node.name])
-
-    @cached_property
-    def _readers(self) -> dict[str, list[str]]:
-        """The operations that belong to somebody and read a value, directly or through local ones."""
-        found: dict[str, list[str]] = {}
-        for node in reversed(self.capture.graph.nodes):
-            readers: list[str] = []
-            for user in node.users:
-                if user.name in self.graph.local and user.name not in self._whole:
-                    readers += found.get(user.name, ())
-                elif user.name in self.graph.owners and not is_size(user.meta["val"]):
-                    readers.append(user.name)
-            found[node.name] = readers
-        return found
-
-    def _nodes(self, names: Sequence[str]) -> list[fx.Node]:
-        wanted, pending = set[str](), list(names)
-        while pending:
-            name = pending.pop()
-            if name in wanted:
-                continue
-            wanted.add(name)
-            for argument in self.capture.nodes[name].all_input_nodes:
-                local = argument.name in self.graph.local and argument.name not in self._whole
-                if local and argument.op == "call_function" and not is_size(argument.meta["val"]):
-                    pending.append(argument.name)
-        places = self.capture.places
-        return [self.capture.nodes[name] for name in sorted(wanted, key=places.__getitem__)]
+        if node not in self._readers:
+            self._readers[node] = owners_reading([node], self._owned, self._given)
+        return not self._readers[node] <= own
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,12 +19,13 @@ from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.batch import BatchPlan
+from passes.costs.local import STATE_KINDS
 from passes.costs.work import StepWork
 from passes.lowering.borders import Border, border
 from passes.lowering.joint import Recompute
 from passes.lowering.sources import BatchSlice, Sources
 from passes.lowering.stage_graphs import StageGraphs, trace_stage
-from passes.lowering.units import STATE_KINDS, Unit, make_units, state_name, whole_batch_unit
+from passes.lowering.units import Unit, make_units, state_name, whole_batch_unit
 
 Key = tuple[str, int]
 """("F", stage), ("T", component), ("L", layer of a component) or ("whole batch", 0)."""

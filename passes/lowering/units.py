@@ -15,8 +15,8 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
-
-STATE_KINDS = ("parameter", "buffer", "constant")
+from fxpipe.plan.block_graph import is_size
+from passes.costs.local import STATE_KINDS, with_local
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class Value:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def is_size(node: fx.Node) -> bool:
-    """Whether a node computes with sizes only: recomputed from the micro-batch size, never sent."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
-
-
 def make_units(
     capture: Capture, groups: Iterable[tuple[str, Collection[str]]], local: Collection[str], whole: Collection[str]
 ) -> tuple[Unit, ...]:
@@ -83,25 +78,13 @@ def _draft(
     capture: Capture, name: str, own: set[str], local: set[str], whole: set[str]
 ) -> tuple[str, list[str], list[str], list[str]]:
     """A unit's nodes in graph order with the local ones it recomputes, and what it reads from outside."""
-    wanted: set[str] = set()
-    reads: dict[str, None] = {}
-    state: dict[str, None] = {}
-    pending = [capture.nodes[name] for name in own]
-    while pending:
-        node = pending.pop()
-        if node.name in wanted or is_size(node):
-            continue
-        wanted.add(node.name)
-        for argument in node.all_input_nodes:
-            if is_size(argument) or argument.name in wanted:
-                continue
-            if argument.op == "placeholder" and argument.meta["kind"] in STATE_KINDS:
-                state.setdefault(argument.name)
-            elif argument.name in own or (argument.name in local and argument.name not in whole):
-                pending.append(argument)
-            else:
-                reads.setdefault(argument.name)
-    ordered, read, states = (sorted(names, key=capture.places.__getitem__) for names in (wanted, reads, state))
+    ordered = with_local(capture, own, local, whole)
+    made, reads, state = set(ordered), set[str](), set[str]()
+    for argument in (n for name in ordered for n in capture.nodes[name].all_input_nodes):
+        if argument.name not in made and not is_size(argument.meta["val"]):
+            is_state = argument.op == "placeholder" and argument.meta["kind"] in STATE_KINDS
+            (state if is_state else reads).add(argument.name)
+    read, states = (sorted(names, key=capture.places.__getitem__) for names in (reads, state))
     return name, ordered, read, states
 
 
@@ -151,7 +134,7 @@ def _as_marked(node: fx.Node) -> AbstractContextManager[object]:
 def _placer(env: dict[fx.Node, Any], batch_size: int, device: torch.device) -> Callable[[Any], Any]:
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return concrete(value.meta["val"], batch_size) if is_size(value) else env[value]
+            return concrete(value.meta["val"], batch_size) if is_size(value.meta["val"]) else env[value]
         if isinstance(value, torch.device):
             return device
         return concrete(value, batch_size) if isinstance(value, torch.SymInt | torch.SymFloat) else value
