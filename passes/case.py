@@ -16,6 +16,7 @@ from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.plan import microbatch_sizes
 from passes.costs.call_bytes import CallBytesOf
 from passes.costs.frozen_layers import FrozenLayers
+from passes.costs.gradient_flow import GradientFlow
 from passes.costs.work import StepWork
 
 
@@ -37,6 +38,11 @@ class Case:
     batch_size: int
     limit_bytes: int | None = None
     divisible: bool = True
+
+    @property
+    def flow(self) -> GradientFlow:
+        """Where gradients flow."""
+        return self.work.flow
 
     @property
     def shares(self) -> list[tuple[int, int]]:

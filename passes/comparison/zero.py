@@ -108,7 +108,7 @@ class _ShardedWriter(RankWriter):
         """Start to gather what an action reads, unless that is under way or here."""
         if turn in self._gathered or turn >= len(self._uses) or self._is_kept(turn):
             return
-        weights = self.step.units.case.costs.weights_of(self.step.units.staged.blocks(self._uses[turn].stage))
+        weights = self.step.case.costs.weights_of(self.step.units.staged.blocks(self._uses[turn].stage))
         size = sum(weight.num_bytes for weight in weights)
         if size:
             gathering = self._collectives.of("all_gather", turn, size)

@@ -154,7 +154,7 @@ def frozen_layers(
         seconds_at,
         largest_at,
         layers,
-        _values(captured, graph, layers),
+        layer_values(captured, graph, layers),
         _given(captured, graph, layers),
     )
 
@@ -173,7 +173,9 @@ def _layer(owner: str) -> tuple[int, int]:
     return int(component), int(layer)
 
 
-def _values(captured: Capture, graph: BlockGraph, layers: Sequence[Sequence[Sequence[str]]]) -> tuple[LayerValue, ...]:
+def layer_values(
+    captured: Capture, graph: BlockGraph, layers: Sequence[Sequence[Sequence[str]]]
+) -> tuple[LayerValue, ...]:
     """What layers make for others, in the order of the graph; local operations read for whoever reads them."""
     owners, values = _owners(graph, layers), []
     for node in captured.graph.nodes:

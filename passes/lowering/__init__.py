@@ -4,7 +4,7 @@
     rank 1: 1F0 1B0   ->    begin 1F0; h = wait; loss, saved = stage_1_forward(h); begin 1B0; g = ...; send g
 
     borders          what every unit reads, gives and trains, told from the capture; nothing is traced
-    messages         who sends what to whom, after which action: of all ranks
+    messages         who runs what, and what follows the last action; what is sent before is `passes.step_ops.messages`
     stage_graphs     forward and explicit backward of the units that the wanted ranks run, traced
     program_writer   one rank's actions as a graph
     moments          an order of all sends that no rank can hold up, which every program is checked against
@@ -27,7 +27,6 @@ from passes.lowering.messages import (
     Layout,
     TiedGradient,
     closing_messages,
-    messages_after,
     plan_reductions,
     tied_gradients,
 )
@@ -35,6 +34,7 @@ from passes.lowering.moments import moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
 from passes.lowering.step_graphs import StepGraphs
+from passes.step_ops.messages import Routes
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
 FORMS: tuple[Form, ...] = ("prologue", "steady", "epilogue")
@@ -88,7 +88,7 @@ def _layout(step: StepGraphs, schedule: Schedule, form: Form, following: Schedul
     units = {key: unit for key, unit in step.units.items() if form == "step" or key[0] == "F"}
     if form == "prologue":
         schedule = following or _in_turn(step)
-    return Layout(units, step.border, schedule, step.sizes, step.kinds, step.capture.loss.name)
+    return Layout(units, step.border, schedule, step.sizes, step.capture.loss.name)
 
 
 def _in_turn(step: StepGraphs) -> Schedule:
@@ -118,7 +118,7 @@ class _Form:
         return self.form != "prologue"
 
     def lower(self, wanted: Sequence[int] | None) -> Lowered:
-        frozen = None if self.form == "step" else FrozenWork(self.step, self.schedule, self.whole)
+        frozen = None if self.form == "step" else FrozenWork.of(self.step, self.schedule, self.whole.schedule)
         reductions = plan_reductions(self.layout, 0) if self.trains else ()
         reduced = {name for reduction in reductions for name in reduction.parameters}
         tied = tied_gradients(self.layout, reduced) if self.trains else []
@@ -143,14 +143,16 @@ class _Form:
     def _messages(self, tied: Sequence[TiedGradient], frozen: FrozenWork | None) -> tuple[Message, ...]:
         """All messages, rank by rank as they are sent."""
         messages: list[Message] = []
+        routes = Routes(self.step.crossing, self.schedule)
         for rank, actions in enumerate(self.schedule.ranks):
-            for action in actions:
+            for place, action in enumerate(actions):
                 if action.is_piece:
                     assert frozen is not None, f"{action}: a step that trains on its own frozen work does no other"
-                    sends = enumerate(frozen.sends(rank, action), start=len(messages))
+                    sends = enumerate(frozen.ahead.sends(rank, action), start=len(messages))
                     messages += [frozen.message(edge, rank, action, *send) for edge, send in sends]
-                else:
-                    messages += messages_after(self.layout, rank, action, len(messages))
+                for dst, name, kind in routes.sends(rank, place, action):
+                    value, of = self.layout.value(name, action.microbatch), (name, action.microbatch, kind)
+                    messages.append(Message(len(messages), rank, dst, action, *of, value.shape, value.dtype))
             if self.trains:
                 messages += closing_messages(self.layout, tied, rank, len(messages))
         return tuple(messages)
@@ -168,9 +170,9 @@ class _Form:
         inputs = step.sources.inputs_for({name for key in units for name in step.unit(key).reads})
         carried, nexts = {}, None
         if frozen is not None and self.trains:
-            carried = {(n, m): frozen.value(n, step.sizes[m]) for n, m in frozen.kept[rank]}
-        ahead = frozen if self.form in ("prologue", "steady") else None
-        if ahead is not None:
-            nexts = step.sources.inputs_for({name for piece in ahead.pieces[rank] for name in ahead.reads(piece)})
+            carried = {(n, m): frozen.value(n, step.sizes[m]) for n, m in frozen.ahead.kept[rank]}
+        works = frozen if self.form in ("prologue", "steady") else None
+        if works is not None:
+            nexts = step.sources.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
         writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried)
-        return ProgramWriter(writer, tied, reductions, ahead).write(actions, self.trains)
+        return ProgramWriter(writer, tied, reductions, works).write(actions, self.trains)

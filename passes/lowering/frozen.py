@@ -9,9 +9,10 @@ A piece runs some layers of a component on some samples. A value is moved once t
 samples, and put together there from what was made and what was received.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -21,28 +22,25 @@ from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
-from passes.lowering.messages import Layout
 from passes.lowering.rank_writer import RankWriter, WholeBatch, carried_name, shape_only
 from passes.lowering.sources import BatchSlice
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
-
-Carried = tuple[str, int]
-"""A value and a micro-batch."""
+from passes.step_ops.ahead import Ahead
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenWork:
-    """The pieces of a schedule, and who reads what they make: the stages of `training`, in the step after."""
+    """The pieces of a schedule, and who reads what they make."""
 
     step: StepGraphs
-    schedule: Schedule
-    training: Layout
+    ahead: Ahead
 
-    @cached_property
-    def pieces(self) -> list[list[Action]]:
-        """Per rank, in order."""
-        return [[action for action in actions if action.is_piece] for actions in self.schedule.ranks]
+    @staticmethod
+    def of(step: StepGraphs, schedule: Schedule, training: Schedule) -> "FrozenWork":
+        """For the stages of `training`, in the step after."""
+        samples = [(end - size, end) for end, size in zip(accumulate(step.sizes), step.sizes, strict=True)]
+        return FrozenWork(step, Ahead(step.crossing, schedule, training, samples, step.layer_values))
 
     def border(self, layer: Key, num_samples: int) -> Border:
         return self.step.border(layer, num_samples)
@@ -56,68 +54,17 @@ class FrozenWork:
         """What comes into a piece's layers."""
         return {name for layer in self.step.layers_of(piece) for name in self.step.unit(layer).reads}
 
-    @cached_property
-    def kept(self) -> list[list[Carried]]:
-        """Per rank: the values of micro-batches that its stages read."""
-        found: list[dict[Carried, None]] = [{} for _ in self.schedule.ranks]
-        for (unit, microbatch), rank in self.training.rank_of.items():
-            for name in self.training.units[unit].reads:
-                if name in self.maker:
-                    found[rank][name, microbatch] = None
-        return [sorted(keys) for keys in found]
-
-    def samples_of(self, microbatch: int) -> range:
-        start = sum(self.step.sizes[:microbatch])
-        return range(start, start + self.step.sizes[microbatch])
-
-    @cached_property
-    def wanted(self) -> list[dict[str, dict[int, None]]]:
-        """Per rank: the samples of every value that its own pieces or its stages read, those first read first."""
-        found: list[dict[str, dict[int, None]]] = [{} for _ in self.pieces]
-        for rank, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                for name in sorted(self.reads(piece) & self.maker.keys()):
-                    found[rank].setdefault(name, {}).update(dict.fromkeys(range(*piece.samples)))
-            for name, microbatch in self.kept[rank]:
-                found[rank].setdefault(name, {}).update(dict.fromkeys(self.samples_of(microbatch)))
-        return found
-
-    def sends(self, rank: int, piece: Action) -> Iterator[tuple[int, str, int, int]]:
-        """(rank, value, first sample, last sample + 1) of what a piece gives to other ranks."""
-        start, stop = piece.samples
-        for name in (name for layer in self.step.layers_of(piece) for name in self.step.unit(layer).returns):
-            for other, wanted in enumerate(self.wanted):
-                if other == rank or name not in wanted:
-                    continue
-                if self.slices[name] is None:  # the same for every sample: that of the first sample that is read
-                    if start <= next(iter(wanted[name])) < stop:
-                        yield other, name, start, stop
-                    continue
-                for first, end in _runs([s for s in range(start, stop) if s in wanted[name]]):
-                    yield other, name, first, end
-
     @property
     def slices(self) -> Mapping[str, BatchSlice | None]:
         return self.step.sources.slices
 
-    def message(self, edge: int, src: int, piece: Action, dst: int, name: str, start: int, stop: int) -> Message:
-        value = self.value(name, stop - start)
-        return Message(edge, src, dst, piece, name, -1, "conditioning", value.shape, value.dtype, (start, stop))
+    def message(self, edge: int, src: int, piece: Action, dst: int, name: str, samples: tuple[int, int]) -> Message:
+        value = self.value(name, samples[1] - samples[0])
+        return Message(edge, src, dst, piece, name, -1, "conditioning", value.shape, value.dtype, samples)
 
     def value(self, name: str, num_samples: int) -> Value:
         """Shape and type of so many samples of a value."""
         return next(v for v in self.border(self.maker[name], num_samples).returns if v.name == name)
-
-
-def _runs(samples: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring numbers as (first, last + 1)."""
-    start = None
-    for i, sample in enumerate(samples):
-        if start is None:
-            start = sample
-        if i + 1 == len(samples) or samples[i + 1] != sample + 1:
-            yield start, sample + 1
-            start = None
 
 
 @dataclass(frozen=True)
@@ -164,9 +111,9 @@ class FrozenWriter:
     def carries(self) -> dict[str, fx.Node]:
         """What the rank's stages read in the next step."""
         found = {}
-        for name, microbatch in self.work.kept[self.writer.rank]:
-            samples = self.work.samples_of(microbatch)
-            found[carried_name(name, microbatch)] = self._read(name, samples.start, samples.stop, apart=True)
+        for name, microbatch in self.work.ahead.kept[self.writer.rank]:
+            samples = self.work.ahead.samples[microbatch]
+            found[carried_name(name, microbatch)] = self._read(name, *samples, apart=True)
         return found
 
     def _add(self, name: str, start: int, stop: int, source: fx.Node | Message) -> None:

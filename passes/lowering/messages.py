@@ -1,17 +1,13 @@
-"""Messages: every value and gradient that crosses ranks, in the one order that both ends of a channel use.
+"""Who runs what, and what follows the last action: sums of gradients over replicas and tied weights, and the loss.
 
-    rank 0: 0F0 0F1 0B0 0B1          channel 0 -> 1:  h[0] main, h[1] main
-    rank 1: 1F0 1B0 1F1 1B1    ->    channel 1 -> 0:  h[0] gradient, h[1] gradient
-
-A value goes once to each rank that reads it, from the action that makes it; the gradients that a rank's stages give
-to a value are summed there and go back once, from the last of those stages' backwards.
+rank 0: 0F0 .. 0R0     reduce(0, 1) of what only stage 0 has     tied: grad to rank 0, its sum to rank 1
+rank 1: 0F1 .. 0R1                                               loss: to rank 0, its sum to rank 1
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
@@ -24,14 +20,13 @@ Key = tuple[str, int]
 class Layout:
     """What is lowered: units, ("F", stage) or ("T", component), what each reads and gives, and who runs them.
 
-    `border` tells it of a unit at a number of samples, `kinds` the kind of a value as read by a unit, by (value, unit).
+    `border_at` tells it of a unit at a number of samples.
     """
 
     units: Mapping[Key, Unit]
     border_at: Callable[[Key, int], Border]
     schedule: Schedule
     sizes: tuple[int, ...]
-    kinds: Mapping[tuple[str, Key], str]
     loss: str
     zeros: Mapping[str, Key] = field(default_factory=dict)  # values that are zeros, by the unit that would make them
 
@@ -49,6 +44,10 @@ class Layout:
     @cached_property
     def producer(self) -> dict[str, Key]:
         return {value: key for key, unit in self.units.items() for value in unit.returns}
+
+    def value(self, name: str, microbatch: int) -> Value:
+        """Of a unit's, shape and type for a micro-batch."""
+        return next(v for v in self.border(self.producer[name], microbatch).returns if v.name == name)
 
     @cached_property
     def readers(self) -> dict[str, list[Key]]:
@@ -80,17 +79,6 @@ class Layout:
         return {}
 
     @cached_property
-    def last_givers(self) -> dict[tuple[int, int, str], Action]:
-        """By rank, micro-batch and value the last of its backwards that gives the value a gradient."""
-        found: dict[tuple[int, int, str], Action] = {}
-        for rank, actions in enumerate(self.schedule.ranks):
-            for action in actions:
-                if action.kind in "BI":
-                    for name in self.border(("F", action.stage), action.microbatch).input_grads:
-                        found[rank, action.microbatch, name] = action
-        return found
-
-    @cached_property
     def loss_ranks(self) -> tuple[int, ...]:
         """The ranks that make some micro-batch's loss; the first adds them up."""
         unit = self.producer[self.loss]
@@ -113,19 +101,6 @@ def plan_reductions(layout: Layout, first_edge: int) -> tuple[Reduction, ...]:
             size = sum(border.state[name].num_bytes for name in names)
             reductions.append(Reduction(first_edge + len(reductions), stage, tuple(sorted(ranks)), names, size))
     return tuple(reductions)
-
-
-def messages_after(layout: Layout, rank: int, action: Action, first_edge: int) -> list[Message]:
-    """What a rank sends right after one of its actions."""
-    sends: Iterable[tuple[int, Value, str]] = ()
-    if action.kind in "FT":
-        sends = _values(layout, rank, action)
-    elif action.kind in "BI":
-        sends = _gradients(layout, rank, action)
-    return [
-        _message(first_edge + i, rank, dst, action, value, action.microbatch, kind)
-        for i, (dst, value, kind) in enumerate(sends)
-    ]
 
 
 def tied_gradients(layout: Layout, reduced: Collection[str]) -> list["TiedGradient"]:
@@ -156,34 +131,13 @@ class TiedGradient:
     holders: tuple[int, ...]
 
 
-def _message(edge: int, src: int, dst: int, action: Action | None, value: Value, microbatch: int, kind: str) -> Message:
-    return Message(edge, src, dst, action, value.name, microbatch, kind, value.shape, value.dtype)
-
-
-def _values(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Value, str]]:
-    for value in layout.border((action.kind, action.stage), action.microbatch).returns:
-        kinds: dict[int, str] = {}
-        for unit in layout.readers.get(value.name, []):
-            kinds.setdefault(layout.rank_of[unit, action.microbatch], layout.kinds[value.name, unit])
-        kinds.pop(rank, None)
-        for reader, kind in sorted(kinds.items()):
-            yield reader, value, kind
-
-
-def _gradients(layout: Layout, rank: int, action: Action) -> Iterator[tuple[int, Value, str]]:
-    border = layout.border(("F", action.stage), action.microbatch)
-    for value in border.reads:
-        if layout.last_givers.get((rank, action.microbatch, value.name)) != action:
-            continue
-        producer = layout.rank_of[layout.producer[value.name], action.microbatch]
-        if producer != rank:
-            yield producer, value, "gradient"
-
-
 def closing_messages(layout: Layout, tied: Sequence[TiedGradient], rank: int, first_edge: int) -> list[Message]:
     """What a rank sends after its last action: tied gradients to and from their owner, the loss."""
     sends = ((dst, value, kind) for src, dst, value, kind in closing(layout, tied) if src == rank)
-    return [_message(first_edge + i, rank, dst, None, value, -1, kind) for i, (dst, value, kind) in enumerate(sends)]
+    return [
+        Message(edge, rank, dst, None, value.name, -1, kind, value.shape, value.dtype)
+        for edge, (dst, value, kind) in enumerate(sends, first_edge)
+    ]
 
 
 def closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, Value, str]]:

@@ -19,6 +19,8 @@ from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.batch import BatchPlan
+from passes.costs.frozen_layers import LayerValue, layer_values
+from passes.costs.gradient_flow import GradientFlow
 from passes.costs.local import STATE_KINDS
 from passes.costs.work import StepWork
 from passes.lowering.borders import Border, border
@@ -26,6 +28,7 @@ from passes.lowering.joint import Recompute
 from passes.lowering.sources import BatchSlice, Sources
 from passes.lowering.stage_graphs import StageGraphs, trace_stage
 from passes.lowering.units import Unit, make_units, state_name, whole_batch_unit
+from passes.step_ops.units import Units
 
 Key = tuple[str, int]
 """("F", stage), ("T", component), ("L", layer of a component) or ("whole batch", 0)."""
@@ -52,6 +55,20 @@ class StepGraphs:
     @property
     def graph(self) -> BlockGraph:
         return self.known.graph
+
+    @property
+    def flow(self) -> GradientFlow:
+        return self.known.flow
+
+    @cached_property
+    def crossing(self) -> Units:
+        """What stages and components read of each other."""
+        return Units(self, self.staged)
+
+    @cached_property
+    def layer_values(self) -> Mapping[str, LayerValue]:
+        """What the layers of components make for others."""
+        return {value.name: value for value in layer_values(self.capture, self.graph, self.layers)}
 
     @cached_property
     def work(self) -> Work:
@@ -164,23 +181,6 @@ class StepGraphs:
                 value = node.meta["val"]
                 found[state_name(self.capture, node.name)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return found
-
-    @cached_property
-    def kinds(self) -> dict[tuple[str, Key], str]:
-        """The kind of every value as each unit reads it: where its blocks differ, main before skip before conditioning.
-
-        What a frozen component makes is conditioning wherever it goes: no backbone stage owns its other end.
-        """
-        index = {component.name: i for i, component in enumerate(self.graph.components)}
-        kinds: dict[tuple[str, Key], str] = {}
-        for wanted in ("conditioning", "skip", "main"):
-            for edge in self.graph.edges:
-                for consumer, kind in zip(edge.consumers, edge.kinds, strict=True):
-                    if kind == wanted:
-                        stage = self.staged.stage_of_block
-                        unit = ("F", stage[consumer]) if isinstance(consumer, int) else ("T", index[consumer])
-                        kinds[edge.name, unit] = kind if isinstance(edge.producer, int) else "conditioning"
-        return kinds
 
 
 def _slice(batch: BatchPlan, name: str) -> BatchSlice | None:

@@ -60,7 +60,7 @@ def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]
     """What the writers of all ranks read; arguments as for `step_ops`."""
     units = Units(case, staged, relayed)
     routes, seconds = Routes(units, schedule), ActionSeconds(case, staged)
-    return Step(units, schedule, tuple(sizes), routes, seconds, case.calls.of(staged))
+    return Step(case, units, schedule, tuple(sizes), routes, seconds, case.calls.of(staged))
 
 
 def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
@@ -75,7 +75,7 @@ def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
 
 def _held(step: Step, units: Collection[UnitKey], optimizer_bytes: int) -> Mapping[str, int]:
     """Weights and optimizer states of what a rank runs."""
-    case, staged = step.units.case, step.units.staged
+    case, staged = step.case, step.units.staged
     blocks = {block for kind, stage in units if kind == "F" for block in staged.blocks(stage)}
     components = {component for kind, component in units if kind == "T"}
     of_blocks = case.costs.weights_of(blocks)

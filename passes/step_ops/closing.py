@@ -45,7 +45,7 @@ class Closing:
         """By weight, in the order of their names."""
         step, found = self.step, []
         ranks_of = step.schedule.stage_ranks
-        for weight in sorted(step.units.case.costs.weights, key=lambda w: w.name):
+        for weight in sorted(step.case.costs.weights, key=lambda w: w.name):
             stages = {step.units.staged.stage_of_block[block] for block in weight.blocks} if weight.trained else set()
             givers = sorted({rank for stage in stages for rank in ranks_of[stage]})
             if len(stages) > 1 and len(givers) > 1:
@@ -66,7 +66,7 @@ class Closing:
             sends += [(owner, rank, gradient.num_bytes, "gradient", gradient.name) for rank in others]
         if self.step.loss_ranks:
             first, *rest = self.step.loss_ranks
-            size = self.step.units.case.costs.loss_bytes
+            size = self.step.case.costs.loss_bytes
             sends += [(rank, first, size, "loss", "loss") for rank in rest]
             sends += [(first, rank, size, "loss", "loss") for rank in range(num_ranks) if rank != first]
         ordered = sorted(sends, key=lambda send: send[0])

@@ -3,7 +3,7 @@
     rank 0: 0F0 0F1 0B0 0B1          channel 0 -> 1:  h[0] main, h[1] main
     rank 1: 1F0 1B0 1F1 1B1    ->    channel 1 -> 0:  h[0] gradient, h[1] gradient
 
-As rank programs send them (`passes.lowering.messages`): a value goes once to each rank that reads it; the gradients
+A value goes once to each rank that reads it; the gradients
 that a rank's stages give to a value are summed there and go back once, from the last of those stages' backwards.
 """
 
@@ -59,7 +59,7 @@ class Routes:
     def _kinds(self) -> Mapping[tuple[str, UnitKey], Kind]:
         found: dict[tuple[str, UnitKey], Kind] = {}
         for wanted in ("conditioning", "skip", "main"):
-            for edge in self.units.case.graph.edges:
+            for edge in self.units.step.graph.edges:
                 for consumer, kind in zip(edge.consumers, edge.kinds, strict=True):
                     if kind == wanted:
                         of_frozen = isinstance(edge.producer, str)

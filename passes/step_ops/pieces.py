@@ -37,7 +37,7 @@ class Pieces:
             read = [self.part(name, (start, stop), receive) for name in ahead.reads(piece.stage, layer)]
             read += [self._batch.samples(name, start, stop) for name in step.given_of_layer(piece.stage, layer)]
             one = layer, layer + 1
-            seconds = step.units.case.frozen.seconds_at(piece.num_samples)[piece.stage][layer]
+            seconds = step.case.frozen.seconds_at(piece.num_samples)[piece.stage][layer]
             ops.run(seconds, step.calls.layers(piece.stage, one, piece.num_samples))
             for buffer in read:
                 ops.use(buffer)

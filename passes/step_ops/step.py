@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from fxpipe.costs.block_values import Given, Weight
 from fxpipe.plan.schedule import Schedule
+from passes.case import Case
 from passes.costs.call_bytes import CallBytes, UnitKey
 from passes.step_ops.ahead import Ahead
 from passes.step_ops.messages import PlannedMessage, Routes
@@ -18,6 +19,7 @@ from passes.step_ops.units import Units
 class Step:
     """What all ranks' writers read."""
 
+    case: Case
     units: Units
     schedule: Schedule
     sizes: tuple[int, ...]
@@ -28,7 +30,8 @@ class Step:
     @cached_property
     def ahead(self) -> Ahead:
         """Frozen work of the next batch."""
-        return Ahead(self.units, self.schedule, self.samples)
+        values = {value.name: value for value in self.case.frozen.values}
+        return Ahead(self.units, self.schedule, self.schedule, self.samples, values)
 
     @cached_property
     def samples(self) -> list[tuple[int, int]]:
@@ -44,16 +47,16 @@ class Step:
             for place, action in enumerate(actions):
                 messages: list[PlannedMessage] = []
                 if action.is_piece:
-                    messages = [
-                        PlannedMessage(count + i, rank, *send) for i, send in enumerate(self.ahead.sends(rank, action))
-                    ]
+                    for i, (other, value, samples) in enumerate(self.ahead.sends(rank, action), count):
+                        num_bytes = self.ahead.values[value].num_bytes(samples[1] - samples[0])
+                        messages.append(
+                            PlannedMessage(i, rank, other, num_bytes, "conditioning", value, samples=samples)
+                        )
                 else:
                     size = self.sizes[action.microbatch] if action.kind != "R" else 0
-                    for i, (other, value, kind) in enumerate(self.routes.sends(rank, place, action)):
+                    for i, (other, value, kind) in enumerate(self.routes.sends(rank, place, action), count):
                         num_bytes = edges[value].num_bytes(size)
-                        messages.append(
-                            PlannedMessage(count + i, rank, other, num_bytes, kind, value, action.microbatch)
-                        )
+                        messages.append(PlannedMessage(i, rank, other, num_bytes, kind, value, action.microbatch))
                 count += len(messages)
                 of_rank.append(messages)
             found.append(of_rank)
@@ -81,7 +84,7 @@ class Step:
 
     def own_gradients(self, stage: int) -> list[int]:
         """Bytes of the trained weights that no other stage has."""
-        staged, costs = self.units.staged, self.units.case.costs
+        staged, costs = self.units.staged, self.case.costs
         weights = costs.weights_of(staged.blocks(stage))
         return [w.num_bytes for w in weights if w.trained and {staged.stage_of_block[b] for b in w.blocks} == {stage}]
 
@@ -103,12 +106,21 @@ class Step:
     @cached_property
     def given(self) -> Mapping[str, Given]:
         """Whole-batch values by name."""
-        return {given.name: given for given in self.units.case.costs.given}
+        return {given.name: given for given in self.case.costs.given}
+
+    @cached_property
+    def sources(self) -> Mapping[UnitKey, list[str]]:
+        """The whole-batch values that each unit reads."""
+        found: dict[UnitKey, list[str]] = {unit: [] for unit in self.units.table}
+        for given in self.given.values():
+            for unit in {self.units.unit_of(b) for b in given.blocks} | {("T", c) for c in given.components}:
+                found[unit].append(given.name)
+        return found
 
     @cached_property
     def sources_of_layers(self) -> Mapping[str, frozenset[tuple[int, int]]]:
         """The frozen layers that read each whole-batch value."""
-        known = self.units.case.frozen.given
+        known = self.case.frozen.given
         return {name: readers for name, readers in known.items() if name in self.given}
 
     @cached_property
@@ -141,7 +153,7 @@ class Step:
     @cached_property
     def _tied(self) -> list[tuple[Weight, set[int]]]:
         """Every trained weight that several stages have, and these."""
-        weights = (weight for weight in self.units.case.costs.weights if weight.trained and len(weight.blocks) > 1)
+        weights = (weight for weight in self.case.costs.weights if weight.trained and len(weight.blocks) > 1)
         found = [(weight, {self.units.staged.stage_of_block[block] for block in weight.blocks}) for weight in weights]
         return [tied for tied in found if len(tied[1]) > 1]
 

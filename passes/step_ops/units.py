@@ -12,43 +12,49 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
-from fxpipe.plan.block_graph import Edge
+from fxpipe.plan.block_graph import BlockGraph, Edge
 from fxpipe.plan.staged import Staged
-from passes.case import Case
 from passes.costs.call_bytes import UnitKey
+from passes.costs.gradient_flow import GradientFlow
 
 
 @dataclass
 class Unit:
     """One stage or component; values by name.
 
-    `sources` are the inputs, draws and whole-batch values it reads, `makers` the unit that each value it reads comes
-    from, in order, `readers` those that read each value it gives, `own` the values that it reads or makes itself:
-    others it hands on.
+    `makers` are the units that the values it reads come from, in order, `readers` those that read each value it gives.
     """
 
-    sources: list[str] = field(default_factory=list)
     makers: dict[str, UnitKey] = field(default_factory=dict)
     readers: dict[str, list[UnitKey]] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
+
+
+class Dataflow(Protocol):
+    """What crosses between blocks, and which of it has a gradient: of a case, or of a step to be lowered."""
+
+    @property
+    def graph(self) -> BlockGraph: ...
+    @property
+    def flow(self) -> GradientFlow: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
     """All units of a placement."""
 
-    case: Case
+    step: Dataflow
     staged: Staged
     relayed: bool = False
 
     @cached_property
     def edges(self) -> Mapping[str, Edge]:
-        return {edge.name: edge for edge in self.case.graph.edges}
+        return {edge.name: edge for edge in self.step.graph.edges}
 
     @cached_property
     def components(self) -> Mapping[str, int]:
-        return {component.name: number for number, component in enumerate(self.case.graph.components)}
+        return {component.name: number for number, component in enumerate(self.step.graph.components)}
 
     def unit_of(self, owner: int | str) -> UnitKey:
         """Where a block or component is."""
@@ -58,19 +64,12 @@ class Units:
     def table(self) -> Mapping[UnitKey, Unit]:
         found = {("F", stage): Unit() for stage in range(self.staged.num_stages)}
         found |= {("T", number): Unit() for number in self.components.values()}
-        for edge in self.case.graph.edges:
+        for edge in self.step.graph.edges:
             made = self.unit_of(edge.producer)
             readers = sorted({self.unit_of(consumer) for consumer in edge.consumers} - {made})
-            if readers:
-                found[made].own.add(edge.name)
-                for reader in readers:
-                    found[reader].own.add(edge.name)
-                for source, target in self._hops(made, readers):
-                    found[source].readers.setdefault(edge.name, []).append(target)
-                    found[target].makers.setdefault(edge.name, source)
-        for given in self.case.costs.given:
-            for reader in sorted({self.unit_of(b) for b in given.blocks} | {("T", c) for c in given.components}):
-                found[reader].sources.append(given.name)
+            for source, target in self._hops(made, readers) if readers else ():
+                found[source].readers.setdefault(edge.name, []).append(target)
+                found[target].makers.setdefault(edge.name, source)
         return found
 
     def _hops(self, made: UnitKey, readers: Sequence[UnitKey]) -> Iterable[tuple[UnitKey, UnitKey]]:
@@ -81,4 +80,4 @@ class Units:
 
     def returns_gradient(self, name: str) -> bool:
         """Whether readers of a value give a gradient back to its maker."""
-        return isinstance(self.edges[name].producer, int) and self.case.work.flow.requires_grad(name)
+        return isinstance(self.edges[name].producer, int) and self.step.flow.requires_grad(name)

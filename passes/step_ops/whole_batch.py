@@ -43,7 +43,7 @@ class WholeBatch:
 
     def _value(self, name: str) -> int:
         if name not in self._whole:
-            given, case = self._given[name], self._step.units.case
+            given, case = self._given[name], self._step.case
             if given.kind == "draw":
                 size = self._bytes(name)
                 self._ops.run(case.model.drawing_seconds(given.target, size), 2 * size)
@@ -57,6 +57,6 @@ class WholeBatch:
         wanted = [given for given in self._given.values() if given.kind == "whole"]
         for read in sorted({name for given in wanted for name in given.made_from}):
             self._value(read)
-        self._ops.run(self._step.units.case.costs.whole_seconds_at(self._step.batch_size))
+        self._ops.run(self._step.case.costs.whole_seconds_at(self._step.batch_size))
         for given in wanted:
             self._whole[given.name] = self._ops.make("activations", self._bytes(given.name))

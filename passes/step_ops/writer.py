@@ -84,10 +84,9 @@ class RankWriter:
             self.values[name, microbatch] = self.ops.make("carried", size)
 
     def _reads(self) -> set[str]:
-        table = self.step.units.table
         units = {(action.kind, action.stage) for action in self.step.schedule.ranks[self.rank] if action.kind in "FT"}
         within = {("T", a.stage) for a in self.step.schedule.ranks[self.rank] if a.kind == "T" and not a.is_piece}
-        return {name for unit in units if unit[0] == "F" or unit in within for name in table[unit].sources}
+        return {name for unit in units if unit[0] == "F" or unit in within for name in self.step.sources[unit]}
 
     def _reads_ahead(self) -> set[str]:
         pieces = [action for action in self.step.schedule.ranks[self.rank] if action.is_piece]
@@ -174,7 +173,7 @@ class RankWriter:
     def _forward(self, action: Action) -> None:
         unit, microbatch, size = (action.kind, action.stage), action.microbatch, self.step.sizes[action.microbatch]
         of, found = self.step.units.table[unit], self.step.calls.forward(unit, size)
-        read = {name: self._read(name, microbatch) for name in (*of.makers, *of.sources)}
+        read = {name: self._read(name, microbatch) for name in (*of.makers, *self.step.sources[unit])}
         self.ops.run(self.step.seconds.of(action, size), found.most)
         for buffer in read.values():
             self.ops.use(buffer)
