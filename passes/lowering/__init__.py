@@ -25,8 +25,7 @@ from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
 from passes.lowering.messages import (
     Layout,
-    TiedGradient,
-    closing_messages,
+    closing,
     plan_reductions,
     tied_gradients,
 )
@@ -34,6 +33,7 @@ from passes.lowering.moments import moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
 from passes.lowering.step_graphs import StepGraphs
+from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.messages import Routes
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
@@ -143,6 +143,8 @@ class _Form:
     def _messages(self, tied: Sequence[TiedGradient], frozen: FrozenWork | None) -> tuple[Message, ...]:
         """All messages, rank by rank as they are sent."""
         messages: list[Message] = []
+        last = list(closing(self.layout, tied)) if self.trains else []
+        loss = self.layout.value(self.layout.loss, 0)  # of the same shape in every micro-batch
         routes = Routes(self.step.crossing, self.schedule)
         for rank, actions in enumerate(self.schedule.ranks):
             for place, action in enumerate(actions):
@@ -153,8 +155,10 @@ class _Form:
                 for dst, name, kind in routes.sends(rank, place, action):
                     value, of = self.layout.value(name, action.microbatch), (name, action.microbatch, kind)
                     messages.append(Message(len(messages), rank, dst, action, *of, value.shape, value.dtype))
-            if self.trains:
-                messages += closing_messages(self.layout, tied, rank, len(messages))
+            for _, dst, name, kind in (send for send in last if send[0] == rank):
+                like = loss if kind == "loss" else self.step.state[name]
+                shape = tuple(like.shape)
+                messages.append(Message(len(messages), rank, dst, None, name, -1, kind, shape, like.dtype))
         return tuple(messages)
 
     def _program(

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxpipe.plan.rank_program import Message, Reduction
+from fxpipe.plan.rank_program import Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
 from passes.lowering.units import Unit, Value
+from passes.step_ops.exchange import TiedGradient, closing_sends
 
 Key = tuple[str, int]
 
@@ -50,14 +51,6 @@ class Layout:
         return next(v for v in self.border(self.producer[name], microbatch).returns if v.name == name)
 
     @cached_property
-    def readers(self) -> dict[str, list[Key]]:
-        readers: dict[str, list[Key]] = {}
-        for key, unit in self.units.items():
-            for value in unit.reads:
-                readers.setdefault(value, []).append(key)
-        return readers
-
-    @cached_property
     def rank_of(self) -> dict[tuple[Key, int], int]:
         """The rank that runs a unit for a micro-batch."""
         owner = {}
@@ -66,17 +59,6 @@ class Layout:
                 if action.kind in "FT" and not action.is_piece:
                     owner[(action.kind, action.stage), action.microbatch] = rank
         return owner
-
-    def gradient_givers(self, value: str) -> list[int]:
-        """Stages whose backward gives a gradient to `value`, in order; they are the same for every micro-batch."""
-        if value not in self._givers:
-            units = [key for key in self.readers.get(value, []) if key[0] == "F"]
-            self._givers[value] = sorted(key[1] for key in units if value in self.border(key, 0).input_grads)
-        return self._givers[value]
-
-    @cached_property
-    def _givers(self) -> dict[str, list[int]]:
-        return {}
 
     @cached_property
     def loss_ranks(self) -> tuple[int, ...]:
@@ -103,7 +85,7 @@ def plan_reductions(layout: Layout, first_edge: int) -> tuple[Reduction, ...]:
     return tuple(reductions)
 
 
-def tied_gradients(layout: Layout, reduced: Collection[str]) -> list["TiedGradient"]:
+def tied_gradients(layout: Layout, reduced: Collection[str]) -> list[TiedGradient]:
     """Trained parameters that more than one rank holds, unless they are reduced with their stage."""
     givers: dict[str, set[int]] = {}
     holders: dict[str, set[int]] = {}
@@ -116,49 +98,13 @@ def tied_gradients(layout: Layout, reduced: Collection[str]) -> list["TiedGradie
         for name in border.weight_grads:
             givers.setdefault(name, set()).add(rank)
     return [
-        TiedGradient(values[name], tuple(sorted(ranks)), tuple(sorted(holders[name])))
+        TiedGradient(name, values[name].num_bytes, tuple(sorted(ranks)), tuple(sorted(holders[name])))
         for name, ranks in sorted(givers.items())
         if len(holders[name]) > 1 and name not in reduced
     ]
 
 
-@dataclass(frozen=True)
-class TiedGradient:
-    """A parameter of several ranks: `givers` have gradients, the first sums them and sends the sum to all `holders`."""
-
-    value: Value
-    givers: tuple[int, ...]
-    holders: tuple[int, ...]
-
-
-def closing_messages(layout: Layout, tied: Sequence[TiedGradient], rank: int, first_edge: int) -> list[Message]:
-    """What a rank sends after its last action: tied gradients to and from their owner, the loss."""
-    sends = ((dst, value, kind) for src, dst, value, kind in closing(layout, tied) if src == rank)
-    return [
-        Message(edge, rank, dst, None, value.name, -1, kind, value.shape, value.dtype)
-        for edge, (dst, value, kind) in enumerate(sends, first_edge)
-    ]
-
-
-def closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, Value, str]]:
+def closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, str, str]]:
     """(source, destination, value, kind), every one after those that it waits for."""
-    for gradient in tied:
-        owner, *others = gradient.givers
-        for giver in others:
-            yield giver, owner, gradient.value, "gradient"
-    for gradient in tied:
-        for holder in gradient.holders:
-            if holder != gradient.givers[0]:
-                yield gradient.givers[0], holder, gradient.value, "gradient"
-    loss = layout.border(layout.producer[layout.loss], 0).returns[-1]
-    first, *others = layout.loss_ranks
-    for rank in others:
-        yield rank, first, loss, "loss"
-    for rank in range(len(layout.schedule.ranks)):
-        if rank != first:
-            yield first, rank, loss, "loss"
-
-
-def gradient_ranks(layout: Layout, value: str, microbatch: int) -> list[int]:
-    """The ranks whose stages give a gradient to a value."""
-    return sorted({layout.rank_of[("F", s), microbatch] for s in layout.gradient_givers(value)})
+    for src, dst, gradient in closing_sends(tied, layout.loss_ranks, len(layout.schedule.ranks)):
+        yield (src, dst, layout.loss, "loss") if gradient is None else (src, dst, gradient.name, "gradient")

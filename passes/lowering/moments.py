@@ -16,7 +16,8 @@ from fxpipe.plan.execution import execution_order
 from fxpipe.plan.program_check import Moments
 from fxpipe.plan.rank_program import Message, Reduction
 from fxpipe.plan.schedule import Schedule
-from passes.lowering.messages import Layout, TiedGradient, closing
+from passes.lowering.messages import Layout, closing
+from passes.step_ops.exchange import TiedGradient
 
 
 def moments(
@@ -42,5 +43,5 @@ def moments(
     last = {(m.src, m.dst, m.value, m.kind): m.edge for m in messages if m.action is None}
     closes = closing(layout, tied) if last else ()
     for moment, (src, dst, value, kind) in enumerate(closes, start=len(of_action)):
-        found[last[src, dst, value.name, kind], src] = moment
+        found[last[src, dst, value, kind], src] = moment
     return found

@@ -20,12 +20,10 @@ from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import RankProgram, Reduction
 from passes.lowering.borders import Border
 from passes.lowering.frozen import FrozenWork, FrozenWriter
-from passes.lowering.messages import TiedGradient, gradient_ranks
 from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape_only
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
-
-PREFETCH = 1  # actions ahead of its use that a receive is posted
+from passes.step_ops.exchange import PREFETCH, TiedGradient
 
 
 def graph_name(sizes: Sequence[int], border: Border, part: str) -> str:
@@ -71,14 +69,14 @@ class ProgramWriter:
         writer.begin("end of step")
         gradients = self._weight_gradients(writer.step.state)
         if trains:
-            self._sum_tied(gradients)
-            self._share_loss()
+            writer.sum_tied(self.tied, gradients)
+            self.loss = writer.share_loss(self.layout.loss_ranks[0], self.loss)
         carries = self.frozen.carries() if self.frozen is not None else {}
         results = (self.loss, list(gradients.values()))
         writer.graph.output((*results, list(carries.values())) if self.frozen is not None else results)
         writer.graph.lint()
         held = {str(n.target) for graph in writer.modules.values() for n in graph.nodes if n.op == "get_attr"}
-        held |= {g.value.name for g in self.tied if writer.rank in g.holders}
+        held |= {g.name for g in self.tied if writer.rank in g.holders}
         names = {name: writer.step.state[name] for name in sorted(held)}
         nexts = writer.next_batch.inputs if writer.next_batch else ()
         carried = tuple(carried_name(*key) for key in writer.carried)
@@ -151,9 +149,10 @@ class ProgramWriter:
         if value.name == self.layout.loss:
             return self.writer.filled(value, float(self.weights[microbatch]), name_at("grad_loss", microbatch))
         received = self.writer.gradients_from_others(value.name, microbatch)
+        own = [self.writer.rank] if (value.name, microbatch) in self.gradients else []
         parts = [
             self._summed(value.name, microbatch) if rank == self.writer.rank else self.writer.receive(received[rank])
-            for rank in gradient_ranks(self.layout, value.name, microbatch)
+            for rank in sorted([*received, *own])
         ]
         if parts:
             return self.writer.add(parts)
@@ -208,41 +207,3 @@ class ProgramWriter:
             for node in nodes:
                 node.meta["val"] = state[name]
         return {name: self.writer.add(nodes) for name, nodes in parts.items()}
-
-    def _sum_tied(self, gradients: dict[str, fx.Node]) -> None:
-        """Sum gradients of tied parameters on their first rank, and give the sum to every rank that holds them."""
-        rank = self.writer.rank
-        for gradient in self.tied:
-            for message in self.writer.mail.closing(gradient.value.name):
-                if message.dst == gradient.givers[0] != rank:
-                    self.writer.send(message, gradients[message.value])
-        for gradient in self.tied:
-            if rank == gradient.givers[0]:
-                name = gradient.value.name
-                received = [self.writer.receive(m) for m in self.writer.mail.closing(name) if m.dst == rank]
-                gradients[name] = self.writer.add([gradients[name], *received])
-        for gradient in self.tied:
-            for message in self.writer.mail.closing(gradient.value.name):
-                if message.src == gradient.givers[0] == rank:
-                    self.writer.send(message, gradients[message.value])
-                elif message.src == gradient.givers[0]:
-                    gradients[message.value] = self.writer.receive(message)
-
-    def _share_loss(self) -> None:
-        """The first rank that has a part of the loss adds up all parts and tells every rank."""
-        rank, first = self.writer.rank, self.layout.loss_ranks[0]
-        messages = self.writer.mail.closing(self.layout.loss)
-        for message in messages:
-            if message.src == rank != first:
-                assert self.loss is not None
-                self.writer.send(message, self.loss)
-        if rank == first:
-            assert self.loss is not None
-            parts = [self.writer.receive(message) for message in messages if message.dst == rank]
-            self.loss = self.writer.add([self.loss, *parts])
-            for message in messages:
-                if message.src == rank:
-                    self.writer.send(message, self.loss)
-        else:
-            (told,) = (message for message in messages if message.src == first)
-            self.loss = self.writer.receive(told)

@@ -20,6 +20,7 @@ from fxpipe.plan.rank_program import Message
 from passes.lowering.messages import Layout
 from passes.lowering.step_graphs import WHOLE_BATCH, StepGraphs
 from passes.lowering.units import Value
+from passes.step_ops.exchange import Exchange, Use
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,6 @@ class Mail:
             table.setdefault(message.action, []).append(message)
         return table
 
-    @cached_property
-    def by_use(self) -> dict[tuple[str, int, bool], list[Message]]:
-        """What comes in by (value, micro-batch, whether a gradient)."""
-        uses: dict[tuple[str, int, bool], list[Message]] = {}
-        for message in self.incoming:
-            uses.setdefault((message.value, message.microbatch, message.kind == "gradient"), []).append(message)
-        return uses
-
-    def closing(self, value: str) -> list[Message]:
-        """What is sent of `value` after the last actions, from here or to here, ordered by edge."""
-        found = [m for m in (*self.incoming, *self.outgoing) if m.action is None and m.value == value]
-        return sorted(found, key=lambda m: m.edge)
-
 
 def sorted_mail(messages: Iterable[Message], ranks: Iterable[int]) -> dict[int, Mail]:
     """The mail of these ranks."""
@@ -61,7 +49,7 @@ def sorted_mail(messages: Iterable[Message], ranks: Iterable[int]) -> dict[int, 
     return {rank: Mail(incoming[rank], outgoing[rank]) for rank in incoming}
 
 
-class RankWriter:
+class RankWriter(Exchange[Message, fx.Node]):
     """The graph of one rank as it grows. `values` holds the node of every value of every micro-batch read so far.
 
     Args:
@@ -79,7 +67,9 @@ class RankWriter:
         next_inputs: Sequence[str] | None = None,
         carried: Mapping[tuple[str, int], Value] | None = None,
     ) -> None:
-        self.rank, self.layout, self.step, self.mail = rank, layout, step, mail
+        closing = (m for m in (*mail.incoming, *mail.outgoing) if m.action is None)
+        super().__init__(rank, mail.incoming, sorted(closing, key=lambda m: m.edge))
+        self.layout, self.step, self.mail = layout, step, mail
         self.graph = fx.Graph()
         self.modules: dict[str, fx.Graph] = {}
         self.transport = self.graph.placeholder("transport")
@@ -88,8 +78,6 @@ class RankWriter:
         self.carried = dict(carried or {})
         self._store = self.graph.placeholder("carried") if carried else None
         self.values: dict[tuple[str, int], fx.Node] = {}
-        self._posted: dict[int, fx.Node] = {}
-        self._arrived: dict[int, fx.Node] = {}
 
     # -- nodes
 
@@ -107,7 +95,6 @@ class RankWriter:
         return self.call(operator.getitem, (node, index), name)
 
     def add(self, parts: Sequence[fx.Node]) -> fx.Node:
-        """The sum of one or more nodes, from first to last."""
         total = parts[0]
         for part in parts[1:]:
             total = self.call(torch.ops.aten.add.Tensor, (total, part), f"{parts[0].name}_sum")
@@ -126,8 +113,8 @@ class RankWriter:
         return self.values[name, microbatch]
 
     def _fetch(self, name: str, microbatch: int) -> fx.Node:
-        if name in self.layout.producer:
-            return self.receive(self.mail.by_use[name, microbatch, False][0])
+        if (found := self.received(name, microbatch)) is not None:
+            return found
         if (name, microbatch) in self.carried:
             taken = self.call(ops.take, (self._store, carried_name(name, microbatch)), name_at(name, microbatch))
             taken.meta["val"] = shape_only(self.carried[name, microbatch].shape, self.carried[name, microbatch].dtype)
@@ -142,32 +129,16 @@ class RankWriter:
 
     # -- messages
 
-    def gradients_from_others(self, value: str, microbatch: int) -> dict[int, Message]:
-        """The gradient of `value` that each other rank sends, by rank."""
-        return {m.src: m for m in self.mail.by_use.get((value, microbatch, True), ())}
+    def start_receive(self, message: Message) -> fx.Node:
+        args = (self.transport, message.src, message.edge, list(message.shape), message.dtype)
+        node = self.call(ops.recv, (*args, str(self.step.device)), f"recv_{message_name(message)}")
+        node.meta["message"] = message
+        return node
 
-    def post_all(self, action: Action) -> None:
-        """Post every receive that `action` needs, and those before it on the same channels."""
-        for use in self._uses(action):
-            for message in self.mail.by_use.get(use, ()):
-                self.post(message)
-
-    def post(self, message: Message) -> None:
-        queue = self._queues[message.src]
-        while message.edge not in self._posted:
-            following = queue.pop(0)
-            args = (self.transport, following.src, following.edge, list(following.shape), following.dtype)
-            node = self.call(ops.recv, (*args, str(self.step.device)), f"recv_{message_name(following)}")
-            node.meta["message"] = following
-            self._posted[following.edge] = node
-
-    def receive(self, message: Message) -> fx.Node:
-        self.post(message)
-        if message.edge not in self._arrived:
-            node = self.call(ops.wait, (self._posted[message.edge],), message_name(message))
-            node.meta["val"] = shape_only(message.shape, message.dtype)
-            self._arrived[message.edge] = node
-        return self._arrived[message.edge]
+    def wait(self, message: Message, posted: fx.Node) -> fx.Node:
+        node = self.call(ops.wait, (posted,), message_name(message))
+        node.meta["val"] = shape_only(message.shape, message.dtype)
+        return node
 
     def send(self, message: Message, value: fx.Node) -> None:
         node = self.call(ops.send, (self.transport, value, message.dst, message.edge), f"send_{message_name(message)}")
@@ -176,7 +147,7 @@ class RankWriter:
     def sends_after(self, action: Action | None) -> list[Message]:
         return self.mail.by_action.get(action, [])
 
-    def _uses(self, action: Action) -> list[tuple[str, int, bool]]:
+    def uses(self, action: Action) -> Iterable[Use]:
         if action.kind in "FT":
             reads = self.layout.units[action.kind, action.stage].reads
             return [(name, action.microbatch, False) for name in reads]
@@ -184,14 +155,6 @@ class RankWriter:
             border = self.layout.border(("F", action.stage), action.microbatch)
             return [(name, action.microbatch, True) for name in border.tangents]
         return []
-
-    @cached_property
-    def _queues(self) -> dict[int, list[Message]]:
-        """Receives not yet posted, in the order of each channel."""
-        queues: dict[int, list[Message]] = {}
-        for message in self.mail.incoming:
-            queues.setdefault(message.src, []).append(message)
-        return queues
 
 
 def message_name(message: Message) -> str:

@@ -9,18 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.simulate.collectives import Collective
+from passes.step_ops.exchange import TiedGradient, closing_sends
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.step import Step
-
-
-@dataclass(frozen=True)
-class TiedGradient:
-    """A weight of several ranks: `givers` have gradients, the first sums them and sends the sum to all `holders`."""
-
-    name: str
-    num_bytes: int
-    givers: tuple[int, ...]
-    holders: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,21 +47,13 @@ class Closing:
     def messages(self) -> Sequence[PlannedMessage]:
         """Rank by rank as they are sent."""
         first_edge, num_ranks = len(self.step.messages), len(self.step.schedule.ranks)
-        sends: list[tuple[int, int, int, str, str]] = []
-        for gradient in self.tied:
-            owner, *others = gradient.givers
-            sends += [(giver, owner, gradient.num_bytes, "gradient", gradient.name) for giver in others]
-        for gradient in self.tied:
-            owner = gradient.givers[0]
-            others = [rank for rank in gradient.holders if rank != owner]
-            sends += [(owner, rank, gradient.num_bytes, "gradient", gradient.name) for rank in others]
-        if self.step.loss_ranks:
-            first, *rest = self.step.loss_ranks
-            size = self.step.case.costs.loss_bytes
-            sends += [(rank, first, size, "loss", "loss") for rank in rest]
-            sends += [(first, rank, size, "loss", "loss") for rank in range(num_ranks) if rank != first]
-        ordered = sorted(sends, key=lambda send: send[0])
-        return [PlannedMessage(first_edge + i, *send) for i, send in enumerate(ordered)]
+        loss = TiedGradient("loss", self.step.case.costs.loss_bytes, (), ())
+        sends = closing_sends(self.tied, self.step.loss_ranks, num_ranks)
+        ordered = sorted(((src, dst, of or loss) for src, dst, of in sends), key=lambda send: send[0])
+        return [
+            PlannedMessage(edge, src, dst, of.num_bytes, "loss" if of is loss else "gradient", of.name)
+            for edge, (src, dst, of) in enumerate(ordered, first_edge)
+        ]
 
     @cached_property
     def of_rank(self) -> list[list[PlannedMessage]]:

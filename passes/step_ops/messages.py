@@ -7,7 +7,7 @@ A value goes once to each rank that reads it; the gradients
 that a rank's stages give to a value are summed there and go back once, from the last of those stages' backwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -98,10 +98,3 @@ class Routes:
             return False
         others = (self._backward.get((reader[1], microbatch), (-1, -1)) for reader in readers)
         return any(other == rank and later > place for other, later in others)
-
-    def givers(self, unit: UnitKey, value: str, microbatch: int) -> Sequence[int]:
-        """The ranks whose stages give a gradient to a value that `unit` has made or handed on."""
-        readers = self.units.table[unit].readers[value]
-        if len(readers) == 1:
-            return (self.rank_of[(*readers[0], microbatch)],)
-        return sorted({self.rank_of[(*reader, microbatch)] for reader in readers})

@@ -4,21 +4,19 @@
 0B1    the same | sums of the gradients that come in | run | weight gradients added | sums | sends
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 
 from fxpipe.plan.actions import Action
 from fxpipe.plan.timeline import END
 from fxpipe.simulate.op_lists import Op
 from passes.costs.call_bytes import ForwardBytes
 from passes.step_ops.closing import Closing
+from passes.step_ops.exchange import PREFETCH, Exchange, Use
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.pieces import Pieces
 from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
 from passes.step_ops.whole_batch import WholeBatch
-
-PREFETCH = 1  # actions ahead of its use that a receive is posted
 
 Key = tuple[str, int]
 """A value and a micro-batch."""
@@ -33,11 +31,14 @@ class Saved:
         self.buffer, self.shared = buffer, shared
 
 
-class RankWriter:
+class RankWriter(Exchange[PlannedMessage, int]):
     """Writes one rank."""
 
     def __init__(self, step: Step, closing: Closing, rank: int) -> None:
-        self.step, self.closing, self.rank = step, closing, rank
+        of_closing = closing.of_rank[rank]
+        incoming = [*step.incoming[rank], *(message for message in of_closing if message.dst == rank)]
+        super().__init__(rank, incoming, of_closing)
+        self.step, self.closing = step, closing
         self.ops = RankOps()
         self.values: dict[Key, int] = {}  # buffers
         self.gradients: dict[Key, list[int]] = {}  # of the parts, to be summed
@@ -46,8 +47,6 @@ class RankWriter:
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
         self.reduced: dict[int, int] = {}
         self._backwards: list[tuple[int, int, int, str, dict[str, int]]] = []  # place, stage, samples, part, kept
-        self._posted: dict[int, int] = {}  # edge -> buffer
-        self._arrived: set[int] = set()
 
     def write(self) -> list[Op]:
         """All ops."""
@@ -58,11 +57,11 @@ class RankWriter:
         for place, action in enumerate(actions):
             self.ops.begin(str(action))
             if action.is_piece:
-                self.pieces.run(action, self._receive)
+                self.pieces.run(action, self.receive)
             else:
                 position += 1
                 for following in training[posted : position + PREFETCH]:
-                    self._post_all(following)
+                    self.post_all(following)
                 posted = position + PREFETCH
                 self._act(action)
             for message in self.step.sends[self.rank][place]:
@@ -95,54 +94,26 @@ class RankWriter:
 
     # -- messages
 
-    @cached_property
-    def _queues(self) -> dict[int, list[PlannedMessage]]:
-        """Receives not yet posted, in the order of each channel, the next one last."""
-        queues: dict[int, list[PlannedMessage]] = {}
-        for message in reversed(self.step.incoming[self.rank] + self._closing_in):
-            queues.setdefault(message.src, []).append(message)
-        return queues
+    def start_receive(self, message: PlannedMessage) -> int:
+        return self.ops.make("transfers", message.num_bytes)
 
-    @cached_property
-    def _closing_in(self) -> list[PlannedMessage]:
-        return [message for message in self.closing.of_rank[self.rank] if message.dst == self.rank]
+    def wait(self, message: PlannedMessage, posted: int) -> int:
+        self.ops.wait(message, posted)
+        return posted
 
-    @cached_property
-    def _incoming(self) -> dict[tuple[str, int, bool], list[PlannedMessage]]:
-        """By value, micro-batch, and whether a gradient."""
-        found: dict[tuple[str, int, bool], list[PlannedMessage]] = {}
-        for message in self.step.incoming[self.rank]:
-            if message.samples is None:
-                found.setdefault((message.value, message.microbatch, message.kind == "gradient"), []).append(message)
-        return found
+    def send(self, message: PlannedMessage, value: int) -> None:
+        self.ops.send(message, value)
 
-    def _post_all(self, action: Action) -> None:
-        """Post every receive that an action needs, and those before it on the same channels."""
+    def uses(self, action: Action) -> Iterable[Use]:
         if action.kind in "RW":
-            return
+            return ()
         unit = self.step.units.table["T" if action.kind == "T" else "F", action.stage]
         backward = action.kind in "BI"
-        for name in unit.readers if backward else unit.makers:
-            for message in self._incoming.get((name, action.microbatch, backward), ()):
-                self._post(message)
-
-    def _post(self, message: PlannedMessage) -> None:
-        queue = self._queues[message.src]
-        while message.edge not in self._posted:
-            following = queue.pop()
-            self._posted[following.edge] = self.ops.make("transfers", following.num_bytes)
-
-    def _receive(self, message: PlannedMessage) -> int:
-        self._post(message)
-        buffer = self._posted[message.edge]
-        if message.edge not in self._arrived:
-            self._arrived.add(message.edge)
-            self.ops.wait(message, buffer)
-        return buffer
+        return [(name, action.microbatch, backward) for name in (unit.readers if backward else unit.makers)]
 
     def _send(self, message: PlannedMessage) -> None:
         if message.samples is not None:
-            buffer = self.pieces.part(message.value, message.samples, self._receive)
+            buffer = self.pieces.part(message.value, message.samples, self.receive)
         elif message.kind == "gradient":
             buffer = self._summed((message.value, message.microbatch))
         else:
@@ -164,10 +135,8 @@ class RankWriter:
     def _read(self, name: str, microbatch: int) -> int:
         key = name, microbatch
         if key not in self.values:
-            messages = self._incoming.get((name, microbatch, False))
-            self.values[key] = (
-                self._receive(messages[0]) if messages else self.batch.samples(name, *self.step.samples[microbatch])
-            )
+            found = self.received(name, microbatch)
+            self.values[key] = self.batch.samples(name, *self.step.samples[microbatch]) if found is None else found
         return self.values[key]
 
     def _forward(self, action: Action) -> None:
@@ -198,18 +167,17 @@ class RankWriter:
         shared = {name: known[name] for name in found.kept if name in known}
         self.saved[Action(action.stage, "B", action.microbatch)] = Saved(buffer, shared)
 
-    def _tangent(self, name: str, stage: int, microbatch: int) -> int | None:
+    def _tangent(self, name: str, microbatch: int) -> int | None:
         """The gradient of a value that a stage has given away."""
-        messages = {m.src: m for m in self._incoming.get((name, microbatch, True), ())}
-        parts = []
-        for rank in self.step.routes.givers(("F", stage), name, microbatch):
-            if rank == self.rank and (name, microbatch) in self.gradients:
-                parts.append(self._summed((name, microbatch)))
-            elif rank in messages:
-                parts.append(self._receive(messages[rank]))
-        return self._add(parts) if parts else None
+        messages = self.gradients_from_others(name, microbatch)
+        own = [self.rank] if (name, microbatch) in self.gradients else []
+        parts = [
+            self._summed((name, microbatch)) if rank == self.rank else self.receive(messages[rank])
+            for rank in sorted([*messages, *own])
+        ]
+        return self.add(parts) if parts else None
 
-    def _add(self, parts: Sequence[int], category: str = "gradients") -> int:
+    def add(self, parts: Sequence[int], category: str = "gradients") -> int:
         """The sum of one or more buffers, from first to last."""
         total = parts[0]
         for part in parts[1:]:
@@ -223,7 +191,7 @@ class RankWriter:
     def _summed(self, key: Key) -> int:
         """This rank's gradient of a value: its stages' parts, summed once."""
         parts = self.gradients[key]
-        parts[:] = [self._add(parts)]
+        parts[:] = [self.add(parts)]
         return parts[0]
 
     def _backward(self, action: Action) -> None:
@@ -232,7 +200,7 @@ class RankWriter:
         tangents = {}
         for name in of.readers:
             if self.step.units.returns_gradient(name):
-                buffer = self._tangent(name, stage, microbatch)
+                buffer = self._tangent(name, microbatch)
                 if buffer is not None:
                     tangents[name] = buffer
         split = action.kind == "I" and self.step.is_split(stage)
@@ -256,7 +224,7 @@ class RankWriter:
                 parts += [tangents[name]] if name in tangents else []
                 if not parts:  # a read without influence still owes its maker a gradient: zeros
                     parts = [self.ops.make("gradients", self.step.units.edges[name].num_bytes(size))]
-                self.gradients.setdefault((name, microbatch), []).append(self._add(parts))
+                self.gradients.setdefault((name, microbatch), []).append(self.add(parts))
 
     def _let_go(self, action: Action, part: str, size: int, saved: Saved) -> None:
         """What a backward was given; what nobody else holds goes while it runs."""
@@ -321,45 +289,11 @@ class RankWriter:
                     self.ops.use(total)
             elif total is not None:
                 self.ops.keep(total)
-        sums = {name: self._add([of[stage] for stage in sorted(of)]) for name, of in sorted(self.tied.items())}
-        self._sum_tied(sums)
+        sums = {name: self.add([of[stage] for stage in sorted(of)]) for name, of in sorted(self.tied.items())}
+        self.sum_tied(self.closing.tied, sums)
         for buffer in sums.values():
             self.ops.keep(buffer)
-        self._share_loss()
+        if self.step.loss_ranks:
+            self.share_loss(self.step.loss_ranks[0], self.ops.make("activations", 0))
         if any(self.step.ahead.pieces):
-            self.pieces.carry(self._receive)
-
-    def _sum_tied(self, sums: dict[str, int]) -> None:
-        """Over ranks: each gives its own to the first, which adds them up and tells all; `sums` has the rank's own."""
-        mine = self.closing.of_rank[self.rank]
-        for gradient in self.closing.tied:
-            owner = gradient.givers[0]
-            for message in (m for m in mine if m.value == gradient.name):
-                if message.dst == owner != self.rank:
-                    self.ops.send(message, sums[gradient.name])
-        for gradient in self.closing.tied:
-            if gradient.givers[0] == self.rank:
-                of_others = [m for m in mine if m.value == gradient.name and m.dst == self.rank]
-                sums[gradient.name] = self._add([sums[gradient.name], *map(self._receive, of_others)])
-        for gradient in self.closing.tied:
-            for message in (m for m in mine if m.value == gradient.name and m.src == gradient.givers[0]):
-                if message.src == self.rank:
-                    self.ops.send(message, sums[gradient.name])
-                else:
-                    sums[gradient.name] = self._receive(message)
-
-    def _share_loss(self) -> None:
-        """The first rank that has a part of the loss adds up all parts and tells every rank."""
-        mine = [m for m in self.closing.of_rank[self.rank] if m.kind == "loss"]
-        if not self.step.loss_ranks:
-            return
-        first = self.step.loss_ranks[0]
-        for message in (m for m in mine if m.dst == first != self.rank):
-            self.ops.send(message, self.ops.make("activations", 0))
-        for message in (m for m in mine if m.dst == first == self.rank):
-            self._add([self._receive(message)] * 2)
-        for message in (m for m in mine if m.src == first):
-            if self.rank == first:
-                self.ops.send(message, self.ops.make("activations", 0))
-            else:
-                self._receive(message)
+            self.pieces.carry(self.receive)
