@@ -21,9 +21,9 @@ from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.schedule import Schedule
+from passes.batch.layout import Layout
 from passes.lowering.borders import Border
 from passes.lowering.rank_writer import RankWriter, WholeBatch, carried_name, shape_only
-from passes.lowering.sources import BatchSlice
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
 from passes.step_ops.ahead import Ahead
@@ -55,7 +55,7 @@ class FrozenWork:
         return {name for layer in self.step.layers_of(piece) for name in self.step.unit(layer).reads}
 
     @property
-    def slices(self) -> Mapping[str, BatchSlice | None]:
+    def slices(self) -> Mapping[str, Layout | None]:
         return self.step.sources.slices
 
     def message(self, edge: int, src: int, piece: Action, dst: int, name: str, samples: tuple[int, int]) -> Message:
@@ -145,7 +145,7 @@ class FrozenWriter:
         joined.meta["val"] = self._shape(name, stop - start)
         return joined
 
-    def _part(self, segment: _Segment, start: int, stop: int, where: BatchSlice, name: str) -> fx.Node:
+    def _part(self, segment: _Segment, start: int, stop: int, where: Layout, name: str) -> fx.Node:
         node = self._node(segment)
         if (start, stop) == (segment.start, segment.stop):
             return node

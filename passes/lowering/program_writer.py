@@ -45,7 +45,6 @@ class ProgramWriter:
         self.weights = writer.step.loss_weights
         self.reductions = {reduction.stage: reduction for reduction in reductions}
         self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
-        self.gradients: dict[tuple[str, int], list[fx.Node]] = {}  # parts, by value and micro-batch
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
         self.loss: fx.Node | None = None
@@ -126,9 +125,9 @@ class ProgramWriter:
         for index, name in enumerate(border.input_grads):
             node = self.writer.item(input_grads, index, name_at(f"grad_{name}", microbatch))
             node.meta["val"] = shape_only(reads[name].shape, reads[name].dtype)
-            self.gradients.setdefault((name, microbatch), []).append(node)
+            self.writer.gradients.setdefault((name, microbatch), []).append(node)
         for message in self.writer.sends_after(action):
-            self.writer.send(message, self._summed(message.value, microbatch))
+            self.writer.send(message, self.writer.summed(message.value, microbatch))
 
     def _weight(self, action: Action) -> None:
         key = "F", action.stage
@@ -148,21 +147,10 @@ class ProgramWriter:
         """The gradient of a returned value: the loss's own weight, or the sum of what its readers give."""
         if value.name == self.layout.loss:
             return self.writer.filled(value, float(self.weights[microbatch]), name_at("grad_loss", microbatch))
-        received = self.writer.gradients_from_others(value.name, microbatch)
-        own = [self.writer.rank] if (value.name, microbatch) in self.gradients else []
-        parts = [
-            self._summed(value.name, microbatch) if rank == self.writer.rank else self.writer.receive(received[rank])
-            for rank in sorted([*received, *own])
-        ]
-        if parts:
-            return self.writer.add(parts)
+        found = self.writer.gradient(value.name, microbatch)
+        if found is not None:
+            return found
         return self.writer.filled(value, 0.0, name_at(f"no_grad_{value.name}", microbatch))
-
-    def _summed(self, value: str, microbatch: int) -> fx.Node:
-        """This rank's gradient of a value: its stages' parts, summed once."""
-        parts = self.gradients[value, microbatch]
-        parts[:] = [self.writer.add(parts)]
-        return parts[0]
 
     def _accumulate(self, stage: int, names: tuple[str, ...], new: fx.Node) -> None:
         if not names:

@@ -3,14 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class BatchSlice:
-    """Where the samples are in a whole-batch value: dimension `dim` is outer x batch x inner."""
-
-    dim: int
-    outer: int
-    inner: int
+from passes.batch.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -21,7 +14,7 @@ class Sources:
     inputs: tuple[str, ...]
     draws: Mapping[str, int]
     whole_batch: tuple[tuple[str, ...], tuple[str, ...]]
-    slices: Mapping[str, BatchSlice | None]
+    slices: Mapping[str, Layout | None]
 
     def inputs_for(self, reads: Collection[str]) -> list[str]:
         """The inputs among what is read, and those that are needed for it."""

@@ -19,13 +19,14 @@ from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.batch import BatchPlan
+from passes.batch.layout import Layout
 from passes.costs.frozen_layers import LayerValue, layer_values
 from passes.costs.gradient_flow import GradientFlow
 from passes.costs.local import STATE_KINDS
 from passes.costs.work import StepWork
 from passes.lowering.borders import Border, border
 from passes.lowering.joint import Recompute
-from passes.lowering.sources import BatchSlice, Sources
+from passes.lowering.sources import Sources
 from passes.lowering.stage_graphs import StageGraphs, trace_stage
 from passes.lowering.units import Unit, make_units, state_name, whole_batch_unit
 from passes.step_ops.units import Units
@@ -183,7 +184,7 @@ class StepGraphs:
         return found
 
 
-def _slice(batch: BatchPlan, name: str) -> BatchSlice | None:
+def _slice(batch: BatchPlan, name: str) -> Layout | None:
     layout = batch.layouts[name]
     assert not isinstance(layout, tuple), f"{name} is a single value"
-    return None if layout is None else BatchSlice(layout.dim, layout.outer, layout.inner)
+    return layout

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from fxpipe.plan.actions import Action
+from fxpipe.simulate.op_lists import Transfer
 
 PREFETCH = 1  # actions ahead of its use that a receive is posted
 
@@ -17,15 +18,9 @@ Use = tuple[str, int, bool]
 """A value, a micro-batch, whether it is the gradient."""
 
 
-class Sent(Protocol):
+class Sent(Transfer, Protocol):
     """A message, planned or of a program."""
 
-    @property
-    def edge(self) -> int: ...
-    @property
-    def src(self) -> int: ...
-    @property
-    def dst(self) -> int: ...
     @property
     def kind(self) -> str: ...
     @property
@@ -71,6 +66,7 @@ class Exchange(Generic[Message, Value]):
         self._arrived: dict[int, Value] = {}
         self._queues: dict[int, list[Message]] = {}  # receives not yet posted, by channel, the next one last
         self._by_use: dict[Use, list[Message]] = {}
+        self.gradients: dict[tuple[str, int], list[Value]] = {}  # of this rank's stages, by value and micro-batch
         for message in reversed(incoming):
             self._queues.setdefault(message.src, []).append(message)
         for message in incoming:
@@ -121,9 +117,23 @@ class Exchange(Generic[Message, Value]):
         messages = self._by_use.get((name, microbatch, False))
         return None if messages is None else self.receive(messages[0])
 
-    def gradients_from_others(self, name: str, microbatch: int) -> dict[int, Message]:
-        """The gradient of a value that each other rank sends, by rank."""
-        return {m.src: m for m in self._by_use.get((name, microbatch, True), ())}
+    # -- gradients of values
+
+    def summed(self, name: str, microbatch: int) -> Value:
+        """This rank's gradient of a value: its stages' parts, summed once."""
+        parts = self.gradients[name, microbatch]
+        parts[:] = [self.add(parts)]
+        return parts[0]
+
+    def gradient(self, name: str, microbatch: int) -> Value | None:
+        """The sum of what a value's readers give, in the order of their ranks; None if none does."""
+        messages = {message.src: message for message in self._by_use.get((name, microbatch, True), ())}
+        own = [self.rank] if (name, microbatch) in self.gradients else []
+        parts = [
+            self.summed(name, microbatch) if rank == self.rank else self.receive(messages[rank])
+            for rank in sorted([*messages, *own])
+        ]
+        return self.add(parts) if parts else None
 
     # -- the end of the step
 

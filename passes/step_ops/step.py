@@ -136,19 +136,14 @@ class Step:
         return self._given_of_layers.get((component, layer), ())
 
     @cached_property
-    def _with_backward(self) -> frozenset[int]:
+    def with_backward(self) -> frozenset[int]:
+        """The stages that have a backward."""
         return frozenset(a.stage for actions in self.schedule.ranks for a in actions if a.kind in "BI")
 
-    def has_backward(self, stage: int) -> bool:
-        return stage in self._with_backward
-
     @cached_property
-    def _split(self) -> frozenset[int]:
+    def split(self) -> frozenset[int]:
+        """The stages whose backward is in two parts."""
         return frozenset(a.stage for actions in self.schedule.ranks for a in actions if a.kind == "W")
-
-    def is_split(self, stage: int) -> bool:
-        """Whether a stage's backward is in two parts."""
-        return stage in self._split
 
     @cached_property
     def _tied(self) -> list[tuple[Weight, set[int]]]:

@@ -41,7 +41,6 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.step, self.closing = step, closing
         self.ops = RankOps()
         self.values: dict[Key, int] = {}  # buffers
-        self.gradients: dict[Key, list[int]] = {}  # of the parts, to be summed
         self.saved: dict[Action, Saved] = {}
         self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
@@ -115,7 +114,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         if message.samples is not None:
             buffer = self.pieces.part(message.value, message.samples, self.receive)
         elif message.kind == "gradient":
-            buffer = self._summed((message.value, message.microbatch))
+            buffer = self.summed(message.value, message.microbatch)
         else:
             buffer = self.values[message.value, message.microbatch]
         self.ops.send(message, buffer)
@@ -127,7 +126,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
             self._forward(action)
         elif action.kind in "BI":
             self._backward(action)
-        elif action.kind == "W" and self.step.is_split(action.stage):
+        elif action.kind == "W" and action.stage in self.step.split:
             self._weight(action)
         elif action.kind == "R" and action.stage in self.closing.reductions:
             self._issue(action.stage)
@@ -149,7 +148,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         made = self._own(found.returned, read)
         for name in of.readers:
             self.values[name, microbatch] = made[name] if name in made else read[name]
-        if action.kind == "F" and self.step.has_backward(action.stage):
+        if action.kind == "F" and action.stage in self.step.with_backward:
             self._save(action, found, read | made)
 
     def _own(self, values: Mapping[str, tuple[str, int]], given: Mapping[str, int]) -> dict[str, int]:
@@ -167,16 +166,6 @@ class RankWriter(Exchange[PlannedMessage, int]):
         shared = {name: known[name] for name in found.kept if name in known}
         self.saved[Action(action.stage, "B", action.microbatch)] = Saved(buffer, shared)
 
-    def _tangent(self, name: str, microbatch: int) -> int | None:
-        """The gradient of a value that a stage has given away."""
-        messages = self.gradients_from_others(name, microbatch)
-        own = [self.rank] if (name, microbatch) in self.gradients else []
-        parts = [
-            self._summed((name, microbatch)) if rank == self.rank else self.receive(messages[rank])
-            for rank in sorted([*messages, *own])
-        ]
-        return self.add(parts) if parts else None
-
     def add(self, parts: Sequence[int], category: str = "gradients") -> int:
         """The sum of one or more buffers, from first to last."""
         total = parts[0]
@@ -188,22 +177,16 @@ class RankWriter(Exchange[PlannedMessage, int]):
             total = self.ops.make(category, size)
         return total
 
-    def _summed(self, key: Key) -> int:
-        """This rank's gradient of a value: its stages' parts, summed once."""
-        parts = self.gradients[key]
-        parts[:] = [self.add(parts)]
-        return parts[0]
-
     def _backward(self, action: Action) -> None:
         stage, microbatch, size = action.stage, action.microbatch, self.step.sizes[action.microbatch]
         of, calls = self.step.units.table["F", stage], self.step.calls
         tangents = {}
         for name in of.readers:
             if self.step.units.returns_gradient(name):
-                buffer = self._tangent(name, microbatch)
+                buffer = self.gradient(name, microbatch)
                 if buffer is not None:
                     tangents[name] = buffer
-        split = action.kind == "I" and self.step.is_split(stage)
+        split = action.kind == "I" and stage in self.step.split
         saved = self.saved.pop(Action(stage, "B", microbatch))
         found = calls.backward(("F", stage), size, "I" if split else "B", frozenset())
         self.ops.run(self.step.seconds.of(action if split else Action(stage, "B", microbatch), size), found.most)
