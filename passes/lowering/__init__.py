@@ -4,9 +4,9 @@
     rank 1: 1F0 1B0   ->    begin 1F0; h = wait; loss, saved = stage_1_forward(h); begin 1B0; g = ...; send g
 
     borders          what every unit reads, gives and trains, told from the capture; nothing is traced
-    messages         who runs what, and what follows the last action; what is sent before is `passes.step_ops.messages`
+    layout           who runs what, and what follows the last action; messages before it are `passes.step_ops.messages`
     stage_graphs     forward and explicit backward of the units that the wanted ranks run, traced
-    program_writer   one rank's actions as a graph
+    program_writer   one rank's actions as a graph; receives and sums are those of plans, `passes.step_ops.exchange`
     moments          an order of all sends that no rank can hold up, which every program is checked against
 
 A step has four forms: a "step" has its frozen work among its actions; where that is done in the step before there are a
@@ -23,12 +23,7 @@ from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
-from passes.lowering.messages import (
-    Layout,
-    closing,
-    plan_reductions,
-    tied_gradients,
-)
+from passes.lowering.layout import Layout, closing, plan_reductions, tied_gradients
 from passes.lowering.moments import moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail

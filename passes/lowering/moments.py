@@ -16,7 +16,7 @@ from fxpipe.plan.execution import execution_order
 from fxpipe.plan.program_check import Moments
 from fxpipe.plan.rank_program import Message, Reduction
 from fxpipe.plan.schedule import Schedule
-from passes.lowering.messages import Layout, closing
+from passes.lowering.layout import Layout, closing
 from passes.step_ops.exchange import TiedGradient
 
 

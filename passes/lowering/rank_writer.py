@@ -17,7 +17,7 @@ from torch import fx
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
-from passes.lowering.messages import Layout
+from passes.lowering.layout import Layout
 from passes.lowering.step_graphs import WHOLE_BATCH, StepGraphs
 from passes.lowering.units import Value
 from passes.step_ops.exchange import Exchange, Use
@@ -77,7 +77,6 @@ class RankWriter(Exchange[Message, fx.Node]):
         self.next_batch = None if next_inputs is None else WholeBatch(self, next_inputs, "next_")
         self.carried = dict(carried or {})
         self._store = self.graph.placeholder("carried") if carried else None
-        self.values: dict[tuple[str, int], fx.Node] = {}
 
     # -- nodes
 
@@ -106,15 +105,7 @@ class RankWriter(Exchange[Message, fx.Node]):
 
     # -- values
 
-    def read(self, name: str, microbatch: int) -> fx.Node:
-        """A value of one micro-batch: made here or in the step before, received, or cut from the whole batch."""
-        if (name, microbatch) not in self.values:
-            self.values[name, microbatch] = self._fetch(name, microbatch)
-        return self.values[name, microbatch]
-
-    def _fetch(self, name: str, microbatch: int) -> fx.Node:
-        if (found := self.received(name, microbatch)) is not None:
-            return found
+    def fetch(self, name: str, microbatch: int) -> fx.Node:
         if (name, microbatch) in self.carried:
             taken = self.call(ops.take, (self._store, carried_name(name, microbatch)), name_at(name, microbatch))
             taken.meta["val"] = shape_only(self.carried[name, microbatch].shape, self.carried[name, microbatch].dtype)

@@ -11,6 +11,7 @@ rank_ops      one rank's ops and buffers as they grow        writer        the o
 seconds       what an action lasts                           step          what all ranks' writers read
 ahead, pieces frozen work of the next batch                  closing       what follows the last action
 whole_batch   inputs, draws, what is computed at once        copies        equal pipelines
+exchange      receives, sums of gradients, the loss: of plans and programs
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

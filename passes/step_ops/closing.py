@@ -1,6 +1,6 @@
 """What follows the last action: sums of gradients over replicas and tied weights, and the loss, told to every rank.
 
-As rank programs do it (`passes.lowering`): replicas of a stage reduce the gradients that no other stage has; those of
+Replicas of a stage reduce the gradients that no other stage has; those of
 tied weights go to the first rank that has one, are added there, and go back to all that hold the weight.
 """
 

@@ -66,6 +66,7 @@ class Exchange(Generic[Message, Value]):
         self._arrived: dict[int, Value] = {}
         self._queues: dict[int, list[Message]] = {}  # receives not yet posted, by channel, the next one last
         self._by_use: dict[Use, list[Message]] = {}
+        self.values: dict[tuple[str, int], Value] = {}  # by name and micro-batch
         self.gradients: dict[tuple[str, int], list[Value]] = {}  # of this rank's stages, by value and micro-batch
         for message in reversed(incoming):
             self._queues.setdefault(message.src, []).append(message)
@@ -86,6 +87,10 @@ class Exchange(Generic[Message, Value]):
 
     def add(self, parts: Sequence[Value]) -> Value:
         """The sum of one or more values, from first to last."""
+        raise NotImplementedError
+
+    def fetch(self, name: str, microbatch: int) -> Value:
+        """A value that no rank makes in this step."""
         raise NotImplementedError
 
     def uses(self, action: Action) -> Iterable[Use]:
@@ -112,10 +117,13 @@ class Exchange(Generic[Message, Value]):
             self._arrived[message.edge] = self.wait(message, self._posted[message.edge])
         return self._arrived[message.edge]
 
-    def received(self, name: str, microbatch: int) -> Value | None:
-        """A value that another rank has made; None if none has."""
-        messages = self._by_use.get((name, microbatch, False))
-        return None if messages is None else self.receive(messages[0])
+    def read(self, name: str, microbatch: int) -> Value:
+        """A value of one micro-batch: made here, received, or of what is there from the start."""
+        key = name, microbatch
+        if key not in self.values:
+            messages = self._by_use.get((name, microbatch, False))
+            self.values[key] = self.receive(messages[0]) if messages else self.fetch(name, microbatch)
+        return self.values[key]
 
     # -- gradients of values
 

@@ -1,6 +1,6 @@
 """What every unit reads and gives: stages and frozen components of a placement, before anything is traced.
 
-stage 1      reads  h_3 (of stage 0), emb (of stage 0), timesteps (an input)
+stage 1      reads  h_3 (of stage 0), emb (of stage 0)
              gives  h_7 to stage 2, h_5 to stages 2 and 3
              back   the gradient of h_3 to stage 0
 

@@ -18,9 +18,6 @@ from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
 from passes.step_ops.whole_batch import WholeBatch
 
-Key = tuple[str, int]
-"""A value and a micro-batch."""
-
 
 class Saved:
     """What a forward has kept for its backward: memory of its own, of values that live elsewhere too."""
@@ -40,7 +37,6 @@ class RankWriter(Exchange[PlannedMessage, int]):
         super().__init__(rank, incoming, of_closing)
         self.step, self.closing = step, closing
         self.ops = RankOps()
-        self.values: dict[Key, int] = {}  # buffers
         self.saved: dict[Action, Saved] = {}
         self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
@@ -131,17 +127,13 @@ class RankWriter(Exchange[PlannedMessage, int]):
         elif action.kind == "R" and action.stage in self.closing.reductions:
             self._issue(action.stage)
 
-    def _read(self, name: str, microbatch: int) -> int:
-        key = name, microbatch
-        if key not in self.values:
-            found = self.received(name, microbatch)
-            self.values[key] = self.batch.samples(name, *self.step.samples[microbatch]) if found is None else found
-        return self.values[key]
+    def fetch(self, name: str, microbatch: int) -> int:
+        return self.batch.samples(name, *self.step.samples[microbatch])
 
     def _forward(self, action: Action) -> None:
         unit, microbatch, size = (action.kind, action.stage), action.microbatch, self.step.sizes[action.microbatch]
         of, found = self.step.units.table[unit], self.step.calls.forward(unit, size)
-        read = {name: self._read(name, microbatch) for name in (*of.makers, *self.step.sources[unit])}
+        read = {name: self.read(name, microbatch) for name in (*of.makers, *self.step.sources[unit])}
         self.ops.run(self.step.seconds.of(action, size), found.most)
         for buffer in read.values():
             self.ops.use(buffer)
