@@ -34,13 +34,11 @@ class Closing:
     @cached_property
     def tied(self) -> list[TiedGradient]:
         """By weight, in the order of their names."""
-        step, found = self.step, []
-        ranks_of = step.schedule.stage_ranks
-        for weight in sorted(step.case.costs.weights, key=lambda w: w.name):
-            stages = {step.units.staged.stage_of_block[block] for block in weight.blocks} if weight.trained else set()
-            givers = sorted({rank for stage in stages for rank in ranks_of[stage]})
-            if len(stages) > 1 and len(givers) > 1:
-                found.append(TiedGradient(weight.name, weight.num_bytes, tuple(givers), tuple(givers)))
+        found, ranks_of = [], self.step.schedule.stage_ranks
+        for weight, stages in sorted(self.step.tied, key=lambda tied: tied[0].name):
+            ranks = tuple(sorted({rank for stage in stages for rank in ranks_of[stage]}))
+            if len(ranks) > 1:
+                found.append(TiedGradient(weight.name, weight.num_bytes, ranks, ranks))
         return found
 
     @cached_property

@@ -118,16 +118,10 @@ class Step:
         return found
 
     @cached_property
-    def sources_of_layers(self) -> Mapping[str, frozenset[tuple[int, int]]]:
-        """The frozen layers that read each whole-batch value."""
-        known = self.case.frozen.given
-        return {name: readers for name, readers in known.items() if name in self.given}
-
-    @cached_property
     def _given_of_layers(self) -> Mapping[tuple[int, int], list[str]]:
         found: dict[tuple[int, int], list[str]] = {}
-        for name, readers in self.sources_of_layers.items():
-            for layer in readers:
+        for name, readers in self.case.frozen.given.items():
+            for layer in readers if name in self.given else ():
                 found.setdefault(layer, []).append(name)
         return found
 
@@ -146,7 +140,7 @@ class Step:
         return frozenset(a.stage for actions in self.schedule.ranks for a in actions if a.kind == "W")
 
     @cached_property
-    def _tied(self) -> list[tuple[Weight, set[int]]]:
+    def tied(self) -> list[tuple[Weight, set[int]]]:
         """Every trained weight that several stages have, and these."""
         weights = (weight for weight in self.case.costs.weights if weight.trained and len(weight.blocks) > 1)
         found = [(weight, {self.units.staged.stage_of_block[block] for block in weight.blocks}) for weight in weights]
@@ -154,4 +148,4 @@ class Step:
 
     def tied_of(self, stage: int) -> dict[str, int]:
         """Bytes by name of a stage's trained weights that other stages have, too."""
-        return {weight.name: weight.num_bytes for weight, stages in self._tied if stage in stages}
+        return {weight.name: weight.num_bytes for weight, stages in self.tied if stage in stages}

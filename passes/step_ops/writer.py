@@ -85,7 +85,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
     def _reads_ahead(self) -> set[str]:
         pieces = [action for action in self.step.schedule.ranks[self.rank] if action.is_piece]
         layers = {(piece.stage, layer) for piece in pieces for layer in range(*piece.layers)}
-        return {name for name, readers in self.step.sources_of_layers.items() if not readers.isdisjoint(layers)}
+        return {name for layer in layers for name in self.step.given_of_layer(*layer)}
 
     # -- messages
 
