@@ -9,7 +9,6 @@ A piece runs some layers of a component on some samples. A value is moved once t
 samples, and put together there from what was made and what was received.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -22,7 +21,6 @@ from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.schedule import Schedule
 from passes.batch.layout import Layout
-from passes.lowering.borders import Border
 from passes.lowering.rank_writer import RankWriter, WholeBatch, carried_name, shape_only
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
@@ -42,9 +40,6 @@ class FrozenWork:
         samples = [(end - size, end) for end, size in zip(accumulate(step.sizes), step.sizes, strict=True)]
         return FrozenWork(step, Ahead(step.crossing, schedule, training, samples, step.layer_values))
 
-    def border(self, layer: Key, num_samples: int) -> Border:
-        return self.step.border(layer, num_samples)
-
     @cached_property
     def maker(self) -> dict[str, Key]:
         """The layer that returns a value."""
@@ -54,17 +49,13 @@ class FrozenWork:
         """What comes into a piece's layers."""
         return {name for layer in self.step.layers_of(piece) for name in self.step.unit(layer).reads}
 
-    @property
-    def slices(self) -> Mapping[str, Layout | None]:
-        return self.step.sources.slices
-
     def message(self, edge: int, src: int, piece: Action, dst: int, name: str, samples: tuple[int, int]) -> Message:
         value = self.value(name, samples[1] - samples[0])
         return Message(edge, src, dst, piece, name, -1, "conditioning", value.shape, value.dtype, samples)
 
     def value(self, name: str, num_samples: int) -> Value:
         """Shape and type of so many samples of a value."""
-        return next(v for v in self.border(self.maker[name], num_samples).returns if v.name == name)
+        return next(v for v in self.step.border(self.maker[name], num_samples).returns if v.name == name)
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ class FrozenWriter:
         self.writer.begin(str(piece))
         start, stop = piece.samples
         for layer in self.work.step.layers_of(piece):
-            border = self.work.border(layer, piece.num_samples)
+            border = self.work.step.border(layer, piece.num_samples)
             args = tuple(self._read(name, start, stop) for name in border.unit.reads)
             forward = self.work.step.graphs(layer, piece.num_samples).forward
             result = self.writer.call_module(f"{border.unit.name}_b{piece.num_samples}", forward, args)
@@ -127,7 +118,7 @@ class FrozenWriter:
         if name not in self.work.maker:
             return self.batch.samples(name, start, stop, _name(name, start, stop))
         segments = sorted(self._segments[name], key=lambda s: (isinstance(s.source, Message), s.start))
-        where = self.work.slices[name]
+        where = self.work.step.sources.slices[name]
         if where is None:
             return self._node(segments[0])
         parts, now = [], start

@@ -7,7 +7,7 @@ unit stage_1:   reads   sample_mix (edge), timesteps (input), draw_1 (draw)
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,33 +59,28 @@ def make_units(
         local: cheap nodes that any unit recomputes for itself.
         whole: values computed once on the whole batch and read as slices.
     """
-    owned = [(name, set(nodes)) for name, nodes in groups]
-    stop = set(whole)
-    drafts = [_draft(capture, name, own, set(local) - own, stop) for name, own in owned]
-    read_by = {name: reads for name, _, reads, _ in drafts}
-    units = []
-    for (name, ordered, reads, state), (_, own) in zip(drafts, owned, strict=True):
-        others = {value for other, values in read_by.items() if other != name for value in values}
-        returns = [n for n in ordered if n in own and n in others and n not in stop]
+    stop, units = set(whole), []
+    drafts = [(set(nodes), _draft(capture, name, set(nodes), set(local), stop)) for name, nodes in groups]
+    for own, unit in drafts:
+        others = {value for _, other in drafts if other is not unit for value in other.reads}
+        returns = [n for n in unit.nodes if n in own and n in others and n not in stop]
         if capture.loss.name in own:
             returns.append(capture.loss.name)
-        assert all(isinstance(capture.nodes[n].meta["val"], torch.Tensor) for n in returns), (name, returns)
-        units.append(Unit(name, tuple(ordered), tuple(reads), tuple(state), tuple(returns)))
+        assert all(isinstance(capture.nodes[n].meta["val"], torch.Tensor) for n in returns), (unit.name, returns)
+        units.append(replace(unit, returns=tuple(returns)))
     return tuple(units)
 
 
-def _draft(
-    capture: Capture, name: str, own: set[str], local: set[str], whole: set[str]
-) -> tuple[str, list[str], list[str], list[str]]:
-    """A unit's nodes in graph order with the local ones it recomputes, and what it reads from outside."""
+def _draft(capture: Capture, name: str, own: Collection[str], local: Collection[str], whole: Collection[str]) -> Unit:
+    """A unit with the local nodes it recomputes and what it reads from outside; what it returns is still open."""
     ordered = with_local(capture, own, local, whole)
     made, reads, state = set(ordered), set[str](), set[str]()
     for argument in (n for name in ordered for n in capture.nodes[name].all_input_nodes):
         if argument.name not in made and not is_size(argument.meta["val"]):
             is_state = argument.op == "placeholder" and argument.meta["kind"] in STATE_KINDS
             (state if is_state else reads).add(argument.name)
-    read, states = (sorted(names, key=capture.places.__getitem__) for names in (reads, state))
-    return name, ordered, read, states
+    read, states = (tuple(sorted(names, key=capture.places.__getitem__)) for names in (reads, state))
+    return Unit(name, tuple(ordered), read, states, ())
 
 
 def state_name(capture: Capture, placeholder: str) -> str:
@@ -144,5 +139,4 @@ def _placer(env: dict[fx.Node, Any], batch_size: int, device: torch.device) -> C
 
 def whole_batch_unit(capture: Capture, wanted: Sequence[str], local: Collection[str]) -> Unit:
     """The unit that computes `wanted` once on the whole batch, from inputs, draws and buffers."""
-    _, ordered, reads, state = _draft(capture, "whole_batch", set(wanted), set(local), set())
-    return Unit("whole_batch", tuple(ordered), tuple(reads), tuple(state), tuple(wanted))
+    return replace(_draft(capture, "whole_batch", wanted, local, ()), returns=tuple(wanted))
