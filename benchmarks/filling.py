@@ -12,7 +12,7 @@ bubbles from 2 ms and any local batch up to 96. A time of the planner is the sho
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -30,14 +30,12 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs.model import node_seconds
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.block_graph import BlockGraph, Component, is_size, tensor_bytes
-from fxpipe.plan.execution import simulate
+from fxpipe.plan.execution import ActionTimes, simulate
 from passes.blocks import analyse
 from passes.comparison.fillers import WAYS
-from passes.comparison.published.bubbles import idle_of_schedule
-from passes.comparison.published.check import require
 from passes.costs.layer import FrozenComponent, Layer
 from passes.fill.bound import lower_bound_seconds
-from passes.fill.problem import FillProblem
+from passes.fill.problem import FillProblem, Interval
 from passes.placement.lines import linear
 from passes.schedules.named import make_schedule
 
@@ -133,9 +131,20 @@ def problem(step: Measured, batch_size: int, stages: int, replicas: int, microba
     ends = [max(timeline.end_seconds[action] for action in actions) for actions in schedule.ranks]
     for stage, weights in enumerate(stage_weights(step, stage_of)):
         ends[stage] += CLUSTER.all_reduce_seconds(range(stage * replicas, (stage + 1) * replicas), weights)
-    idle = idle_of_schedule(schedule, timeline, max(ends))
+    idle = (tuple(idle_spans(schedule.ranks[stage], timeline, max(ends))) for stage in range(stages))
     shared = tuple(intervals for intervals in idle for _ in range(replicas))
     return FillProblem(max(ends), shared, step.components(times), batch_size)
+
+
+def idle_spans(actions: Sequence[Action], timeline: ActionTimes, end: float) -> Iterator[Interval]:
+    """What a rank's actions leave of 0 to `end`."""
+    now = 0.0
+    for action in actions:
+        if timeline.start_seconds[action] > now:
+            yield now, timeline.start_seconds[action]
+        now = timeline.end_seconds[action]
+    if now < end:
+        yield now, end
 
 
 def stage_bytes(graph: BlockGraph, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -171,7 +180,6 @@ def table(title: str, given: FillProblem) -> Table:
             fresh, started = replace(given), time.perf_counter()
             plan = filler(fresh)
             times.append(time.perf_counter() - started)
-        require(given, plan)
         iteration = plan.iteration_seconds
         numbers = (f"{1e3 * iteration:.1f}", f"{iteration / bound - 1:.2%}", f"{1e3 * plan.tail_seconds:.1f}")
         moves = "no" if plan.stays else "yes"

@@ -9,7 +9,8 @@ from passes.comparison.published import exact, greedy
 from passes.costs.layer import FrozenComponent, Layer
 from passes.fill.per_device import no_fill, per_device
 from passes.fill.problem import FillProblem
-from passes.fill.result import Fill, placed
+from passes.fill.result import Fill
+from tests.fill_check import placed
 
 LAUNCH = st.sampled_from((0.0, 0.0005, 0.003, 0.02))
 SAMPLE = st.sampled_from((0.0, 0.0002, 0.001, 0.004))

@@ -1,6 +1,6 @@
 """Judges of waves that share nothing with the passes: by definition, for tests against brute force."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations_with_replacement, pairwise
@@ -10,6 +10,16 @@ from hypothesis import strategies as st
 from passes.placement.memory import StageMemory
 
 Boundaries = tuple[int, ...]
+
+
+def wave_ranks(num_ranks: int, num_waves: int = 1) -> tuple[int, ...]:
+    """The rank of every stage of waves: there and back."""
+    return (*range(num_ranks), *reversed(range(num_ranks))) * num_waves
+
+
+def interleaved_ranks(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of every stage, round after round in the same direction."""
+    return tuple(range(num_ranks)) * stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -69,9 +79,7 @@ class WaveCase:
     def fits(self, boundaries: Boundaries) -> bool:
         if self.memory is None:
             return True
-        limit = self.memory.limit_bytes
-        limits = limit if isinstance(limit, Sequence) else [limit] * self.num_ranks
-        return all(used <= room for used, room in zip(self.used(boundaries), limits, strict=True))
+        return all(used <= room for used, room in zip(self.used(boundaries), self.memory.limit_bytes, strict=True))
 
     def least(self) -> tuple[int, int]:
         """The smallest largest load and the fewest crossing skips with it, by recursion over open intervals."""
@@ -118,7 +126,8 @@ def memories(draw: st.DrawFn, num_blocks: int, num_stages: int, num_ranks: int) 
     held, activations, in_flight = table(num_blocks), table(num_blocks), table(num_stages)
     most = sum(held) + max(in_flight) * sum(activations)
     limits = st.lists(st.integers(0, most), min_size=num_ranks, max_size=num_ranks)
-    return StageMemory(held, activations, in_flight, draw(st.one_of(st.integers(most // num_stages, most), limits)))
+    alike = st.integers(most // num_stages, most).map(lambda limit: [limit] * num_ranks)
+    return StageMemory(held, activations, in_flight, draw(st.one_of(alike, limits)))
 
 
 @st.composite

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
 from passes.comparison.published import published
-from passes.comparison.published.check import check, require
 from passes.costs.layer import FrozenComponent, Layer
 from passes.fill.bound import lower_bound_seconds
 from passes.fill.problem import FillProblem
 from passes.fill.result import parts
+from tests.fill_check import check, require
 from tests.fill_problems import FILLERS, fill, holders, problems
 
 MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -23,7 +23,7 @@ ROUNDING = 1 + 1e-9
 @given(problems(), st.sampled_from(sorted(FILLERS)))
 def test_valid_and_never_below_the_bound(problem: FillProblem, how: str) -> None:
     found = fill(problem, how)
-    assert not check(problem, found), found.text(check(problem, found))
+    assert not check(problem, found), str(found)
     assert found.iteration_seconds * ROUNDING >= lower_bound_seconds(problem)
 
 
@@ -147,7 +147,7 @@ def test_text_and_bubble_ratio() -> None:
     """116 ms on two ranks; the pipeline is busy for 160 ms, layers for 71 ms, which leaves 1 of 232 ms."""
     problem = replace(TWO_RANKS, components=(VAE,), idle=(((0.0, 0.04),), ()), local_batches=(4, 8))
     found = fill(problem, "greedy")
-    assert found.text() == (
+    assert str(found) == (
         "fill greedy: 116.00 ms (pipeline 100.00 ms, tail 16.00 ms), 0.4% idle\n"
         "rank 0: vae[0:2] x 0:16 @ 0.00-34.00, vae[2:3] x 0:4 @ 34.00-39.00, vae[2:3] x 4:10 @ 100.00-107.00, "
         "vae[3:4] x 0:8 @ 107.00-116.00\n"

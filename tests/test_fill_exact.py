@@ -9,15 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.actions import Work
-from fxpipe.plan.execution import simulate
-from passes.comparison.published.bubbles import Bubble, common_bubbles, idle_intervals, idle_of_schedule
-from passes.comparison.published.greedy import greedy_choices
-from passes.comparison.published.savings import LeastTail, possible_savings
-from passes.comparison.published.spans import after, choices, initial, tail_seconds
+from passes.comparison.published.bubbles import Bubble, common_bubbles
+from passes.comparison.published.choose import greedy_choices
+from passes.comparison.published.spans import after, initial
 from passes.costs.layer import FrozenComponent, Layer
 from passes.fill.problem import FillProblem
-from passes.schedules.named import make_schedule
 from tests.fill_problems import fill, problems
 
 Progress = tuple[tuple[int, int], ...]
@@ -106,21 +102,6 @@ def test_greedy_takes_the_longest(problem: FillProblem, sizes: tuple[int, ...]) 
     assert fill(problem, "greedy").tail_seconds == pytest.approx(tail(problem, state), abs=1e-12)
 
 
-@settings(max_examples=60)
-@given(problems(most_samples=24))
-def test_savings_are_never_exceeded(problem: FillProblem) -> None:
-    """What lets states be dropped: their tail is at least this, and no choice lowers it by more than that."""
-    least = LeastTail(problem)
-    state = initial(problem)
-    for bubble in common_bubbles(problem):
-        assert least(state) <= tail_seconds(problem, state) + 1e-12
-        limit = possible_savings(problem, [bubble])[0]
-        options = [after(problem, state, bubble, choice) for choice in choices(problem, state, bubble, thin=False)]
-        for reached in options:
-            assert least(state) - least(reached) <= limit + 1e-12
-        state = min(options, key=least, default=state)
-
-
 def test_thinned_combinations_lose_next_to_nothing() -> None:
     """Five components of nine layers: 100,000 combinations, which the exact filler refuses."""
     parts = tuple(
@@ -147,26 +128,3 @@ def test_bubbles_are_the_spans_between_changes(problem: FillProblem) -> None:
         assert first.end_seconds < second.start_seconds or first.ranks != second.ranks
     long = tuple(b for b in bubbles if b.seconds >= problem.min_bubble_seconds)
     assert common_bubbles(problem) == long
-
-
-def test_idle_intervals() -> None:
-    assert idle_intervals([], 2.0) == ((0.0, 2.0),)
-    assert idle_intervals([(0.0, 2.0)], 2.0) == ()
-    assert idle_intervals([(1.0, 1.5), (0.0, 0.5), (0.25, 0.75)], 2.0) == ((0.75, 1.0), (1.5, 2.0))
-
-
-def test_idle_time_of_a_schedule() -> None:
-    stages = range(4)
-    work = Work(
-        4, 6, backward=frozenset(stages), input_grad=frozenset(stages[1:]), weight_grad=frozenset(stages),
-        edges=frozenset((s, s + 1) for s in stages[:-1]), grad_edges=frozenset((s + 1, s) for s in stages[:-1]),
-    )  # fmt: skip
-    schedule = make_schedule("1f1b", work, stages, [1.0] * 4, [2.0] * 4)
-    times = simulate(schedule, work, lambda action: 1.0 if action.kind == "F" else 2.0)
-    idle = idle_of_schedule(schedule, times)
-    total = sum(end - start for intervals in idle for start, end in intervals)
-    assert total == pytest.approx(times.bubble_ratio * 4 * times.makespan_seconds)
-    assert idle[0][-1][1] < times.makespan_seconds  # rank 0 ends last
-    assert idle[3][0] == (0.0, 3.0)
-    later = idle_of_schedule(schedule, times, times.makespan_seconds + 1.0)
-    assert later[0][-1] == (times.makespan_seconds, times.makespan_seconds + 1.0)

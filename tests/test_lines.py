@@ -127,10 +127,10 @@ def test_a_wait_counts_where_few_micro_batches_are_in_flight() -> None:
 def test_memory_and_few_blocks() -> None:
     graph, cluster = chain(6, {}), Cluster.parse("2xA100")
     line = Line(graph, [1.0] * 6, [0.5] * 6, [0.0] * 6, 1)
-    memory = StageMemory([0.0] * 6, [1.0] * 6, [2, 1], 4)
+    memory = StageMemory([0.0] * 6, [1.0] * 6, [2, 1], [4, 4])
     assert cut_line(line, [(0,), (1,)], cluster, 8) == (0, 3, 6)
     assert cut_line(line, [(0,), (1,)], cluster, 8, memory) == (0, 2, 6)
     with pytest.raises(CompileError, match="no line of stages fits"):
-        cut_line(line, [(0,), (1,)], cluster, 8, StageMemory([0.0] * 6, [1.0] * 6, [2, 1], 3))
+        cut_line(line, [(0,), (1,)], cluster, 8, StageMemory([0.0] * 6, [1.0] * 6, [2, 1], [3, 3]))
     short = Line(chain(2, {}), [1.0] * 2, [0.5] * 2, [0.0] * 2, 1)
     assert cut_line(short, [(0,), (1,), (0,), (1,)], cluster, 8) == (0, 1, 2, 2, 2)

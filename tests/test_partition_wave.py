@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
 from passes.placement.memory import StageMemory
-from passes.placement.waves import WavePartition, crossing, moves, ties, wave
+from passes.placement.waves import WavePartition, crossing, moves, wave
 from tests.partitions import WaveCase, wave_cases
 
 
@@ -23,7 +22,7 @@ def check(case: WaveCase, hard: bool) -> None:
     case = replace(case, costs=[0] * len(case.costs)) if hard else case
     every = [b for b in case.every() if not (hard and case.crossing(b))]
     if not every:
-        with pytest.raises(CompileError, match="smallest"):
+        with pytest.raises(CompileError, match="no wave fits"):
             found_by(case, hard)
         return
     found = found_by(case, hard)
@@ -67,17 +66,8 @@ def test_soft_wave_agrees_with_a_recursion(seed: int, monkeypatch: pytest.Monkey
     case = of_seed(seed, 10 + seed % 4, 2 + seed % 3)
     assert (max(case.loads(found_by(case, hard=False).boundaries)), len(found_by(case, False).crossing)) == case.least()
     monkeypatch.setattr(crossing, "_SMALL", 0)
-    monkeypatch.setattr(ties, "_FEW", 0)
     again = found_by(case, hard=False)
     assert (max(case.loads(again.boundaries)), len(again.crossing)) == case.least()
-
-
-@given(wave_cases(max_blocks=7, max_ranks=3))
-@settings(max_examples=100, deadline=None)
-def test_bounds_on_the_price_do_not_change_the_choice(case: WaveCase) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ties, "_FEW", 0)
-        check(case, hard=True)
 
 
 def test_wave_keeps_a_u_net_together() -> None:
@@ -111,36 +101,13 @@ def test_absurd_inputs_give_a_wave() -> None:
     assert wave([1.0] * 3, [(0, 2)], 9, hard=False, skip_cost=[1e9]).crossing == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weights": [1.0, float("nan")]}, r"weights\[1\] is nan; it must be a finite number, zero or more"),
-        ({"weights": [1.0, -1.0]}, r"weights\[1\] is -1.0"),
-        ({"num_ranks": 0}, "num_ranks=0; it must be at least 1"),
-        ({"skips": [(0, 2)]}, r"skips\[0\] is \(0, 2\), but the blocks are 0 to 1"),
-        ({"hard": False, "skip_cost": []}, "skip_cost has 0 entries, not 1"),
-        ({"cut_costs": [0.0]}, "cut_costs has 1 entries, not 3"),
-        ({"memory": StageMemory([1, 1], [1, 1], [1], 9)}, "in_flight has 1 entries, not 4"),
-        ({"memory": StageMemory([1, 1], [1, 1], [1] * 4, [9, -1])}, r"limit_bytes\[1\] is -1.0"),
-    ],
-)
-def test_refusals(change: dict[str, Any], message: str) -> None:
-    usual: dict[str, Any] = {"weights": [1.0, 1.0], "skips": [(0, 1)], "num_ranks": 2}
-    with pytest.raises(CompileError, match=message):
-        wave(**usual | change)
-
-
-def test_too_little_memory_names_the_smallest_limit() -> None:
+def test_memory_decides() -> None:
     """Two skips hold blocks 0, 1, 4, 5 and 2, 3 together: 4 blocks with 3 and 1 micro-batches in flight, 2 with 2."""
-    memory = StageMemory([2**30] * 6, [2**29] * 6, [3, 2, 2, 1], 4 * 2**30)
+    memory = StageMemory([2**30] * 6, [2**29] * 6, [3, 2, 2, 1], [8 * 2**30] * 2)
     skips = [(0, 4), (1, 5)]
-    with pytest.raises(
-        CompileError, match=r"no wave fits into 4.000 GiB per rank; .* is 8.000 GiB \(8589934592 bytes\)"
-    ):
-        wave([1.0] * 6, skips, 2, memory=memory)
-    assert wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=8 * 2**30)).boundaries == (0, 2, 3, 4, 6)
-    with pytest.raises(CompileError, match=r"2\.0000 times as large, 8\.000 GiB, 4\.000 GiB; take more ranks"):
-        wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=[4 * 2**30, 2 * 2**30]))
+    assert wave([1.0] * 6, skips, 2, memory=memory).boundaries == (0, 2, 3, 4, 6)
+    with pytest.raises(CompileError, match="no wave fits"):
+        wave([1.0] * 6, skips, 2, memory=replace(memory, limit_bytes=[8 * 2**30 - 1] * 2))
 
 
 def test_too_many_moves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

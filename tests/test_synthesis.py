@@ -11,11 +11,11 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import check
-from passes.placement.places import interleaved_ranks, wave_ranks
 from passes.schedules.bounds import jackson, lower_bound_ticks
 from passes.schedules.job_shop import job_shop, tick_seconds
 from passes.schedules.problem import Problem
 from passes.schedules.synthesis import references, synthesise
+from tests.partitions import wave_ranks
 from tests.test_schedule import chain, works
 
 SLOW = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
@@ -228,40 +228,10 @@ def test_jacksons_bound_is_the_preemptive_optimum() -> None:
     assert jackson([(0, 4, 1), (1, 2, 0), (20, 1, 0)]) == 21
 
 
-def test_placements_in_waves() -> None:
-    assert wave_ranks(3) == (0, 1, 2, 2, 1, 0)
-    assert wave_ranks(2, 2) == (0, 1, 1, 0, 0, 1, 1, 0)
-    assert interleaved_ranks(2, 3) == (0, 1, 0, 1, 0, 1)
-    for num_waves in (1, 2, 3):
-        ranks = wave_ranks(4, num_waves)
-        assert ranks == ranks[::-1]
-    with pytest.raises(CompileError, match="num_waves=0; it must be at least 1"):
-        wave_ranks(2, 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"memory_limit_bytes": (1, 9)},
-            r"rank 0 must hold 2 bytes .* stages \[0, 3\], its limit is 1 bytes; use small",
-        ),
-        ({"memory_limit_bytes": (9,)}, "memory_limit_bytes has 1 entries for 2 ranks"),
-        ({"activation_bytes": (1,)}, "activation_bytes has 1 entries for 4 stages"),
-        ({"stage_rank": (0, 1, 2)}, "places 4 stages on 2 ranks"),
-        ({"seconds": {"F": (1,) * 4, "B": (1, 1, 1, -1)}}, r"seconds\['B'\] = .* give 4 finite numbers, none negative"),
-        ({"seconds": {"F": (1,) * 4, "B": (1,) * 4, "I": (1,) * 4}}, r"seconds\['W'\] = \[\] for weight gradient"),
-    ],
-)
-def test_impossible_problems_are_refused(change: dict[str, object], message: str) -> None:
-    problem = uniform(wave_ranks(2), 3, 1, split=False, limit=4)
-    with pytest.raises(CompileError, match=message):
-        synthesise(replace(problem, **change))  # type: ignore[arg-type]
-
-
-def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(CompileError, match="budget_seconds=-1"):
-        synthesise(uniform(wave_ranks(2), 3, 1, split=False, limit=4), -1)
+def test_too_little_memory_is_refused() -> None:
+    problem = replace(uniform(wave_ranks(2), 3, 1, split=False, limit=4), memory_limit_bytes=(1, 9))
+    with pytest.raises(CompileError, match=r"no order fits into \(1, 9\) bytes"):
+        synthesise(problem)
 
 
 def test_times_next_to_nothing_have_a_unit() -> None:

@@ -1,20 +1,14 @@
 """What a plan claims, recomputed: makespans by a simulator of a few lines, and a solver only where one is needed."""
 
-import builtins
-import sys
-from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fxpipe.errors import CompileError
 from fxpipe.plan.schedule import Schedule
-from passes.placement.places import wave_ranks
-from passes.schedules import synthesis
 from passes.schedules.problem import Problem
 from passes.schedules.synthesis import synthesise
+from tests.partitions import wave_ranks
 from tests.test_schedule import chain
 from tests.test_synthesis import problems, uniform
 
@@ -76,44 +70,6 @@ def test_everything_is_printed() -> None:
     assert "s, lower bound " in text
     assert "% above the shortest" in text
     assert "% idle, by " in text
-
-
-@pytest.fixture
-def _without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were not installed: it is neither found nor imported."""
-    real_find, real_import = synthesis.find_spec, builtins.__import__
-
-    def no_find(name: str) -> object:
-        return None if name == "ortools" else real_find(name)
-
-    def no_import(name: str, globals: Mapping[str, object] | None = None, *rest: object) -> object:
-        if name.split(".")[0] == "ortools":
-            raise ModuleNotFoundError(name)
-        return real_import(name, globals, *rest)  # type: ignore[arg-type]
-
-    for module in [m for m in sys.modules if m.split(".")[0] == "ortools"]:
-        monkeypatch.delitem(sys.modules, module)
-    for name in ("exact", "windows"):
-        monkeypatch.delitem(sys.modules, f"passes.schedules.{name}", raising=False)
-    monkeypatch.setattr(synthesis, "find_spec", no_find)
-    monkeypatch.setattr(builtins, "__import__", no_import)
-
-
-@pytest.mark.usefixtures("_without_ortools")
-def test_without_ortools_an_open_gap_is_refused_with_the_remedy() -> None:
-    problem = uniform(wave_ranks(4), 8, 10, split=False, limit=8)
-    with pytest.raises(CompileError, match=r"pip install ortools.* budget of 0 seconds"):
-        synthesise(problem, budget_seconds=0.5)
-
-
-@pytest.mark.usefixtures("_without_ortools")
-def test_without_ortools_a_budget_of_nothing_and_closed_gaps_are_served() -> None:
-    problem = uniform(wave_ranks(4), 8, 10, split=True, limit=8)
-    found = synthesise(problem, budget_seconds=0)
-    assert found.gap > 0
-    assert makespan(problem, found.schedule) == found.makespan_seconds
-    free = replace(uniform(wave_ranks(4), 8, 10, split=False, limit=8), memory_limit_bytes=None)
-    assert synthesise(free).gap == 0
 
 
 def test_equal_small_problems_close_their_gap() -> None:

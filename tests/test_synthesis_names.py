@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import simulate
 from fxpipe.plan.schedule_check import check
-from passes.placement.places import interleaved_ranks, wave_ranks
 from passes.schedules.named import make_schedule
 from passes.schedules.policies import POLICIES
 from passes.schedules.problem import Problem, peak_bytes
 from passes.schedules.synthesis import references, synthesise
+from tests.partitions import interleaved_ranks, wave_ranks
 from tests.test_schedule import chain, peak, unit, works
 
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import ScheduleError
-from passes.placement.places import wave_ranks
 from passes.schedules.bounds import lower_bound_ticks
 from passes.schedules.exact import reorder
 from passes.schedules.job_shop import JobShop, Orders, job_shop, run, within_limits
@@ -15,6 +14,7 @@ from passes.schedules.policies import LIST_RULES
 from passes.schedules.problem import Problem
 from passes.schedules.rules import rule_orders
 from passes.schedules.windows import improve
+from tests.partitions import wave_ranks
 from tests.test_synthesis import problems, small_chains, uniform
 from tests.test_synthesis import shortest as shortest_schedule
 

@@ -9,24 +9,20 @@ A component is in the lane of those it depends on where they may run on the same
 redistributed, so a lane starts when those it depends on have ended everywhere.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from passes.fill.bound import least_device_seconds
 from passes.fill.problem import FillProblem
 
-_MOST_ORDERS = 6
-
 
 @dataclass(frozen=True)
 class Lane:
-    """Components on `ranks`, in every order to try; `after` are the positions of the lanes they read.
+    """Components on `ranks`, each after those it reads; `after` are the positions of the lanes they read.
 
     Where `whole`, it is one component that runs on a single rank.
     """
 
-    orders: tuple[tuple[int, ...], ...]
+    components: tuple[int, ...]
     ranks: tuple[int, ...]
     whole: bool
     after: tuple[int, ...]
@@ -70,14 +66,4 @@ def _lane(problem: FillProblem, keys: list[_Key], order: list[_Key], key: _Key) 
     members = [index for index, other in enumerate(keys) if other == key]
     sources = {keys[source] for index in members for source in problem.components[index].depends}
     before = tuple(place for place, other in enumerate(order) if other in sources and other != key)
-    return Lane(tuple(islice(_orders(problem, members), _MOST_ORDERS)), key[3], key[-1] >= 0, before)
-
-
-def _orders(problem: FillProblem, members: list[int]) -> Iterator[tuple[int, ...]]:
-    """Orders of components in which each comes after those it depends on."""
-    if not members:
-        yield ()
-    for first in members:
-        if not set(members).intersection(problem.components[first].depends):
-            for rest in _orders(problem, [index for index in members if index != first]):
-                yield first, *rest
+    return Lane(tuple(members), key[3], key[-1] >= 0, before)

@@ -33,15 +33,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class FillFault:
-    """What is wrong with a rank's piece, by its place in order; None: with the rank, or with the fill as a whole."""
-
-    rank: int | None
-    piece: int | None
-    message: str
-
-
-@dataclass(frozen=True)
 class Fill:
     """Pieces of every rank in the order they run; those that start at the pipeline's end or later are the tail.
 
@@ -63,30 +54,21 @@ class Fill:
         return self.pipeline_seconds + self.tail_seconds
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, faults: Iterable[FillFault] = ()) -> str:
-        """A line per rank, times in milliseconds; each fault in its place."""
-        faults = tuple(faults)
+        """A line per rank, times in milliseconds."""
         whole, tail = 1e3 * self.iteration_seconds, 1e3 * self.tail_seconds
         lines = [
             f"fill {self.method}: {whole:.2f} ms (pipeline {1e3 * self.pipeline_seconds:.2f} ms, tail {tail:.2f} ms), "
-            f"{self.bubble_ratio:.1%} idle{_here(faults, None, None)}"
+            f"{self.bubble_ratio:.1%} idle"
         ]
-        for rank, pieces in enumerate(self.ranks):
-            words = [self._word(piece) + _here(faults, rank, place) for place, piece in enumerate(pieces)]
-            lines.append(f"rank {rank}: {', '.join(words)}".rstrip() + _here(faults, rank, None))
+        lines += [
+            f"rank {rank}: {', '.join(map(self._word, pieces))}".rstrip() for rank, pieces in enumerate(self.ranks)
+        ]
         return "\n".join(lines)
 
     def _word(self, piece: Piece) -> str:
         layers, samples = f"{piece.first_layer}:{piece.last_layer}", f"{piece.first_sample}:{piece.last_sample}"
         times = f"{1e3 * piece.start_seconds:.2f}-{1e3 * piece.end_seconds:.2f}"
-        names = dict(enumerate(self.components))
-        return f"{names.get(piece.component, piece.component)}[{layers}] x {samples} @ {times}"
-
-
-def _here(faults: Sequence[FillFault], rank: int | None, piece: int | None) -> str:
-    return "".join(f"  <-- HERE: {fault.message}" for fault in faults if (fault.rank, fault.piece) == (rank, piece))
+        return f"{self.components[piece.component]}[{layers}] x {samples} @ {times}"
 
 
 def make_fill(problem: FillProblem, method: str, stays: bool, ranks: Sequence[Iterable[Piece]]) -> Fill:
@@ -108,10 +90,3 @@ def parts(problem: FillProblem, piece: Piece) -> Iterator[range]:
     step = min((layer.most for layer in layers if layer.most is not None), default=piece.num_samples)
     for start in range(piece.first_sample, piece.last_sample, step):
         yield range(start, min(start + step, piece.last_sample))
-
-
-def placed(fill: Fill) -> Iterator[tuple[int, int, Piece]]:
-    """Every piece, with its rank and its place among the rank's pieces."""
-    for rank, pieces in enumerate(fill.ranks):
-        for place, piece in enumerate(pieces):
-            yield rank, place, piece

@@ -58,7 +58,7 @@ class _Planner:
     def __init__(self, problem: FillProblem, rooms: Sequence[Room], apart: bool) -> None:
         self._problem, self._rooms, self._lanes = problem, rooms, lanes(problem, apart)
         self._share = _largest_first if apart else _in_proportion
-        self._packed: dict[tuple[tuple[tuple[int, ...], ...], int, Room], Packed] = {}
+        self._packed: dict[tuple[tuple[int, ...], int, Room], Packed] = {}
 
     def plan(self, tail_seconds: float) -> Assignment | None:
         """A plan with about this tail; None where there is none."""
@@ -99,11 +99,9 @@ class _Planner:
         return bisect_right(sizes, deadline, key=lambda n: self._pack(lane, n, room).end_seconds)
 
     def _pack(self, lane: Lane, num_samples: int, room: Room) -> Packed:
-        """In the order of components that ends first."""
-        key = lane.orders, num_samples, room
+        key = lane.components, num_samples, room
         if key not in self._packed:
-            tries = (pack(self._problem, order, num_samples, room) for order in lane.orders)
-            self._packed[key] = min(tries, key=lambda packed: packed.end_seconds)
+            self._packed[key] = pack(self._problem, *key)
         return self._packed[key]
 
 

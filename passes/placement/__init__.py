@@ -6,6 +6,6 @@
 place           every shape there is: lines, folds, loops, replicas, several backbones, given ones
 lines, waves    the two ways to cut: stages in line, and skips collocated
 cascade         backbones in opposite directions, and one that runs twice
-places          the ranks of stages, several per rank          frozen_ranks    who holds a frozen component
-ports           the least that messages take                   memory          what stages may hold
+frozen_ranks    who holds a frozen component     ports     the least that messages take
+memory          what stages may hold             buckets   of gradients, for pipelines of one rank
 """

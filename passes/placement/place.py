@@ -18,14 +18,14 @@ from fxpipe.costs.block_times import BlockTimes
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged, whole_stages
+from fxpipe.plan.staged import Staged
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
 from passes.placement.lines import linear
 from passes.placement.lines.costs import Line, cut_line
 from passes.placement.lines.uneven import uneven_line
 from passes.placement.memory import StageMemory
 from passes.placement.ports import message_seconds
-from passes.placement.waves import WavePartition, WavesPartition, wave, waves
+from passes.placement.waves import waves
 from passes.schedules.policies import FOLDED, POLICIES
 
 _SLACKS = (0.03, 0.15, 0.5)
@@ -45,13 +45,16 @@ class Shape:
     stages: int
     pipelines: tuple[tuple[int, ...], ...]
     hard: bool = True
-    recompute: bool = False
     conditioning: float = 1.0  # the probability of a first pass, where there are two
 
     @property
     def places(self) -> int:
         """Ranks of one pipeline."""
         return len(self.pipelines[0])
+
+    @property
+    def world_size(self) -> int:
+        return self.places * len(self.pipelines)
 
     @property
     def is_uneven(self) -> bool:
@@ -93,6 +96,10 @@ class Shape:
         if self.is_folded or self.is_opposite:
             return tuple(s % n if s // n % 2 == 0 else n - 1 - s % n for s in range(self.stages))
         return tuple(s % n for s in range(self.stages))
+
+    def staged(self, boundaries: tuple[int, ...], collocated: bool = False) -> Staged:
+        """The shape's stages, cut there, on its ranks."""
+        return Staged(boundaries, self.stage_ranks, self.schedule, collocated, self.world_size)
 
 
 def shape(name: str, world_size: int, stages: int | None, data_parallel: int, strided: bool = False) -> Shape:
@@ -159,14 +166,14 @@ def place(
     """
     assert memory is None or wanted.is_cut_by_memory
     if wanted.is_uneven:
-        return _uneven(times, wanted)
-    ranks, world_size = wanted.stage_ranks, wanted.places * len(wanted.pipelines)
+        boundaries, replicas = uneven_line(times.total, wanted.stages, wanted.places)
+        starts = [0, *accumulate(replicas)]
+        ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
+        return Staged(boundaries, ranks, wanted.schedule, False, wanted.places)
     if wanted.is_folded:
-        found = _fold(graph, times, wanted, cluster, memory)
-        return replace(found, recompute=whole_stages(found.boundaries) if wanted.recompute else ())
-    boundaries = _unfolded(graph, costs, times, wanted, cluster, -(-microbatches // len(wanted.pipelines)), memory)
-    recompute = whole_stages(boundaries) if wanted.recompute else ()
-    return Staged(boundaries, ranks, wanted.schedule, False, world_size, recompute)
+        return _fold(graph, times, wanted, cluster, memory)
+    microbatches = -(-microbatches // len(wanted.pipelines))
+    return wanted.staged(_unfolded(graph, costs, times, wanted, cluster, microbatches, memory))
 
 
 def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape) -> Staged | None:
@@ -176,9 +183,7 @@ def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Sh
     """
     if wanted.is_uneven or wanted.is_folded or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
         return None
-    boundaries = linear(times.total, wanted.stages, cut_bytes(graph))
-    world_size = wanted.places * len(wanted.pipelines)
-    return Staged(boundaries, wanted.stage_ranks, wanted.schedule, False, world_size)
+    return wanted.staged(linear(times.total, wanted.stages, cut_bytes(graph)))
 
 
 def _unfolded(
@@ -207,22 +212,26 @@ def _unfolded(
 
 def _fold(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster, memory: StageMemory | None) -> Staged:
     """Balanced levels with the cheapest cuts; the less balanced the slower the links are."""
-    ranks = wanted.stage_ranks
-    best = _folded(graph, times, wanted, cluster, ranks, _SLACKS[0], memory)
+    best = _folded(graph, times, wanted, cluster, _SLACKS[0], memory)
     load, port = _busiest(graph, times, best, cluster)
     if port > _BUSY_LINKS * load and memory is None:
-        others = [_folded(graph, times, wanted, cluster, ranks, slack) for slack in _SLACKS[1:]]
+        others = [_folded(graph, times, wanted, cluster, slack) for slack in _SLACKS[1:]]
         best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
     return best
 
 
 def _busiest(graph: BlockGraph, times: BlockTimes, staged: Staged, cluster: Cluster) -> tuple[float, float]:
     """Seconds of compute of the busiest rank, and of messages at the busiest port, for a micro-batch per pipeline."""
-    loads, total = dict.fromkeys(range(staged.world_size), 0.0), times.total
-    for stage, ranks in enumerate(staged.stage_ranks):
-        loads[ranks[0]] += sum(total[block] for block in staged.blocks(stage))
     sizes = (times.num_samples,) * staged.replicas
-    return max(loads.values()), message_seconds(graph, staged, sizes, cluster)
+    return max(_loads(times, staged)), message_seconds(graph, staged, sizes, cluster)
+
+
+def _loads(times: BlockTimes, staged: Staged) -> list[float]:
+    """Seconds of every place of one pipeline."""
+    loads, seconds = dict[int, float](), times.total
+    for stage, ranks in enumerate(staged.stage_ranks):
+        loads[ranks[0]] = loads.get(ranks[0], 0.0) + sum(seconds[block] for block in staged.blocks(stage))
+    return list(loads.values())
 
 
 def _price(load: float, port: float) -> float:
@@ -230,25 +239,17 @@ def _price(load: float, port: float) -> float:
     return max(load, port) + 0.05 * (load + port)
 
 
-def _uneven(times: BlockTimes, wanted: Shape) -> Staged:
-    boundaries, replicas = uneven_line(times.total, wanted.stages, wanted.places)
-    starts = [0, *accumulate(replicas)]
-    ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
-    recompute = whole_stages(boundaries) if wanted.recompute else ()
-    return Staged(boundaries, ranks, wanted.schedule, False, wanted.places, recompute)
-
-
 def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:
     """Stages for an order given by the user: its own placement decides between a wave and a line."""
     ranks, world_size = schedule.stage_ranks, len(schedule.ranks)
     mirrored = ranks == ranks[::-1] and len(ranks) > 1 and len(set(ranks)) > 1 and all(ranks)
     if mirrored and len(ranks) == 2 * len(set(ranks)):
-        places = list(dict.fromkeys(ranks))
-        wanted = Shape(FOLDED, len(ranks), pipelines(len(places), 1))
-        return replace(_folded(graph, times, wanted, cluster, ranks), schedule=schedule.name, world_size=world_size)
+        wanted = Shape(FOLDED, len(ranks), pipelines(len(set(ranks)), 1))
+        return replace(
+            _folded(graph, times, wanted, cluster), stage_ranks=ranks, schedule=schedule.name, world_size=world_size
+        )
     used = [stage for stage, replicas in enumerate(ranks) if replicas]
-    weights = times.total
-    inner = linear(weights, max(len(used), 1), cut_bytes(graph))
+    inner = linear(times.total, max(len(used), 1), cut_bytes(graph))
     boundaries = [0, *(inner[sum(u <= stage for u in used)] for stage in range(schedule.num_stages))]
     return Staged(tuple(boundaries), tuple(r or (0,) for r in ranks), schedule.name, False, world_size)
 
@@ -258,21 +259,20 @@ def _folded(
     times: BlockTimes,
     wanted: Shape,
     cluster: Cluster,
-    ranks: tuple[tuple[int, ...], ...],
     slack: float = _SLACKS[0],
     memory: StageMemory | None = None,
 ) -> Staged:
-    pairs = skip_pairs(graph)
+    pairs, seconds = skip_pairs(graph), times.total
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     # What no plan would pay is capped, or sums with it would lose the blocks' seconds.
-    most = _MOST_PAID * sum(times.total)
+    most = _MOST_PAID * sum(seconds)
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
     costs = [min(cost, most) for cost in costs]
     num_waves = wanted.stages // (2 * wanted.places)
-    found = _waves(times.total, list(pairs), wanted, num_waves, cut_bytes(graph, skips=False), costs, slack, memory)
-    world_size = wanted.places * len(wanted.pipelines)
-    return Staged(found.boundaries, ranks, wanted.schedule, not found.crossing, world_size)
+    cuts = cut_bytes(graph, skips=False)
+    found = waves(seconds, list(pairs), wanted.places, num_waves, wanted.hard, cuts, costs, memory, slack)
+    return wanted.staged(found.boundaries, not found.crossing)
 
 
 def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[str, ...]:
@@ -282,41 +282,17 @@ def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[st
     folded = owners == owners[::-1] and staged.num_stages % (2 * places) == 0 and not (policy and policy.reverses)
     if not pairs or places < 2 or not folded:
         return ()
-    busiest = _max_over_mean(times, staged)
-    stage_of = staged.stage_of_block
+    loads, stage_of = _loads(times, staged), staged.stage_of_block
+    mean = sum(loads) / len(loads)
+    busiest = max(loads) / mean if mean else 1.0
     crossing = sum(owners[stage_of[a]] != owners[stage_of[b]] for a, b in pairs)
     if crossing:
         return (f"{crossing} of {len(pairs)} skips cross ranks, busiest rank {busiest:.3f} x mean",)
-    shape = Shape(FOLDED, staged.num_stages, pipelines(places, 1), hard=False)
-    free = _waves(times.total, [], shape, staged.num_stages // (2 * places), cut_bytes(graph, skips=False), [])
+    free = waves(times.total, [], places, staged.num_stages // (2 * places))
     return (
         f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if balance alone "
         "counted",
     )
-
-
-def _max_over_mean(times: BlockTimes, staged: Staged) -> float:
-    """The busiest place's seconds over their mean, within one pipeline."""
-    total, loads = times.total, dict.fromkeys((ranks[0] for ranks in staged.stage_ranks), 0.0)
-    for stage, ranks in enumerate(staged.stage_ranks):
-        loads[ranks[0]] += sum(total[block] for block in staged.blocks(stage))
-    mean = sum(loads.values()) / len(loads)
-    return max(loads.values()) / mean if mean else 1.0
-
-
-def _waves(
-    seconds: Sequence[float],
-    skips: Sequence[tuple[int, int]],
-    wanted: Shape,
-    num_waves: int,
-    cuts: Sequence[float],
-    costs: Sequence[float],
-    slack: float = _SLACKS[0],
-    memory: StageMemory | None = None,
-) -> WavePartition | WavesPartition:
-    if num_waves == 1:
-        return wave(seconds, skips, wanted.places, wanted.hard, cuts, costs, memory, slack)
-    return waves(seconds, skips, wanted.places, num_waves, wanted.hard, cuts, costs, memory)
 
 
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:

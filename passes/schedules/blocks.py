@@ -10,30 +10,12 @@ half a period for two stages per rank that is the memory of 1F1B, and idle time 
 "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, sections 3 and 4).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from passes.schedules.job_shop import JobShop
 
 _GROWTH = 1.02  # of the period, where a block does not fit
 _MOST_HOPS = 2  # shares of a period between stages: less than half of one would not hold 1F1B's micro-batches
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Where and how long, and (number of an earlier operation, ticks from its start) that it waits for."""
-
-    rank: int
-    ticks: int
-    needs: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class BuildingBlock:
-    """Operation i starts at `starts[i]`, and again every `period` ticks."""
-
-    period: int
-    starts: tuple[int, ...]
 
 
 def block_precedences(shop: JobShop, copies: int) -> dict[int, list[int]]:
@@ -44,89 +26,69 @@ def block_precedences(shop: JobShop, copies: int) -> dict[int, list[int]]:
     Args:
         copies: micro-batches after which the ranks of the stages repeat; a block has so many.
     """
-    actions, size = shop.actions, len(shop) // shop.num_microbatches
-    several = [i for i in range(min(copies * size, len(shop))) if actions[i].kind != "T"]
-    if not several:
-        return {}
-    pattern = sorted(several, key=lambda i: (actions[i].microbatch, actions[i].kind == "W"))
-    block = _block(shop, pattern, copies)
-    first = dict(zip(pattern, block.starts, strict=True))
+    actions, size = shop.actions, copies * len(shop) // shop.num_microbatches
+    period, first = shortest_block(shop, copies)
 
     def key(i: int) -> tuple[int, int, str, int]:
-        rounds, place = divmod(i, copies * size)
-        return first[place] + rounds * block.period, actions[i].stage, actions[i].kind, actions[i].microbatch
+        rounds, place = divmod(i, size)
+        return first[place] + rounds * period, actions[i].stage, actions[i].kind, actions[i].microbatch
 
     found: dict[int, list[int]] = {}
     for mine in shop.on_rank:
-        _keep_order(shop, sorted((i for i in mine if actions[i].kind != "T"), key=key), found)
+        previous, weights = list[int](), list[int]()
+        for i in sorted((i for i in mine if actions[i].kind != "T"), key=key):
+            if actions[i].kind == "W":
+                weights.append(i)
+                continue
+            found[i] = previous
+            if actions[i].kind == "F":
+                found[i] = previous + weights
+                weights = []
+            previous = [i]
     return found
 
 
-def _keep_order(shop: JobShop, order: Sequence[int], found: dict[int, list[int]]) -> None:
-    previous, weights = -1, list[int]()
-    for i in order:
-        kind = shop.actions[i].kind
-        if kind == "W":
-            weights.append(i)
-            continue
-        found[i] = [previous] if previous >= 0 else []
-        if kind == "F":
-            found[i] += weights
-            weights.clear()
-        previous = i
+def shortest_block(shop: JobShop, copies: int) -> tuple[int, dict[int, int]]:
+    """The shortest period in which every operation of `copies` micro-batches finds a place, and their starts.
 
-
-def _block(shop: JobShop, pattern: Sequence[int], copies: int) -> BuildingBlock:
-    index = {i: k for k, i in enumerate(pattern)}
-    size = len(shop) // shop.num_microbatches
+    Operations take their places in turn, weight gradients last.
+    """
+    size = min(copies * len(shop) // shop.num_microbatches, len(shop))
+    actions = shop.actions[:size]
+    pattern = sorted(
+        (i for i in range(size) if actions[i].kind != "T"),
+        key=lambda i: (actions[i].microbatch, actions[i].kind == "W"),
+    )
     stages: dict[int, set[int]] = {}
     load: dict[int, int] = {}
     for i in pattern:
-        stages.setdefault(shop.rank[i], set()).add(shop.actions[i].stage)
+        stages.setdefault(shop.rank[i], set()).add(actions[i].stage)
         load[shop.rank[i]] = load.get(shop.rank[i], 0) + shop.ticks[i]
-    hops = max(_MOST_HOPS, *map(len, stages.values()))
-
-    def operations(period: int) -> list[Operation]:
-        apart = period // copies
-        found = []
-        for i in pattern:
-            action = shop.actions[i]
-            same = [n for n, _ in shop.needs[i] if n in index and shop.actions[n].microbatch == action.microbatch]
-            hop = {n: apart // hops if shop.actions[n].stage != action.stage else 0 for n in same}
-            gaps = [(index[n], max(shop.ticks[n], hop[n])) for n in same]
-            if action.microbatch:
-                gaps.append((index[i - size], apart))
-            found.append(Operation(shop.rank[i], shop.ticks[i], tuple(gaps)))
-        return found
-
-    return shortest_block(operations, max(load.values()))
-
-
-def shortest_block(operations: Callable[[int], Sequence[Operation]], least: int) -> BuildingBlock:
-    """The block of the shortest period from `least` upwards in which every operation finds a place.
-
-    Args:
-        operations: those of a period, for what they need may depend on it; each after all that it needs.
-    """
-    period = max(least, 1)
-    while (starts := placed(operations(period), period)) is None:
+    hops = max([_MOST_HOPS, *map(len, stages.values())])
+    period = max([1, *load.values()])
+    while (starts := _placed(shop, pattern, copies, hops, period)) is None:
         period = max(period + 1, int(period * _GROWTH))
-    return BuildingBlock(period, starts)
+    return period, starts
 
 
-def placed(operations: Sequence[Operation], period: int) -> tuple[int, ...] | None:
+def _placed(shop: JobShop, pattern: Sequence[int], copies: int, hops: int, period: int) -> dict[int, int] | None:
     """The earliest start of each in turn; None where one finds no place."""
-    starts: list[int] = []
+    actions, size, apart = shop.actions, len(shop) // shop.num_microbatches, period // copies
+    starts: dict[int, int] = {}
     busy: dict[int, list[tuple[int, int]]] = {}
-    for operation in operations:
-        ready = max((starts[need] + gap for need, gap in operation.needs), default=0)
-        taken = busy.setdefault(operation.rank, [])
-        start = _free(ready, operation.ticks, taken, period)
+    for i in pattern:
+        ready = starts[i - size] + apart if actions[i].microbatch else 0
+        for n, _ in shop.needs[i]:
+            if n in starts and actions[n].microbatch == actions[i].microbatch:
+                hop = apart // hops if actions[n].stage != actions[i].stage else 0
+                ready = max(ready, starts[n] + max(shop.ticks[n], hop))
+        taken = busy.setdefault(shop.rank[i], [])
+        start = _free(ready, shop.ticks[i], taken, period)
         if start is None:
             return None
-        starts.append(start)
-        taken.append((start, operation.ticks))
-    return tuple(starts)
+        starts[i] = start
+        taken.append((start, shop.ticks[i]))
+    return starts
 
 
 def _free(ready: int, ticks: int, taken: Sequence[tuple[int, int]], period: int) -> int | None:

@@ -8,7 +8,6 @@ the largest (end + what follows) is the makespan.
 """
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -43,7 +42,7 @@ def reorder(
     from those given.
     """
     known = known or run(shop, orders)
-    heads, tails, fixed = _surroundings(shop, orders, window, known)
+    heads, tails, fixed = _surroundings(shop, window, known)
     floor = max(fixed, bound_ticks)
     if known.ticks <= floor:
         return Solved(orders, known.ticks, floor)
@@ -118,64 +117,27 @@ def _limit_memory(
         model.add_cumulative(boxes, demands, room)
 
 
-_BEFORE, _INSIDE, _AFTER = range(3)
-
-
-def _surroundings(
-    shop: JobShop, orders: Orders, window: frozenset[int], known: Run
-) -> tuple[dict[int, int], list[int], int]:
+def _surroundings(shop: JobShop, window: frozenset[int], known: Run) -> tuple[dict[int, int], dict[int, int], int]:
     """Heads and tails of the window with everything else in its order, and the longest path that this leaves."""
-    place, previous, following = _places(shop, orders, window, known)
-    tails, fixed = [0] * len(shop), 0
-    for i in reversed(known.visited):
-        if place[i] == _BEFORE:
-            continue
-        tail = following.get(i, -1)
-        tail = 0 if tail < 0 else shop.ticks[tail] + tails[tail]
-        for user, lag in shop.users[i]:
-            tail = max(tail, lag + shop.ticks[user] + tails[user])
-        tails[i] = tail
-        if place[i] == _AFTER:
-            rest = shop.ticks[i] + tail
-            early = [(n, lag) for n, lag in shop.needs[i] if place[n] == _BEFORE]
-            early += [(n, 0) for n in (previous.get(i),) if n is not None]
-            fixed = max([fixed, rest, *(known.start[n] + shop.ticks[n] + lag + rest for n, lag in early)])
-    heads: dict[int, int] = {}
-    for i in known.visited:
-        if place[i] == _INSIDE:
-            free = previous.get(i, -1)
-            head = 0 if free < 0 else known.start[free] + shop.ticks[free]
-            for need, lag in shop.needs[i]:
-                head = max(head, heads.get(need, known.start[need]) + shop.ticks[need] + lag)
-            heads[i] = head
-            fixed = max(fixed, head + shop.ticks[i] + tails[i])
-    return heads, tails, fixed
-
-
-def _places(
-    shop: JobShop, orders: Orders, window: frozenset[int], known: Run
-) -> tuple[list[int], dict[int, int], dict[int, int]]:
-    """Before, inside or after the window, and what is fixed right before and right after an operation on its rank.
-
-    A window's operations have on either side what surrounds them all.
-    """
-    place = [_BEFORE] * len(shop)
     begin = min((known.start[i] for i in window), default=0)
-    previous: dict[int, int] = {}
-    following: dict[int, int] = {}
-    for order in orders:
-        free = [k for k, i in enumerate(order) if i in window]
-        first = free[0] if free else next((k for k, i in enumerate(order) if known.start[i] >= begin), len(order))
-        stop = first + len(free)
-        for i in order[first:stop]:
-            place[i] = _INSIDE
-            if first:
-                previous[i] = order[first - 1]
-            if stop < len(order):
-                following[i] = order[stop]
-        for i in order[stop:]:
-            place[i] = _AFTER
-        following.update(pairwise(order[stop:]))
-        if not free and 0 < first < len(order):
-            previous[order[first]] = order[first - 1]
-    return place, previous, following
+    before = {i for i in known.visited if known.start[i] < begin}
+    end = [start + ticks for start, ticks in zip(known.start, shop.ticks, strict=True)]
+    free, rest = [0] * shop.num_ranks, [0] * shop.num_ranks  # of every rank: when it is there, what it has to do later
+    tails: dict[int, int] = {}
+    fixed = 0
+    for i in reversed(known.visited):
+        if i in before:
+            continue
+        rank = shop.rank[i]
+        tails[i] = max([rest[rank], *(lag + shop.ticks[user] + tails[user] for user, lag in shop.users[i])])
+        if i not in window:
+            rest[rank] = shop.ticks[i] + tails[i]
+            fixed = max([fixed, *(end[need] + lag + rest[rank] for need, lag in shop.needs[i] if need in before)])
+    for i in before:
+        free[shop.rank[i]] = max(free[shop.rank[i]], end[i])
+    heads: dict[int, int] = {}
+    for i in (i for i in known.visited if i in window):
+        arrived = (heads.get(n, known.start[n]) + shop.ticks[n] + lag for n, lag in shop.needs[i])
+        heads[i] = max([free[shop.rank[i]], *arrived])
+    paths = [heads[i] + shop.ticks[i] + tails[i] for i in heads]
+    return heads, tails, max([fixed, *map(sum, zip(free, rest, strict=True)), *paths])

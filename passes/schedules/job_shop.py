@@ -6,7 +6,7 @@
 Ticks round down, so a lower bound in ticks is one in seconds; makespans are told by the simulator, in seconds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.schedule import Schedule
-from passes.schedules.problem import Problem
+from passes.schedules.problem import Problem, most_held
 
 Orders = tuple[tuple[int, ...], ...]
 _MOST_TICKS = 100_000  # of the longest operation, where durations have no common unit
@@ -26,7 +26,7 @@ class JobShop:
     """Operations in an order in which each comes after all it needs, micro-batch after micro-batch.
 
     Terms: `needs[i]` are pairs (operation, ticks after its end); `taken` and `freed` are bytes at the start and the end
-    of an operation; `ordered` says that micro-batches are interchangeable and pass every stage in order, so that
+    of an operation. Without frozen work, micro-batches are interchangeable and pass every stage in order, so that
     `needs` holds that order and what memory implies, at no loss.
     """
 
@@ -39,7 +39,6 @@ class JobShop:
     limits: tuple[int, ...] | None
     num_ranks: int
     num_microbatches: int
-    ordered: bool
     seconds_per_tick: float = field(compare=False)
 
     def __len__(self) -> int:
@@ -108,23 +107,12 @@ def job_shop(problem: Problem, split: frozenset[int], relaxed: bool = False) -> 
     lags = [[_lag(problem, one[need], action) for need in needs] for action, needs in zip(one, pairs, strict=True)]
     unit = tick_seconds([*seconds, *(lag for several in lags for lag in several)])
     inner = [[(n, _floor(t, unit)) for n, t in zip(*pair, strict=True)] for pair in zip(pairs, lags, strict=True)]
-    ordered = not work.num_components
-    earlier = [list(_earlier(problem, one, j, split)) if ordered else [] for j in range(len(one))]
-    actions = repeated(one, work.num_microbatches)
-    count = work.num_microbatches
-    return JobShop(
-        actions,
-        tuple(map(problem.rank, actions)),
-        tuple(_floor(s, unit) for s in seconds) * count,
-        repeated_needs(inner, earlier, count),
-        tuple(map(problem.bytes_taken, one)) * count,
-        tuple(problem.bytes_freed(a, split) for a in one) * count,
-        problem.memory_limit_bytes,
-        problem.num_ranks,
-        count,
-        ordered,
-        unit,
-    )
+    earlier = [[] if work.num_components else list(_earlier(problem, one, j, split)) for j in range(len(one))]
+    return repeated(
+        one, work.num_microbatches, problem.rank, problem.num_ranks, [_floor(s, unit) for s in seconds], inner, earlier,
+        [problem.bytes_taken(a) for a in one], [problem.bytes_freed(a, split) for a in one],
+        problem.memory_limit_bytes, unit,
+    )  # fmt: skip
 
 
 def one_microbatch(work: Work, split: frozenset[int]) -> list[Action]:
@@ -148,27 +136,37 @@ def within(work: Work, one: Sequence[Action]) -> list[list[int]]:
     return found
 
 
-def repeated(one: Sequence[Action], count: int) -> tuple[Action, ...]:
-    """The same actions for `count` micro-batches, one after the other."""
-    return tuple(Action(a.stage, a.kind, m) for m in range(count) for a in one)
-
-
-def repeated_needs(
-    inner: Sequence[Iterable[tuple[int, int]]], earlier: Sequence[Sequence[tuple[int, int]]], count: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """`JobShop.needs` of `count` micro-batches.
+def repeated(
+    one: Sequence[Action],
+    count: int,
+    rank: Callable[[Action], int],
+    num_ranks: int,
+    ticks: Sequence[int],
+    inner: Sequence[Iterable[tuple[int, int]]],
+    earlier: Sequence[Sequence[tuple[int, int]]],
+    taken: Sequence[int] = (),
+    freed: Sequence[int] = (),
+    limits: tuple[int, ...] | None = None,
+    seconds_per_tick: float = 1.0,
+) -> JobShop:
+    """The same actions for `count` micro-batches, one after the other.
 
     Args:
         inner: (place, ticks after its end) of what an action waits for within its micro-batch.
         earlier: (place, micro-batches before) of what it waits for in others, without delay.
+        taken, freed: bytes of every action; none where left out.
     """
-    size, found = len(inner), []
+    actions = tuple(Action(a.stage, a.kind, m) for m in range(count) for a in one)
+    nothing, needs = (0,) * len(one), []
     for m in range(count):
-        base = m * size
+        base = m * len(one)
         for same, others in zip(inner, earlier, strict=True):
-            before = [(base + j - back * size, 0) for j, back in others if back <= m]
-            found.append((*before, *((base + j, lag) for j, lag in same)))
-    return tuple(found)
+            before = [(base + j - back * len(one), 0) for j, back in others if back <= m]
+            needs.append((*before, *((base + j, lag) for j, lag in same)))
+    return JobShop(
+        actions, tuple(map(rank, actions)), tuple(ticks) * count, tuple(needs), tuple(taken or nothing) * count,
+        tuple(freed or nothing) * count, limits, num_ranks, count, seconds_per_tick,
+    )  # fmt: skip
 
 
 def tick_seconds(values: Sequence[float]) -> float:
@@ -259,13 +257,5 @@ def run(shop: JobShop, orders: Orders) -> Run:
 
 def within_limits(shop: JobShop, orders: Orders) -> bool:
     """Whether no rank ever holds more than its limit."""
-    if shop.limits is None:
-        return True
-    for order, limit in zip(orders, shop.limits, strict=True):
-        held = 0
-        for i in order:
-            held += shop.taken[i]
-            if held > limit:
-                return False
-            held -= shop.freed[i]
-    return True
+    peaks = (most_held((shop.taken[i], shop.freed[i]) for i in order) for order in orders)
+    return shop.limits is None or all(peak <= limit for peak, limit in zip(peaks, shop.limits, strict=True))

@@ -12,8 +12,8 @@ from dataclasses import replace
 from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.schedule import Schedule
-from passes.schedules.job_shop import JobShop, Orders, one_microbatch, repeated, repeated_needs, run, within
-from passes.schedules.policies import POLICIES, Rule
+from passes.schedules.job_shop import JobShop, one_microbatch, repeated, run, within
+from passes.schedules.policies import POLICIES
 from passes.schedules.replicas import with_reductions
 from passes.schedules.rules import Replicas, rule_orders
 
@@ -48,49 +48,35 @@ def make_schedule(
     frozen_ranks = tuple(frozen_ranks) if work.num_components else ()
     one = one_microbatch(work, work.input_grad & work.weight_grad if rule.split else frozenset())
     ticks = _ticks(one, forward_seconds, backward_seconds, frozen_seconds or [1.0] * work.num_components)
-    ranks = [_rank(a, replicas, world_size, frozen_ranks) for a in repeated(one, work.num_microbatches)]
-    shop = _shop(work, one, ticks, ranks, world_size, None if rule.repeated else replicas)
-    orders = _capped(shop, rule, work, replicas) if rule.capped else None
+    inner = [[(need, 0) for need in needs] for needs in within(work, one)]
+    # the replicas of a stage take their micro-batches in order; blocks have an order of their own
+    turns = [[] if rule.repeated or a.kind == "T" else [(j, len(replicas[a.stage]))] for j, a in enumerate(one)]
+
+    def rank(action: Action) -> int:
+        return _rank(action, replicas, world_size, frozen_ranks)
+
+    shop = repeated(one, work.num_microbatches, rank, world_size, ticks, inner, turns)
+    orders = None
+    if rule.capped:
+        tries = (replace(rule, first=first) for first in ("FBW", "BFW"))
+        found = [rule_orders(_capped(shop, work, replicas), tried, work, replicas) for tried in tries]
+        orders = min((o for o in found if o is not None), key=lambda o: run(shop, o).ticks, default=None)
     orders = orders or rule_orders(shop, rule, work, replicas)
     assert orders is not None, "without limits of memory every list schedule ends"
     return with_reductions(shop.schedule(name, work.num_stages, orders), work)
 
 
-def _capped(shop: JobShop, rule: Rule, work: Work, replicas: Replicas) -> Orders | None:
-    """The shorter of "forward first" and "backward first" in the memory of 1F1B (Hanayo: Liu et al., "Harness Wave-like
-    Pipeline Parallelism", SC 2023): with n stages a rank holds at most n x ranks activations, of whichever stages.
+def _capped(shop: JobShop, work: Work, replicas: Replicas) -> JobShop:
+    """In the memory of 1F1B (Hanayo: Liu et al., "Harness Wave-like Pipeline Parallelism", SC 2023): with n stages a
+    rank holds at most n x places activations, of whichever stages.
 
-    None where that memory stops both, which it never does to a chain of stages, and where stages have replicas.
+    That stops no chain of stages; what it stops goes without.
     """
-    ranks = [replicas[stage][0] for stage in work.stages]
-    if max(map(len, replicas)) > 1:
-        return None
-    room = tuple(len(set(ranks)) * ranks.count(rank) for rank in range(shop.num_ranks))
-    holds = [a.stage in work.backward for a in shop.actions]
-    taken = tuple(int(a.kind == "F" and held) for a, held in zip(shop.actions, holds, strict=True))
-    freed = tuple(int(a.kind in "BW" and held) for a, held in zip(shop.actions, holds, strict=True))
-    limited = replace(shop, taken=taken, freed=freed, limits=room)
-    tried = (rule_orders(limited, replace(rule, capped=False, first=first), work, replicas) for first in ("FBW", "BFW"))
-    return min((o for o in tried if o is not None), key=lambda o: run(shop, o).ticks, default=None)
-
-
-def _shop(
-    work: Work,
-    one: Sequence[Action],
-    ticks: Sequence[int],
-    ranks: Sequence[int],
-    world_size: int,
-    turns: Replicas | None,
-) -> JobShop:
-    """The operations without delays and memory. The replicas `turns` of a stage take their micro-batches in order;
-    where left out, blocks have an order of their own."""
-    count, nothing = work.num_microbatches, (0,) * (len(one) * work.num_microbatches)
-    inner = [[(need, 0) for need in needs] for needs in within(work, one)]
-    earlier = [[(j, len(turns[a.stage]))] if turns and a.kind != "T" else [] for j, a in enumerate(one)]
-    return JobShop(
-        repeated(one, count), tuple(ranks), tuple(ticks) * count, repeated_needs(inner, earlier, count),
-        nothing, nothing, None, world_size, count, False, 1.0,
-    )  # fmt: skip
+    room = tuple(len({*replicas}) * sum(rank in ranks for ranks in replicas) for rank in range(shop.num_ranks))
+    held = [a.stage in work.backward for a in shop.actions]
+    taken = tuple(int(a.kind == "F" and of) for a, of in zip(shop.actions, held, strict=True))
+    freed = tuple(int(a.kind in "BW" and of) for a, of in zip(shop.actions, held, strict=True))
+    return replace(shop, taken=taken, freed=freed, limits=room)
 
 
 def _rank(action: Action, replicas: Replicas, world_size: int, frozen_ranks: Sequence[tuple[int, ...]]) -> int:

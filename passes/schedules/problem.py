@@ -4,11 +4,10 @@ work, stage_rank           seconds of F B I W T, lag       activation bytes, lim
 0F0 1F0 1B0 0B0 ...        how long, how far apart         F of a stage takes, B (or W) gives back
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.errors import CompileError
-from fxpipe.plan.actions import KINDS, Action, Work
+from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import ActionTimes, Lag, no_lag, simulate
 from fxpipe.plan.schedule import Schedule
 
@@ -38,39 +37,8 @@ class Problem:
     frozen_ranks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        work = self.work
         if not self.num_ranks:
             object.__setattr__(self, "num_ranks", max(self.stage_rank, default=0) + 1)
-        if len(self.stage_rank) != work.num_stages or not all(0 <= r < self.num_ranks for r in self.stage_rank):
-            raise CompileError(
-                f"stage_rank={self.stage_rank} places {work.num_stages} stages on {self.num_ranks} ranks; "
-                f"give every stage one rank below {self.num_ranks}"
-            )
-        wanted = {"F", "B"} | ({"T"} if work.num_components else set()) | ({"I", "W"} & self.seconds.keys())
-        wanted |= {"I", "W"} if wanted & {"I", "W"} else set()
-        for kind in sorted(wanted):
-            count = work.num_components if kind == "T" else work.num_stages
-            times = self.seconds.get(kind, ())
-            if len(times) != count or not all(0 <= t < float("inf") for t in times):
-                raise CompileError(
-                    f"seconds[{kind!r}] = {list(times)} for {KINDS[kind]}; give {count} finite numbers, none negative"
-                )
-        if len(self.activation_bytes) not in (0, work.num_stages):
-            raise CompileError(
-                f"activation_bytes has {len(self.activation_bytes)} entries for {work.num_stages} stages"
-            )
-        ranks = {rank for ranks in self.frozen_ranks for rank in ranks}
-        if len(self.frozen_ranks) not in (0, work.num_components) or not ranks <= {*range(self.num_ranks)}:
-            raise CompileError(
-                f"frozen_ranks={self.frozen_ranks} for {work.num_components} components; give each some of "
-                f"{self.num_ranks} ranks"
-            )
-        limits = self.memory_limit_bytes
-        if limits is not None and (len(limits) != self.num_ranks or not self.activation_bytes):
-            raise CompileError(
-                f"memory_limit_bytes has {len(limits)} entries for {self.num_ranks} ranks; give one per rank, and "
-                f"activation_bytes with it"
-            )
 
     @property
     def splittable(self) -> frozenset[int]:
@@ -111,15 +79,20 @@ class Problem:
 def peak_bytes(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
     """The most activation bytes every rank holds. A rank's own order decides, whatever the others do."""
     split = frozenset(a.stage for actions in schedule.ranks for a in actions if a.kind == "W")
-    peaks = []
-    for actions in schedule.ranks:
-        held = peak = 0
-        for action in actions:
-            held += problem.bytes_taken(action)
-            peak = max(peak, held)
-            held -= problem.bytes_freed(action, split)
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(
+        most_held((problem.bytes_taken(a), problem.bytes_freed(a, split)) for a in actions)
+        for actions in schedule.ranks
+    )
+
+
+def most_held(steps: Iterable[tuple[int, int]]) -> int:
+    """The most bytes at once of steps that take some when they start and free some when they end."""
+    held = peak = 0
+    for taken, freed in steps:
+        held += taken
+        peak = max(peak, held)
+        held -= freed
+    return peak
 
 
 def fits(problem: Problem, schedule: Schedule) -> bool:

@@ -113,10 +113,6 @@ def _limits(rule: Rule, work: Work, replicas: Replicas) -> Iterator[tuple[int, i
     on_ranks: dict[tuple[int, ...], list[int]] = {}
     for stage in work.stages:
         on_ranks.setdefault(replicas[stage], []).append(stage)
-    if rule.capped:
-        for stages in on_ranks.values():
-            cap = _cap([limits[stage] for stage in stages], len(on_ranks) * len(stages))
-            limits |= {stage: min(limits[stage], cap) for stage in stages}
     held = {ranks: sum(limits[stage] for stage in stages) for ranks, stages in on_ranks.items()}
     for stage in work.stages:
         ranks = replicas[stage]
@@ -141,8 +137,3 @@ def _one_f_one_b(work: Work, replicas: Replicas, grouped: bool) -> dict[int, int
     for stage in TopologicalSorter(users).static_order():
         limits[stage] = 1 + max((limits[user] for user in users[stage]), default=0)
     return limits
-
-
-def _cap(limits: Sequence[int], room: int) -> int:
-    """The largest cap under which the limits of a rank's stages add up to no more than `room`; at least one."""
-    return max(cap for cap in range(1, max(limits) + 1) if cap == 1 or sum(min(limit, cap) for limit in limits) <= room)

@@ -3,16 +3,13 @@
     rank 0  |####|-----------|####|            bubbles {1} from 2 to 4, {0, 1} from 4 to 6, {0} from 6 to 9 ...:
     rank 1  |##|----|########|----|            each takes layers that fit on all of its ranks' samples
 
-greedy     the longest combination of layers in each bubble: DiffusionPipe (Tian et al., MLSys 2024), Algorithms 1 and 2
-exact      the least tail of all such combinations         savings, spans   what both choose from
-bubbles    idle time, of one rank and of several           write            the choices as pieces
-check      any filler's result against its problem
+choose     greedy: the longest combination of layers in each bubble; exact: the least tail of all such combinations
+bubbles    idle time of several ranks         spans   what can be chosen         write   the choices as pieces
 """
 
 from dataclasses import replace
 
-from passes.comparison.published.exact import exact
-from passes.comparison.published.greedy import greedy
+from passes.comparison.published.choose import exact, greedy
 from passes.fill.problem import FillProblem
 
 __all__ = ["exact", "greedy", "published"]

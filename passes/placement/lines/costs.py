@@ -13,11 +13,11 @@ from itertools import pairwise
 import numpy as np
 
 from fxpipe.cluster import Cluster
+from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import BlockGraph
-from passes.placement.lines.balanced import linear
-from passes.placement.lines.shortest import Stages, shortest_line
-from passes.placement.lines.traffic import Floats, traffic
-from passes.placement.memory import ROUNDING, StageMemory, prefix
+from passes.placement.lines.shortest import Stages, runs, shortest_line
+from passes.placement.lines.traffic import traffic
+from passes.placement.memory import ROUNDING, Floats, StageMemory, prefix
 
 _SMALL, _LARGE = 1 << 20, 1 << 30  # bytes: collectives change their algorithm with size; these two give a line
 _SLOWER = 1.01  # of the fastest link's seconds per byte: another kind of link
@@ -73,7 +73,7 @@ def cut_line(
     used = min(len(line.seconds), len(ranks))
     found = shortest_line(line_stages(line, ranks[:used], cluster, memory), max(microbatches - 1, 1))
     if found is None:
-        return linear(line.seconds, len(ranks), memory=memory)  # says what would fit
+        raise CompileError("no line of stages fits into the memory of its ranks")
     return found + (len(line.seconds),) * (len(ranks) - used)
 
 
@@ -84,7 +84,7 @@ def line_stages(
     flows, size = traffic(line.graph), len(line.seconds) + 1
     here = slice(line.first, line.first + size)
     links = [_pace(cluster, *pair) for pair in pairwise(ranks)]
-    compute = _runs(prefix(line.seconds))
+    compute = runs(prefix(line.seconds))
     fastest = min((pace for _, pace in links), default=0.0)
     ports: dict[tuple[float, float], Floats] = {}
     periods, messages = [], []
@@ -103,17 +103,11 @@ def line_stages(
     return Stages(periods, messages, _late(line, ranks[0], cluster))
 
 
-def _runs(before: Floats) -> Floats:
-    """[a, b]: what blocks [a, b) add up to; infinite where there are none."""
-    return np.where(np.tri(len(before), k=-1, dtype=bool).T, before[None, :] - before[:, None], np.inf)
-
-
 def _fitting(periods: Sequence[Floats], memory: StageMemory) -> list[Floats]:
     """Infinite where a stage does not fit its rank."""
-    before, limits = memory.stages(len(memory.in_flight))
     return [
         np.where(row[None, :] - row[:, None] <= limit * (1 + ROUNDING), period, np.inf)
-        for period, row, limit in zip(periods, before, limits, strict=False)
+        for period, row, limit in zip(periods, memory.before(), memory.limit_bytes, strict=False)
     ]
 
 

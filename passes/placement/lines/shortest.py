@@ -24,12 +24,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.placement.lines.traffic import Floats
+from passes.placement.memory import ROUNDING, Floats
 
 _STEP = 1e-3  # relative, between limits on the period: no cut is better by more
 _LATE_STEP = 0.8  # of a limit on late reductions to the next one
 _LITTLE = 0.01  # of a step: reductions later than that are worth a search
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +84,10 @@ def _within(stages: Stages, weight: float) -> tuple[int, ...] | None:
     if least == np.inf:
         return None
     plain = Stages(stages.periods, stages.messages)
-    best = _path(plain, least * (1 + _ROUNDING))
+    best = cheapest(plain.periods, plain.messages, least * (1 + ROUNDING))
     assert best is not None, "some cuts have the least largest period"
     limit = float(np.finfo(np.float64).max)
-    while limit >= least and (cuts := _path(plain, limit)) is not None:
+    while limit >= least and (cuts := cheapest(plain.periods, plain.messages, limit)) is not None:
         value = plain.seconds(cuts, weight)
         if value < plain.seconds(best, weight):
             best = cuts
@@ -106,21 +105,29 @@ def least_period(periods: Sequence[Floats]) -> float:
     return float(largest[-1])
 
 
-def _path(stages: Stages, limit: float) -> tuple[int, ...] | None:
-    """The cuts with the least messages whose periods keep a limit."""
-    cost, sources = _start(len(stages.periods[0])), []
-    for period, message in zip(stages.periods, stages.messages, strict=True):
+def cheapest(periods: Sequence[Floats], messages: Sequence[Floats], limit: float) -> tuple[int, ...] | None:
+    """The cuts with the least messages whose periods keep a limit; None where none do."""
+    cost, sources = _start(len(periods[0])), []
+    for period, message in zip(periods, messages, strict=True):
         step = np.where(period <= limit, cost[:, None], np.inf)
         source = step.argmin(axis=0)
         sources.append(source)
         cost = step[source, np.arange(len(source))] + message
-    if cost[-1] == np.inf:
-        return None
-    cuts = [len(cost) - 1]
+    return None if cost[-1] == np.inf else back(sources)
+
+
+def back(sources: Sequence[NDArray[np.intp]]) -> tuple[int, ...]:
+    """The cuts that end after the last block, where every stage's first block is known by its end."""
+    cuts = [len(sources[0]) - 1]
     for source in reversed(sources):
         cuts.append(int(source[cuts[-1]]))
     return tuple(cuts[::-1])
 
 
-def _start(size: int) -> NDArray[np.float64]:
+def runs(before: Floats) -> Floats:
+    """[a, b]: what blocks [a, b) add up to; infinite where there are none."""
+    return np.where(np.tri(len(before), k=-1, dtype=bool).T, before[None, :] - before[:, None], np.inf)
+
+
+def _start(size: int) -> Floats:
     return np.where(np.arange(size) == 0, 0.0, np.inf)

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxpipe.plan.block_graph import BlockGraph, Edge
-
-Floats = NDArray[np.float64]
+from passes.placement.memory import Floats
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from passes.placement.lines.traffic import Floats
-from passes.placement.memory import prefix
+from passes.placement.lines.shortest import back, runs
+from passes.placement.memory import ROUNDING, Floats, prefix
 
 _RESOLUTION = 1e-9  # relative, of the limit
-_ROUNDING = 1e-12
 
 
 def uneven_line(seconds: Sequence[float], num_stages: int, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -25,33 +24,30 @@ def uneven_line(seconds: Sequence[float], num_stages: int, num_ranks: int) -> tu
     There is a block, and a rank, for every stage. Ranks to spare go to the busiest stages.
     """
     before = prefix(seconds)
-    runs = np.where(np.tri(len(before), k=-1, dtype=bool).T, before[None, :] - before[:, None], np.inf)
+    loads = runs(before)
     lower, upper = before[-1] / num_ranks, before[-1]
-    best = _fewest(runs, num_stages, upper)
+    best = _fewest(loads, num_stages, upper)
     while upper - lower > _RESOLUTION * upper:
         middle = (lower + upper) / 2
-        found = _fewest(runs, num_stages, middle)
+        found = _fewest(loads, num_stages, middle)
         if found[0] <= num_ranks:
             best, upper = found, middle
         else:
             lower = middle
     cuts = best[1]
-    loads = [float(runs[run]) for run in pairwise(cuts)]
-    return cuts, _replicas(loads, num_ranks)
+    return cuts, _replicas([float(loads[run]) for run in pairwise(cuts)], num_ranks)
 
 
-def _fewest(runs: Floats, num_stages: int, limit: float) -> tuple[float, tuple[int, ...]]:
+def _fewest(loads: Floats, num_stages: int, limit: float) -> tuple[float, tuple[int, ...]]:
     """The fewest ranks with which no replica is busier than the limit, and the cuts."""
-    needed = np.maximum(1.0, np.ceil(runs / limit * (1 - _ROUNDING))) if limit else np.where(runs < np.inf, 1.0, np.inf)
-    count, sources = np.where(np.arange(len(runs)) == 0, 0.0, np.inf), []
+    at_all = np.where(loads < np.inf, 1.0, np.inf)
+    needed = np.maximum(at_all, np.ceil(loads / limit * (1 - ROUNDING))) if limit else at_all
+    count, sources = np.where(np.arange(len(loads)) == 0, 0.0, np.inf), []
     for _ in range(num_stages):
         total = count[:, None] + needed
         sources.append(total.argmin(axis=0))
         count = total.min(axis=0)
-    cuts = [len(runs) - 1]
-    for source in reversed(sources):
-        cuts.append(int(source[cuts[-1]]))
-    return float(count[-1]), tuple(cuts[::-1])
+    return float(count[-1]), back(sources)
 
 
 def _replicas(loads: Sequence[float], num_ranks: int) -> tuple[int, ...]:

@@ -21,13 +21,10 @@ _RESOLUTION = 1e-12  # relative
 _NEAR = 1e-3  # relative; limits so close may have no load between them
 
 
-def least_path(levels: Levels, at_least: float = 0.0) -> Path | None:
-    """The path whose largest level is smallest, up to rounding; None when none fits into memory.
-
-    A path within `at_least` seconds is returned as soon as it is found.
-    """
+def least_path(levels: Levels) -> Path | None:
+    """The path whose largest level is smallest, up to rounding; None when none fits into memory."""
     total = float(levels.seconds[-1])
-    least = max(total / levels.num_levels, float(levels.weights.max(initial=0.0)), at_least)
+    least = max(total / levels.num_levels, float(levels.weights.max(initial=0.0)))
     limits = np.minimum(least * (1 + np.append(0.0, 2.0 ** np.arange(3 - _AT_ONCE, 2))), max(total, least))
     limits = np.append(limits, max(total, least))
     best, lower = _search(levels, limits)

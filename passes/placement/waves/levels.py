@@ -8,7 +8,7 @@ A state (i, j) is an open interval [i, j). A path has one state more than levels
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -44,10 +44,6 @@ class Levels:
     def num_blocks(self) -> int:
         return len(self.weights)
 
-    def with_limits(self, limits: Floats) -> "Levels":
-        assert self.memory is not None
-        return replace(self, memory=self.memory.with_limits(limits))
-
     def loads(self, path: Path) -> tuple[float, ...]:
         """Seconds of every level's blocks."""
         p = self.seconds
@@ -58,6 +54,11 @@ def owners(path: Path) -> dict[int, int]:
     """The level of every block."""
     steps = enumerate(pairwise(path))
     return {b: level for level, ((i, j), (i2, j2)) in steps for b in (*range(i, i2), *range(j2, j))}
+
+
+def boundaries_of(path: Path) -> tuple[int, ...]:
+    """The positions between the stages: left ends inwards, then right ends outwards."""
+    return (*(i for i, _ in path), *(j for _, j in path[-2::-1]))
 
 
 def extents(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:

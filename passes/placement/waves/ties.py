@@ -3,8 +3,7 @@
     limit 4      [0 1][2 3|4 5][6 7]  and  [0][1 2 3|4 5 6][7]  both keep it: the cuts decide
 
 Dynamic programming over levels. The best source of a state is a minimum over left ends i of a minimum over a *range*
-of right ends j, which two entries of a table of minima over powers of two give. Only states are looked at whose price
-bound is within a guess, which grows until the path found is.
+of right ends j, which two entries of a table of minima over powers of two give.
 """
 
 from dataclasses import dataclass
@@ -14,9 +13,6 @@ from numpy.typing import NDArray
 
 from passes.placement.memory import ROUNDING
 from passes.placement.waves.levels import TOLERANCE, Floats, Ints, Levels, Path, extents
-from passes.placement.waves.price_bounds import power, powers_of_two, price_bounds
-
-_FEW = 20_000  # states that are searched faster than they are bounded
 
 
 def best_tie(levels: Levels, limit: float, cut: Floats) -> Path:
@@ -27,18 +23,7 @@ def best_tie(levels: Levels, limit: float, cut: Floats) -> Path:
     costs = cut / (1 + cut.sum())
     limit *= 1 + TOLERANCE
     usable = np.stack([_usable(levels, limit, level) for level in range(levels.num_levels + 1)])
-    if usable.sum() <= _FEW:
-        path, _ = _Search(levels, limit, costs, usable).best_path()
-        assert path is not None, "some path keeps the limit"
-        return path
-    bounds = price_bounds(levels, usable, limit, costs)
-    least, slack = float(bounds[0, 0, -1]), 0.0
-    while True:
-        path, price = _Search(levels, limit, costs, bounds <= least + slack + TOLERANCE).best_path()
-        if path is not None and price <= least + slack + TOLERANCE:
-            return path
-        assert slack < 3 * levels.num_levels, "some path keeps the limit"
-        slack = price - least if path is not None else max(16 * slack, 0.5 / len(cut))
+    return _Search(levels, limit, costs, usable).best_path()
 
 
 def _usable(levels: Levels, limit: float, level: int) -> NDArray[np.bool_]:
@@ -55,8 +40,8 @@ class _Search:
     costs: Floats
     open: NDArray[np.bool_]  # [level, i, j]: the states worth looking at
 
-    def best_path(self) -> tuple[Path | None, float]:
-        """The cheapest path over these states, and its price."""
+    def best_path(self) -> Path:
+        """The cheapest path over these states."""
         start = np.full(self.open[0].shape, np.inf)
         start[0, -1] = 0.0
         values = [start]
@@ -64,12 +49,11 @@ class _Search:
             values.append(self._step(level, values[-1]))
         ends = values[-1].diagonal()
         at = int(ends.argmin())
-        if ends[at] == np.inf:
-            return None, np.inf
+        assert ends[at] < np.inf, "some path keeps the limit"
         path = [(at, at)]
         for level in reversed(range(self.levels.num_levels)):
             path.append(self._source(level, values[level], *path[-1]))
-        return tuple(path[::-1]), float(ends[at])
+        return tuple(path[::-1])
 
     def _step(self, level: int, value: Floats) -> Floats:
         """The value of every state after one more level."""
@@ -80,8 +64,8 @@ class _Search:
         target, row = extents(some[first], some[left + 1])
         i, i2, j2 = rows[row], left[target], right[target]
         last = self._last(level, i, i2, j2)
-        exponent = power(last - j2)
-        minima = powers_of_two(np.ascontiguousarray(value[rows].T), int(exponent.max(initial=0)))
+        exponent = _power(last - j2)
+        minima = _powers_of_two(np.ascontiguousarray(value[rows].T), int(exponent.max(initial=0)))
         start, stop = np.minimum(j2 + 1, last), np.maximum(last + 1 - 2**exponent, 0)
         best = np.minimum(minima[exponent, start, row], minima[exponent, stop, row])
         taking, idle = self._prices(i, i2, j2)
@@ -116,3 +100,19 @@ class _Search:
             spare = self.levels.memory.limits[level] * (1 + ROUNDING) - (left[i2] - left[i])
             last = np.minimum(last, np.searchsorted(right, right[j2] + spare, "right") - 1)
         return last
+
+
+def _powers_of_two(values: Floats, largest: int) -> Floats:
+    """[k, r]: the smallest of rows r, r + 1, ... of `values`, 2**k of them, for k up to `largest`."""
+    minima = np.full((largest + 1, *values.shape), np.inf)
+    minima[0] = values
+    for k in range(largest):
+        half = 2**k
+        np.minimum(minima[k, :-half], minima[k, half:], out=minima[k + 1, :-half])
+        minima[k + 1, -half:] = minima[k, -half:]
+    return minima
+
+
+def _power(counts: Ints) -> Ints:
+    """The exponent of the largest power of two not above each count; 0 below 2."""
+    return np.asarray(np.frexp(np.maximum(counts, 1))[1] - 1)

@@ -14,11 +14,10 @@ from functools import lru_cache
 import numpy as np
 
 from fxpipe.errors import CompileError
-from passes.placement.checks import require_amounts, require_positive, require_skips
-from passes.placement.memory import LevelMemory, StageMemory, least_fitting, refuse
+from passes.placement.memory import LevelMemory, StageMemory
 from passes.placement.waves.crossing import least_soft_path
-from passes.placement.waves.fronts import least_path, path_within
-from passes.placement.waves.levels import Floats, Levels, Path
+from passes.placement.waves.fronts import least_path
+from passes.placement.waves.levels import Levels, Path, boundaries_of
 from passes.placement.waves.soft import Soft
 from passes.placement.waves.ties import best_tie
 
@@ -57,7 +56,7 @@ def wave(
         slack: loads up to 1 + slack times the mean count as equal: then the cheapest cuts decide.
 
     Raises:
-        CompileError: nothing fits into memory; names the smallest limit that would do. Or an input is no amount.
+        CompileError: nothing fits into memory.
 
     Terms: a state (i, j) leaves blocks [i, j) to the inner ranks, each rank makes one move to a smaller open interval.
     All skips are collocated if and only if no state has a skip with exactly one end inside.
@@ -65,12 +64,11 @@ def wave(
     skips = tuple((int(start), int(end)) for start, end in skips)
     costs = tuple(skip_cost) if skip_cost is not None and not hard else (0.0,) * len(skips)
     cut = np.zeros(len(weights) + 1) if cut_costs is None else np.asarray(cut_costs, dtype=float)
-    _check(weights, skips, num_ranks, costs, cut, memory)
     limits = None if memory is None else memory.levels(range(num_ranks))
     given = tuple(weights), skips, num_ranks, hard, costs
     soft, path = _unlimited(*given) if limits is None else _least(*given, limits)
     if path is None:
-        raise _too_little_memory(soft.hard if hard else soft.free)
+        raise CompileError("no wave fits into the memory of its ranks")
     enough = max(soft.largest(path), (1 + slack) * sum(weights) / num_ranks)
     path = best_tie(soft.given(soft.crossing(path)), enough, cut)
     return _partition(soft, path)
@@ -92,41 +90,11 @@ def _least(
 _unlimited = lru_cache(maxsize=4)(_least)
 
 
-def _check(
-    weights: Sequence[float],
-    skips: Sequence[tuple[int, int]],
-    num_ranks: int,
-    costs: Sequence[float],
-    cut: Floats,
-    memory: StageMemory | None,
-) -> None:
-    require_positive(num_ranks=num_ranks)
-    require_amounts("weights", weights)
-    require_skips(skips, len(weights))
-    require_amounts("skip_cost", costs, len(skips))
-    require_amounts("cut_costs", cut.tolist(), len(weights) + 1)
-    if memory is not None:
-        memory.check(len(weights), 2 * num_ranks, num_ranks)
-
-
-def _too_little_memory(levels: Levels) -> CompileError:
-    """The error when no path fits into memory, whatever its loads."""
-    memory, total = levels.memory, float(levels.seconds[-1])
-    assert memory is not None, "without limits one rank can take everything"
-
-    def used(limits: Floats) -> Floats | None:
-        path = path_within(levels.with_limits(limits), total)
-        return None if path is None else memory.used(path)
-
-    largest = float(np.maximum(memory.left, memory.right)[:, -1].max())
-    return refuse(memory.limits, least_fitting(memory.limits, largest, used), "wave")
-
-
 def _partition(soft: Soft, path: Path) -> WavePartition:
     loads = soft.loads(path)
     mean = float(soft.free.seconds[-1]) / len(loads)
     return WavePartition(
-        boundaries=(*(i for i, _ in path), *(j for _, j in path[-2::-1])),
+        boundaries=boundaries_of(path),
         rank_loads=loads,
         max_over_mean=max(loads) / mean if mean else 1.0,
         crossing=soft.crossing(path),

@@ -1,29 +1,44 @@
-"""Check a fill against its problem by its pieces alone: every frozen (layer, sample) once, in order, in idle time.
+"""An independent judge of fills: every frozen (layer, sample) once, in order, in idle time.
 
     rank 0: vae[0:3] x 0:16 @ 10.00-14.50, vae[3:4] x 0:16 @ 14.20-15.00  <-- HERE: starts before the piece before ends
 
 Nothing here is shared with the fillers: times come from `Layer.seconds`, the rest from the pieces.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from fxpipe.errors import CompileError
-from passes.comparison.published.check_order import misordered, misplaced
-from passes.fill.problem import FillProblem
-from passes.fill.result import Fill, FillFault, Piece, placed
+import numpy as np
+from numpy.typing import NDArray
 
+from passes.fill.problem import FillProblem
+from passes.fill.result import Fill, Piece
+
+Times = NDArray[np.float64]
 _TOLERANCE = 1e-9  # of the iteration
 
 
-def require(problem: FillProblem, fill: Fill) -> Fill:
-    """The fill, if nothing is wrong with it.
+@dataclass(frozen=True)
+class FillFault:
+    """What is wrong with a rank's piece, by its place in order; None: with the rank, or with the fill as a whole."""
 
-    Raises:
-        CompileError: something is; shows it in the fill's text.
-    """
-    if faults := check(problem, fill):
-        raise CompileError(f"the fill does not fit its problem:\n{fill.text(faults)}")
+    rank: int | None
+    piece: int | None
+    message: str
+
+
+def placed(fill: Fill) -> Iterator[tuple[int, int, Piece]]:
+    """Every piece, with its rank and its place among the rank's pieces."""
+    for rank, pieces in enumerate(fill.ranks):
+        for place, piece in enumerate(pieces):
+            yield rank, place, piece
+
+
+def require(problem: FillProblem, fill: Fill) -> Fill:
+    """The fill, if nothing is wrong with it."""
+    faults = check(problem, fill)
+    assert not faults, f"{fill}\n{faults}"
     return fill
 
 
@@ -116,3 +131,49 @@ def _totals(problem: FillProblem, fill: Fill, slack: float) -> Iterator[FillFaul
     ratio = 1 - (busy + used) / total if total else 0.0
     if abs(fill.bubble_ratio - ratio) > 1e-6:
         yield FillFault(None, None, f"{ratio:.4%} of all device time is idle")
+
+
+def misordered(problem: FillProblem, fill: Fill, slack: float) -> Iterator[FillFault]:
+    """Layers that run on a sample not once, or before the layer before it, or before a component they depend on."""
+    ready: list[Times] = []  # by component: when each sample's result is there
+    for index, component in enumerate(problem.components):
+        shape = len(component.layers), problem.batch_size
+        runs, starts, ends = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(shape)
+        mine = [(rank, place, piece) for rank, place, piece in placed(fill) if piece.component == index]
+        for _, _, piece in mine:
+            _stamp(problem, piece, runs, starts, ends)
+        for layer, sample in np.argwhere(runs != 1)[:1]:
+            count = runs[layer, sample]
+            yield FillFault(None, None, f"layer {layer} of {component.name} runs {count} times on sample {sample}")
+        inputs = np.vstack([np.max([np.zeros(shape[1]), *(ready[d] for d in component.depends)], axis=0), ends])
+        yield from _early(mine, starts, inputs, slack)
+        ready.append(inputs[-1])
+
+
+def _stamp(problem: FillProblem, piece: Piece, runs: NDArray[np.int64], starts: Times, ends: Times) -> None:
+    now, samples = piece.start_seconds, slice(piece.first_sample, piece.last_sample)
+    for layer in range(piece.first_layer, piece.last_layer):
+        runs[layer, samples] += 1
+        starts[layer, samples] = now
+        now += problem.components[piece.component].layers[layer].seconds(piece.num_samples)
+        ends[layer, samples] = now
+
+
+def _early(mine: Sequence[tuple[int, int, Piece]], starts: Times, inputs: Times, slack: float) -> Iterator[FillFault]:
+    early = starts < inputs[:-1] - slack
+    for rank, place, piece in mine:
+        layers, samples = slice(piece.first_layer, piece.last_layer), slice(piece.first_sample, piece.last_sample)
+        for layer, _ in np.argwhere(early[layers, samples])[:1]:
+            yield FillFault(rank, place, f"layer {piece.first_layer + layer} starts before its inputs are there")
+
+
+def misplaced(problem: FillProblem, fill: Fill) -> Iterator[FillFault]:
+    """Pieces on another rank than their samples, in a fill that says these stay."""
+    if not fill.stays:
+        return
+    homes = np.full((len(problem.components), problem.batch_size), -1)
+    for rank, place, piece in placed(fill):
+        home = homes[piece.component, piece.first_sample : piece.last_sample]
+        if ((home >= 0) & (home != rank)).any():
+            yield FillFault(rank, place, "its samples were on another rank before")
+        home[:] = rank
