@@ -156,26 +156,6 @@ def test_text_and_bubble_ratio() -> None:
     assert found.bubble_ratio == pytest.approx(1 / 232)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"pipeline_seconds": float("nan")}, "pipeline_seconds=nan"),
-        ({"idle": ()}, "0 ranks"),
-        ({"idle": (((0.0, 0.2),), ())}, r"idle\[0\] .* must be in order, not overlap, and lie within 0 and 0.1"),
-        ({"idle": ((), ((0.03, 0.05), (0.04, 0.06)))}, r"idle\[1\]"),
-        ({"min_bubble_seconds": -1.0}, "min_bubble_seconds=-1.0"),
-        ({"local_batches": (4, 2)}, r"local_batches=\(4, 2\) must be positive and rising"),
-        ({"components": (replace(TEXT, depends=(0,)),)}, "list it after those"),
-        ({"components": (replace(TEXT, ranks=()),)}, r"may run on ranks \(\); give at least one of 0 to 1"),
-        ({"components": (replace(TEXT, ranks=(2,)),)}, r"may run on ranks \(2,\)"),
-    ],
-)
-def test_problems_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(CompileError, match=message):
-        replace(TWO_RANKS, **changes)  # type: ignore[arg-type]
-
-
 def test_layer_times() -> None:
     found = Layer.measured("attn", {4: 0.004, 8: 0.003, 16: 0.011})
     assert found.points == ((4, 0.004), (8, 0.004), (16, 0.011))

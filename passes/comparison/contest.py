@@ -7,6 +7,7 @@ DDP    1 micro-batch, needs 96 GiB      too much
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from fxpipe.show.comparison import Contestant
 from fxpipe.simulate import simulate, timeline
@@ -24,44 +25,30 @@ class Attempt:
     write: Callable[[], StepOps]
 
 
-@dataclass(frozen=True)
-class _Tried:
-    setting: str
-    ops: StepOps
-    seconds: float
-    peak_bytes: int
-
-
 def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contestant | None:
     """The fastest attempt of the first rung where any fits; the least hungry one where none does anywhere.
 
     Args:
         ladder: attempts by preference, such as those without recomputation, then those with.
     """
-    least: _Tried | None = None
+    least: tuple[int, str, StepOps] | None = None  # bytes
     for rung in ladder:
-        found: _Tried | None = None
+        found: tuple[float, str, StepOps] | None = None  # seconds
         for attempt in sorted(rung, key=lambda a: a.bound_seconds):
-            if found is not None and attempt.bound_seconds >= found.seconds:
+            if found is not None and attempt.bound_seconds >= found[0]:
                 break
-            tried = _try(case, attempt)
-            if not case.fits(tried.peak_bytes):
-                least = tried if least is None or tried.peak_bytes < least.peak_bytes else least
-            elif found is None or tried.seconds < found.seconds:
-                found = tried
+            ops, seconds = attempt.write(), inf
+            needed = max(least_peaks(ops))
+            if case.fits(needed):  # walked only then
+                walked = simulate(ops, case.cluster)
+                needed, seconds = walked.peak_bytes, walked.seconds
+            if not case.fits(needed):
+                least = (needed, attempt.setting, ops) if least is None or needed < least[0] else least
+            elif found is None or seconds < found[0]:
+                found = seconds, attempt.setting, ops
         if found is not None:
-            return contestant(case, name, found.setting, found.ops)
-    return None if least is None else contestant(case, name, least.setting, least.ops)
-
-
-def _try(case: Case, attempt: Attempt) -> _Tried:
-    """Walked only if it may fit."""
-    ops = attempt.write()
-    needed = max(least_peaks(ops))
-    if not case.fits(needed):
-        return _Tried(attempt.setting, ops, 0.0, needed)
-    walked = simulate(ops, case.cluster)
-    return _Tried(attempt.setting, ops, walked.seconds, walked.peak_bytes)
+            return contestant(case, name, *found[1:])
+    return None if least is None else contestant(case, name, *least[1:])
 
 
 def contestant(case: Case, name: str, setting: str, ops: StepOps) -> Contestant:

@@ -5,15 +5,11 @@ rank 1  |--|1F0 1B0 1F1 1B1 1F2 1B2|------|    and   text   6 layers
         0                                 pipeline_seconds
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from math import inf
 
 import numpy as np
 
-from fxpipe.errors import CompileError
 from passes.costs.layer import FrozenComponent
 
 Interval = tuple[float, float]
@@ -41,21 +37,6 @@ class FillProblem:
     min_bubble_seconds: float = 0.002
     local_batches: tuple[int, ...] = tuple(range(1, 97))
     partial: bool = True
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or not 0 <= self.pipeline_seconds < inf or not self.idle:
-            raise CompileError(
-                f"batch_size={self.batch_size}, pipeline_seconds={self.pipeline_seconds}, {len(self.idle)} ranks: "
-                "frozen work needs a sample, a finite time and a rank"
-            )
-        if not self.min_bubble_seconds >= 0:
-            raise CompileError(f"min_bubble_seconds={self.min_bubble_seconds}; give zero or more seconds")
-        if list(self.local_batches) != sorted({n for n in self.local_batches if n > 0}):
-            raise CompileError(f"local_batches={self.local_batches} must be positive and rising")
-        for rank, intervals in enumerate(self.idle):
-            _check_intervals(rank, intervals, self.pipeline_seconds)
-        for index, component in enumerate(self.components):
-            _check_component(index, component, self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -100,23 +81,3 @@ class FillProblem:
         """The ranks that may run a component."""
         ranks = self.components[component].ranks
         return tuple(range(self.num_ranks)) if ranks is None else ranks
-
-
-def _check_intervals(rank: int, intervals: Sequence[Interval], pipeline_seconds: float) -> None:
-    times = [0.0, *(time for interval in intervals for time in interval), pipeline_seconds]
-    if not all(a <= b for a, b in pairwise(times)):
-        raise CompileError(
-            f"idle[{rank}] = {list(intervals)} must be in order, not overlap, and lie within 0 and {pipeline_seconds} s"
-        )
-
-
-def _check_component(index: int, component: FrozenComponent, num_ranks: int) -> None:
-    if not all(0 <= d < index for d in component.depends):
-        raise CompileError(
-            f"component {component.name} is number {index} and depends on {component.depends}: list it after those"
-        )
-    ranks = component.ranks
-    if ranks is not None and (not ranks or list(ranks) != sorted({r for r in ranks if 0 <= r < num_ranks})):
-        raise CompileError(
-            f"component {component.name} may run on ranks {ranks}; give at least one of 0 to {num_ranks - 1}, in order"
-        )
