@@ -180,7 +180,7 @@ def test_a_batch_of_another_size_is_refused_with_the_remedy() -> None:
 def test_a_rank_that_raises_in_process_is_named() -> None:
     program, _ = _compile("crossed_skips", 2, "1f1b")
     engine = program.local_engine()
-    module = engine._modules[id(program.step)][1]
+    module = engine._bound(program.step)[1]
     name = next(iter(dict(module.named_children())))
 
     def broken(*values: object) -> None:

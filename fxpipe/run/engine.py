@@ -25,22 +25,8 @@ from fxpipe.run.transport import run_ranks
 class LocalEngine(Training):
     """All ranks in this process, on the model's own parameters."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        state: Mapping[str, torch.Tensor],
-        seed: int = 0,
-        shown: Callable[[str], str] = str,
-        observe: Observe | None = None,
-        filled: Callable[[], FilledPlan] | None = None,
-    ) -> None:
-        super().__init__(plan, seed, filled)
-        self._state, self._shown, self._observe = state, shown, observe
-        self._modules: dict[int, list[fx.GraphModule]] = {}
-        self._bound(plan)
-        held = {name for program in plan.programs for name in program.state}
-        self.parameters_by_name = _trainable({name: state[name] for name in state if name in held}, shown)
-        self.sent_bytes: dict[tuple[int, int], int] = {}
+    sent_bytes: Mapping[tuple[int, int], int] = {}
+    """Bytes of the last step's messages, by channel."""
 
     def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
@@ -69,9 +55,8 @@ class LocalEngine(Training):
 
         results = run_ranks(plan.world_size, body)
         gradients: dict[str, torch.Tensor] = {}
-        self.sent_bytes = {}
-        for result, sent in results:
-            self.sent_bytes.update(sent)
+        self.sent_bytes = {channel: size for _, sent in results for channel, size in sent.items()}
+        for result, _ in results:
             for name, gradient in result.gradients.items():
                 gradients.setdefault(self._shown(name), gradient)
         return results[0][0].loss, gradients, [result.carries for result, _ in results]
@@ -79,7 +64,8 @@ class LocalEngine(Training):
     def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
         if id(plan) not in self._modules:
             self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
-        return self._modules[id(plan)]
+        modules: list[fx.GraphModule] = self._modules[id(plan)]
+        return modules
 
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         pass
@@ -105,14 +91,11 @@ class Engine(Training):
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
     ) -> None:
-        super().__init__(plan, seed, filled)
-        self._observe, self.check_batches = observe, True
-        self._transport, self._shown, self._given = transport, shown, state
+        self._held: dict[str, torch.Tensor] = {}
+        super().__init__(plan, self._held, seed, shown, observe, filled)
+        self._transport, self._given, self.check_batches = transport, state, True
         self.rank, self.device = transport.rank, plan.device
-        self._state: dict[str, torch.Tensor] = {}
-        self._modules: dict[int, fx.GraphModule] = {}
         self._take(plan)
-        self.parameters_by_name = _trainable(self._state, shown)
         self._agree({"plan": plan.fingerprint})
         self._check_shared_state()
         transport.open_channels(plan.channels, plan.groups)
@@ -171,8 +154,8 @@ class Engine(Training):
         """Hold the state of one more program of this rank."""
         program = plan.program(self.rank)
         for name in program.state:
-            if name not in self._state:
-                self._state[name] = _own(self._given[name], plan.device)
+            if name not in self._held:
+                self._held[name] = _own(self._given[name], plan.device)
         self._modules[id(plan)] = program.bind({name: self._state[name] for name in program.state})
         if plan.without is not None:
             self._take(plan.without)
@@ -214,10 +197,6 @@ class Engine(Training):
                         f"{name} differs between ranks {other} and {rank}; seed every process alike "
                         "before building the model, or load the same checkpoint on all"
                     )
-
-
-def _trainable(state: Mapping[str, torch.Tensor], shown: Callable[[str], str]) -> dict[str, nn.Parameter]:
-    return {shown(n): p for n, p in state.items() if isinstance(p, nn.Parameter) and p.requires_grad}
 
 
 def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ What a step has made for the next one is used for that batch, step and seed only
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from fxpipe.capture.inputs import Batch, call_of
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
 
 
@@ -49,12 +51,19 @@ class _Carried:
 class Training(ABC):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
-    parameters_by_name: Mapping[str, nn.Parameter]
-    _state: Mapping[str, torch.Tensor]
-
-    def __init__(self, plan: StepPlan, seed: int, filled: Callable[[], FilledPlan] | None) -> None:
-        self._plan, self._make_filled = plan, filled
+    def __init__(
+        self,
+        plan: StepPlan,
+        state: Mapping[str, torch.Tensor],
+        seed: int = 0,
+        shown: Callable[[str], str] = str,
+        observe: Observe | None = None,
+        filled: Callable[[], FilledPlan] | None = None,
+    ) -> None:
+        self._plan, self._state, self._make_filled = plan, state, filled
+        self._shown, self._observe = shown, observe
         self.seed, self.step_index = seed, 0
+        self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
         self._carried: _Carried | None = None
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
@@ -92,6 +101,13 @@ class Training(ABC):
             optimizer.zero_grad()
             yield loss
         self._readers.pop(id(batches), None)
+
+    @cached_property
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Those that are trained here, by the names the user knows."""
+        used = {name for program in self._plan.programs for name in program.state}
+        held = {self._shown(name): tensor for name, tensor in self._state.items() if name in used}
+        return {name: p for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.parameters_by_name.items()
