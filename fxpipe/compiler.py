@@ -9,7 +9,7 @@ lower       stage graphs, messages, rank programs       -> StepPlan, of this pro
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.analysis import CostedStep, Cut, Example, costed_step, example_of, given_cost_model, planned_cut
+from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
 from fxpipe.costs import uncosted_ops
@@ -52,8 +52,6 @@ from passes.placement.cascade import first_stages
 from passes.tuner.candidates import require_possible
 from passes.tuner.plans import make_plan
 from passes.tuner.request import Request
-
-Observe = Callable[[str, Any], None]
 
 
 @progress()
@@ -187,7 +185,9 @@ class Requested:
         case, request = self.case(step)
         made = make_plan(case, request, self.cost_model.memory_bytes)
         cut = PlannedCut(self.cut.num_blocks, step.likely_samples, step.batch.divisible)
-        notes = (*step.captured.notes, *_uncosted(step), *made.notes)
+        names = ", ".join(uncosted_ops(step.costs.values()))
+        uncosted = (f"no FLOPs are counted for {names}",) if names else ()
+        notes = (*step.captured.notes, *uncosted, *made.notes)
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
 
@@ -292,8 +292,3 @@ class _BackEnd:
             captured.inputs, names, self.plan.batch_size, draws, order, lowered.programs, lowered.messages,
             lowered.reductions, self.device, self.plan.fingerprint, calls, without, self.conditioning or 0.0,
         )  # fmt: skip
-
-
-def _uncosted(step: CostedStep) -> tuple[str, ...]:
-    names = uncosted_ops(step.costs.values())
-    return (f"no FLOPs are counted for {', '.join(names)}",) if names else ()

@@ -131,7 +131,7 @@ class Program:
             check_cost_model(cost_model)
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         network.require(self.world_size)
-        costing = Costing(self.costed.costs, cost_model or self.costed.model, network)
+        costing = replace(self.costing, model=cost_model or self.costed.model, cluster=network)
         whole = self.whole
         form = whole.filled.steady if filled and whole.filled is not None else whole.step
         return predict(form, self.capture, costing, optimizer_bytes)

@@ -201,7 +201,7 @@ def test_saved_values_are_let_go_after_their_last_use() -> None:
     first.meta["val"], second.meta["val"] = values[2:]
     graph.output(([second],))
     found = call_memory(graph)
-    assert found.segments == (Segment(40, 40, 1), Segment(80, 40, 0), Segment(40, 40, None))
+    assert found.segments == (Segment(40, 1), Segment(80, 0), Segment(40, None))
 
 
 def test_optimizer_states_are_counted_where_parameters_are_trained() -> None:

@@ -1,7 +1,6 @@
 """Rank programs: one straight-line FX graph per rank, the stage graphs it calls, and the messages between them."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -119,12 +118,11 @@ class Traffic:
 
     @property
     def channels(self) -> dict[tuple[int, int], int]:
-        return self._sum(lambda m: m.channel)
+        return {channel: sum(row.values()) for channel, row in self.by_channel_and_kind().items()}
 
     @property
     def kinds(self) -> dict[str, int]:
-        total = self._sum(lambda m: m.kind)
-        return {kind: total.get(kind, 0) for kind in KINDS}
+        return {kind: sum(m.num_bytes for m in self.messages if m.kind == kind) for kind in KINDS}
 
     @property
     def total_bytes(self) -> int:
@@ -136,12 +134,6 @@ class Traffic:
             row = rows.setdefault(message.channel, {})
             row[message.kind] = row.get(message.kind, 0) + message.num_bytes
         return dict(sorted(rows.items()))
-
-    def _sum(self, key: Callable[[Message], object]) -> dict:  # type: ignore[type-arg]
-        total: Counter[object] = Counter()
-        for message in self.messages:
-            total[key(message)] += message.num_bytes
-        return dict(sorted(total.items()))
 
     def __str__(self) -> str:
         kinds = [kind for kind in KINDS if self.kinds[kind]]

@@ -35,11 +35,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of the call: the most bytes the graph's own values hold in it, the bytes held at its end, and the saved
-    value that is let go then (None: none)."""
+    """A stretch of the call: the most bytes the graph's own values hold in it, and the saved value that is let go at
+    its end (None: none)."""
 
     peak_bytes: int
-    end_bytes: int
     releases: int | None
 
 
@@ -86,9 +85,9 @@ def _segments(
         level -= sum(storage.num_bytes for storage in ends.get(node, ()) if storage.owner == NEW)
         for storage in ends.get(node, ()):
             if storage.owner == SAVED:
-                yield Segment(peak, level, storage.index)
+                yield Segment(peak, storage.index)
                 peak = level
-    yield Segment(peak, level, None)
+    yield Segment(peak, None)
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, list[Storage]]:

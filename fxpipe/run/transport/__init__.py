@@ -9,7 +9,7 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import Channel, Pending, T, Transport
-from fxpipe.run.transport.mailboxes import Mail, Mailboxes
+from fxpipe.run.transport.mailboxes import MESSAGES, OBJECTS, Mail, Mailboxes
 
 GRACE_SECONDS = 10.0  # how long a rank that computes may go on after another rank has failed
 
@@ -48,20 +48,20 @@ class InProcessTransport:
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
         assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"
-        self._put(dst, False, Mail(self._step, edge, tensor.detach()))
+        self._put(dst, MESSAGES, Mail(self._step, edge, tensor.detach()))
         channel = self.rank, dst
         self._sent_bytes[channel] = self._sent_bytes.get(channel, 0) + num_bytes(tensor)
 
     def recv(
         self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Pending[torch.Tensor]:
-        number = self._post(src, False)
+        number = self._post(src, MESSAGES)
         self._open.add((src, number))
         return Pending(lambda: self._received(src, number, describe(edge, tuple(shape), dtype)))
 
     def _received(self, src: int, number: int, expected: str) -> torch.Tensor:
         """Message `number` of a channel, if it is the expected one."""
-        message = self._take(src, number, False, expected)
+        message = self._take(src, number, MESSAGES, expected)
         tensor: torch.Tensor = message.payload
         found = describe(message.edge, tuple(tensor.shape), tensor.dtype)
         if found != expected or message.step != self._step:
@@ -74,13 +74,22 @@ class InProcessTransport:
 
     def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         assert self.rank in ranks, f"rank {self.rank} reduces over {ranks}"
-        self._mail.give((ranks, edge, self._step), self.rank, [tensor.detach() for tensor in tensors])
-        return Pending(lambda: self._reduced(ranks, edge))
+        given, others = [tensor.detach() for tensor in tensors], [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            self._put(rank, ranks, Mail(self._step, edge, given))
+        numbers = {rank: self._post(rank, ranks) for rank in others}
 
-    def _reduced(self, ranks: tuple[int, ...], edge: int) -> list[torch.Tensor]:
-        """Every rank adds up what all have given, in the order of ranks."""
-        given = self._mail.gather((ranks, edge, self._step), self.rank, f"the gradients of ranks {list(ranks)}")
-        return [sum(parts[1:], start=parts[0]) for parts in zip(*(given[rank] for rank in ranks), strict=True)]
+        def wait() -> list[torch.Tensor]:
+            what, parts = f"the gradients of ranks {list(ranks)}", {self.rank: given}
+            for rank, number in numbers.items():
+                message = self._take(rank, number, ranks, what)
+                if message.edge != edge:
+                    raise RunError(f"rank {self.rank} sums {what} as edge {edge}, rank {rank} as edge {message.edge}")
+                parts[rank] = message.payload
+            # Every rank adds up what all have given, in the order of ranks.
+            return [sum(of[1:], start=of[0]) for of in zip(*(parts[rank] for rank in ranks), strict=True)]
+
+        return Pending(wait)
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {sorted(self._open)}"
@@ -104,33 +113,33 @@ class InProcessTransport:
             return received
         for dst in range(self.world_size):
             if dst != src:
-                self._put(dst, True, Mail(self._step, 0, value))
+                self._put(dst, OBJECTS, Mail(self._step, 0, value))
         return value
 
     def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
         if self.rank != dst:
-            self._put(dst, True, Mail(self._step, 0, value))
+            self._put(dst, OBJECTS, Mail(self._step, 0, value))
             return None
         return [value if src == dst else self._take_object(src) for src in range(self.world_size)]
 
     def close(self) -> None:
         self._mail.end(self.rank)
 
-    def _put(self, dst: int, control: bool, message: Mail) -> None:
+    def _put(self, dst: int, kind: object, message: Mail) -> None:
         assert dst in range(self.world_size), f"rank {self.rank} cannot send to rank {dst}"
         assert dst != self.rank, f"rank {self.rank} cannot send to itself"
-        self._mail.put((self.rank, dst, control), message)
+        self._mail.put((self.rank, dst, kind), message)
 
-    def _post(self, src: int, control: bool) -> int:
+    def _post(self, src: int, kind: object) -> int:
         assert src in range(self.world_size), f"rank {self.rank} cannot receive from rank {src}"
         assert src != self.rank, f"rank {self.rank} cannot receive from itself"
-        return self._mail.post((src, self.rank, control))
+        return self._mail.post((src, self.rank, kind))
 
-    def _take(self, src: int, number: int, control: bool, what: str) -> Mail:
-        return self._mail.take((src, self.rank, control), number, f"{what} from rank {src}")
+    def _take(self, src: int, number: int, kind: object, what: str) -> Mail:
+        return self._mail.take((src, self.rank, kind), number, f"{what} from rank {src}")
 
     def _take_object(self, src: int) -> Any:
-        return self._take(src, self._post(src, True), True, "an object").payload
+        return self._take(src, self._post(src, OBJECTS), OBJECTS, "an object").payload
 
 
 def run_ranks(world_size: int, fn: Callable[[Transport], T], timeout_seconds: float = 300.0) -> list[T]:

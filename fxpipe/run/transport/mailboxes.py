@@ -13,8 +13,8 @@ from typing import Any
 
 from fxpipe.errors import RunError
 
-Meeting = tuple[tuple[int, ...], int, int]  # ranks that give something to each other, edge, step
-Address = tuple[int, int, bool]  # source rank, destination rank, whether it carries control objects (no edge ids)
+MESSAGES, OBJECTS = "messages", "objects"
+Address = tuple[int, int, object]  # source rank, destination rank; MESSAGES, OBJECTS or the ranks of a sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,6 @@ class Mailboxes:
         self.cause: BaseException | None = None
         self._changed = threading.Condition()
         self._boxes: defaultdict[Address, _Mailbox] = defaultdict(_Mailbox)
-        self._given: defaultdict[Meeting, dict[int, Any]] = defaultdict(dict)  # by rank, until all have taken
-        self._taken: defaultdict[Meeting, set[int]] = defaultdict(set)
         self._ended: set[int] = set()
         self._blocked: dict[int, tuple[str, Callable[[], bool]]] = {}  # rank -> what it waits for, whether it is there
 
@@ -70,29 +68,12 @@ class Mailboxes:
             self._changed.notify_all()
             return message
 
-    def give(self, meeting: Meeting, rank: int, payload: Any) -> None:
-        """One rank's part of what all ranks of a meeting get to see; never waits."""
-        with self._changed:
-            self.check()
-            self._given[meeting][rank] = payload
-            self._changed.notify_all()
-
-    def gather(self, meeting: Meeting, rank: int, what: str) -> dict[int, Any]:
-        """What all ranks of a meeting have given, by rank."""
-        with self._changed:
-            given, taken = self._given[meeting], self._taken[meeting]
-            self._block(rank, what, lambda: len(given) == len(meeting[0]))
-            taken.add(rank)
-            if len(taken) == len(given):
-                del self._given[meeting], self._taken[meeting]
-            return given
-
     def check_received(self, rank: int, step: int) -> None:
         """Raises RunError when a message of this step, for this rank, was not taken; the next step's may be here."""
         with self._changed:
-            for (src, dst, control), box in self._boxes.items():
+            for (src, dst, what), box in self._boxes.items():
                 left = sorted(message.edge for message in box.messages.values() if message.step == step)
-                if dst == rank and left and not control:
+                if dst == rank and left and what == MESSAGES:
                     raise RunError(f"rank {rank} ends step {step} without receiving edges {left} from rank {src}")
 
     def wait_until_taken(self, rank: int) -> None:
@@ -148,7 +129,7 @@ class Mailboxes:
     def _untaken(self, rank: int) -> list[str]:
         return [
             f"edge {message.edge} from rank {src} to rank {dst} is not received"
-            for (src, dst, control), box in self._boxes.items()
+            for (src, dst, what), box in self._boxes.items()
             for message in box.messages.values()
-            if src == rank and not control
+            if src == rank and what == MESSAGES
         ]

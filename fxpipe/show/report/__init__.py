@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).parent / "template.html"
 
 
-def write_report(
-    program: "Program", path: str | Path, timeline: Timeline | None = None, memory_limit_bytes: int | None = None
-) -> Path:
+def write_report(program: "Program", path: str | Path, memory_limit_bytes: int | None = None) -> Path:
     """Write the page; the file that was written.
 
     Args:
-        timeline: what to draw; the prediction where left out, with that of the steady step where work is frozen.
         memory_limit_bytes: of one rank, drawn beside its memory.
 
     Raises:
@@ -35,20 +32,14 @@ def write_report(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     template = Environment(undefined=StrictUndefined, autoescape=True).from_string(TEMPLATE.read_text())
-    filled = program.simulate(filled=True) if timeline is None and program.filled is not None else None
-    timeline = timeline or program.simulate()
-    page = template.render(plotly=get_plotlyjs(), **page_data(program, timeline, filled, memory_limit_bytes))
+    page = template.render(plotly=get_plotlyjs(), **page_data(program, memory_limit_bytes))
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def page_data(
-    program: "Program", timeline: Timeline, filled: Timeline | None, memory_limit_bytes: int | None
-) -> dict[str, Any]:
-    """What the template shows: texts, and figures as JSON that is safe inside a script element.
-
-    `filled` is the steady step's timeline, where frozen work is done ahead.
-    """
+def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, Any]:
+    """What the template shows: texts, and figures as JSON that is safe inside a script element."""
+    timeline, filled = program.simulate(), None if program.filled is None else program.simulate(filled=True)
     relayed = figures.relayed_bytes(program.plan, program.blocks, program.block_seconds)
     components = [component.name for component in program.blocks.components]
     drawn = {
@@ -56,11 +47,10 @@ def page_data(
         "load": figures.load_figure(filled or timeline, components),
         "blocks": figures.blocks_figure(program.plan, program.blocks, program.block_seconds),
         "traffic": figures.traffic_figure(program.traffic(), relayed),
+        "memory": figures.memory_figure(filled or timeline, memory_limit_bytes),
     }
     if filled is not None:
         drawn["filled"] = figures.timeline_figure(filled, components)
-    if timeline.memory:
-        drawn["memory"] = figures.memory_figure(filled or timeline, memory_limit_bytes)
     if any(o.seconds is not None for o in program.plan.outcomes):
         drawn["frontier"] = figures.frontier_figure(program.plan.outcomes, memory_limit_bytes)
     return {
@@ -80,21 +70,17 @@ def _tiles(
     """(name, number, what to compare it with)."""
     timeline, traffic = filled or first, program.traffic().total_bytes
     saved = f"{1 - traffic / relayed:.0%} less than a line with relayed skips" if relayed > traffic else ""
-    spread = ""
-    if timeline.spread:
-        low, high = human_seconds(timeline.spread[0]), human_seconds(timeline.spread[-1])
-        spread = f"{low} to {high} with block times off by up to 10 %"
+    low, high = human_seconds(timeline.spread[0]), human_seconds(timeline.spread[-1])
+    spread = f"{low} to {high} with block times off by up to 10 %"
     if filled is not None:
-        spread = f"{human_seconds(first.makespan_seconds)} with the frozen work first; {spread}".removesuffix("; ")
-    tiles = [
+        spread = f"{human_seconds(first.makespan_seconds)} with the frozen work first; {spread}"
+    peak = max(timeline.peak_bytes)
+    against = f"on rank {timeline.peak_bytes.index(peak)}"
+    if limit is not None:
+        against += f", {'over' if peak > limit else 'within'} the limit of {human_bytes(limit)}"
+    return [
         ("step", human_seconds(timeline.makespan_seconds), spread),
         ("bubbles", f"{timeline.bubble_ratio:.1%}", f"of {timeline.num_ranks} ranks' time"),
         ("traffic", human_bytes(traffic), saved),
+        ("peak memory", human_bytes(peak), against),
     ]
-    if timeline.memory:
-        peak = max(timeline.peak_bytes)
-        against = f"on rank {timeline.peak_bytes.index(peak)}"
-        if limit is not None:
-            against += f", {'over' if peak > limit else 'within'} the limit of {human_bytes(limit)}"
-        tiles.append(("peak memory", human_bytes(peak), against))
-    return tiles
