@@ -21,8 +21,7 @@ from fxpipe.analysis import CostedStep, costed
 from fxpipe.costs.model import node_seconds
 from fxpipe.errors import CompileError
 from fxpipe.profiling import ROUNDS, Profiler, gathered
-from fxpipe.show.cost_report import cost_data, formula
-from fxpipe.show.cost_rows import rows
+from fxpipe.show.cost_report import cost_data, formula, rows
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
 from tests.test_cli import TOY, invoke

@@ -4,5 +4,5 @@
 
 dump           a folder of texts (source: a graph as Python)    report         one page: figures and texts
 trace_format   timelines as Chrome traces                       comparison     ways to train a step, a row each
-cost_report    what blocks cost (cost_rows)                     progress       which step of the compiler runs
+cost_report    what blocks cost                                 progress       which step of the compiler runs
 """

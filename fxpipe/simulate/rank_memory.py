@@ -11,13 +11,11 @@ from math import inf
 from fxpipe.plan.timeline import RankMemory
 from fxpipe.simulate.op_lists import Bytes, Op
 
-_NOTHING = Bytes()
-
 
 def levels(
     ops: Sequence[Op], held_bytes: int, begins: Sequence[float], arrivals: Mapping[int, float] | None
 ) -> Iterator[tuple[int, int]]:
-    """Bytes held during and after every op that does something to memory, or begins an action; (0, 0) for the others.
+    """Bytes held during and after every op.
 
     Args:
         begins: when each of the rank's actions begins.
@@ -85,29 +83,24 @@ def _at(
     total: int,
 ) -> dict[str, int]:
     """Bytes by category before the op at `place`, and what is there for a moment in it."""
-    live, now, began = dict(held), 0.0, iter(begins)
-    pending: list[tuple[float, str, int]] = []
-    for op in ops[: place + 1]:
-        if op.kind == "begin":
-            now = next(began)
-        for item in [item for item in pending if item[0] <= now]:
-            pending.remove(item)
-            live[item[1]] -= item[2]
-        memory = op.memory or _NOTHING
-        if op is ops[place]:
-            break
-        for category, size in memory.taken:
-            live[category] = live.get(category, 0) + size
-        for category, size in memory.freed:
-            live[category] -= size
-        for category, size, edges in memory.sent:
-            arrival = inf if arrivals is None else max(arrivals[edge] for edge in edges)
-            pending.append((arrival, category, size))
+    before = [*ops[:place], ops[place]._replace(memory=None)]
+    live: dict[str, int] = {}
+    for category in dict.fromkeys([*held, *(name for op in before if op.memory for name, _ in op.memory.taken)]):
+        own = [op._replace(memory=_only(category, op.memory)) for op in before]
+        *_, (_, live[category]) = levels(own, held.get(category, 0), begins, arrivals)
+    memory = ops[place].memory or Bytes()
     for category, size in memory.taken if sum(live.values()) < total else ():
         size = min(size, total - sum(live.values()))
         live[category] = live.get(category, 0) + size
     live["temporaries"] = total - sum(live.values())
     return {category: size for category, size in live.items() if size}
+
+
+def _only(category: str, memory: Bytes | None) -> Bytes | None:
+    if memory is None:
+        return None
+    taken, freed = (tuple(item for item in part if item[0] == category) for part in (memory.taken, memory.freed))
+    return Bytes(taken, freed, tuple(item for item in memory.sent if item[0] == category))
 
 
 def _changes(points: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
