@@ -152,7 +152,7 @@ def _engine(program: fxpipe.Program) -> tuple[Engine, Any]:
 
 def _together(mine: Any) -> list[Any]:
     """What every rank has."""
-    ranks = DistributedTransport.from_environment("cpu")
+    ranks = DistributedTransport("cpu")
     found: list[Any] = ranks.broadcast_object(ranks.gather_object(mine))
     ranks.close()
     return found

@@ -26,9 +26,7 @@ from fxpipe.costs.call_costs import CallCost
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.options import (
-    check_collocation,
     check_counts,
-    check_fill,
     check_others,
     given_bytes,
     given_cluster,
@@ -132,7 +130,7 @@ def compile(
     step = asked.analysed(see)
 
     # plan: who computes what, in which order; nothing is decided after it
-    chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, world_size)
+    chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, rank)
     _require_fresh(chosen, step)
     see("plan", chosen)
 
@@ -200,12 +198,11 @@ def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
     bound = inspect.signature(compile).bind(model, world_size, **given)
     bound.apply_defaults()
     given = bound.arguments
-    check_others(*(given[name] for name in ("cost_model", "observe", "recompute", "budget")))
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
     choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill")}
+    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill")
+    check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)
-    check_collocation(given["collocation"])
-    check_fill(given["fill"])
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
     captures = cache_folder(given["cache"])
     known = given_plan(given["plan"], world_size, limit, **counts, **choices)

@@ -32,12 +32,16 @@ def check_counts(**counts: int | None) -> None:
             raise CompileError(f"{name} must be a positive integer, got {value!r}")
 
 
-def check_others(cost_model: Any, observe: Any, recompute: Any, budget: Any) -> None:
+def check_others(*, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
         check_cost_model(cost_model, "a device's name ('H100'), the path of a profile (.json), or ")
     if observe is not None and not _takes(observe, "capture", None):
         raise CompileError(f"observe is {_shown(observe)}; give a function of (step's name, its result)")
+    if collocation not in (None, "hard", "soft"):
+        raise CompileError(f"collocation={collocation!r}; give 'hard' or 'soft', or leave it out")
+    if fill not in FILLS:
+        raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if recompute not in (None, True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
@@ -123,16 +127,6 @@ def given_schedule(schedule: str | Schedule, world_size: int) -> str | Schedule:
     if len(parsed.ranks) != world_size:
         raise CompileError(f"the schedule has {len(parsed.ranks)} ranks, world_size is {world_size}")
     return parsed
-
-
-def check_collocation(value: str | None) -> None:
-    if value not in (None, "hard", "soft"):
-        raise CompileError(f"collocation={value!r}; give 'hard' or 'soft', or leave it out")
-
-
-def check_fill(value: str) -> None:
-    if value not in FILLS:
-        raise CompileError(f"fill={value!r}; give one of {', '.join(map(repr, FILLS))}")
 
 
 def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int | None, **asked: Any) -> Plan | None:

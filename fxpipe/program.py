@@ -174,7 +174,7 @@ class Program:
         """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA); `observe` sees its events."""
         from fxpipe.run.transport.distributed import DistributedTransport
 
-        transport = DistributedTransport.from_environment(device=device)
+        transport = DistributedTransport(device)
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")

@@ -126,10 +126,10 @@ def fail_to_plan(how: str) -> None:
     distributed._JOIN_TIMEOUT = timedelta(seconds=10)
     if how == "missing" and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    join(int(os.environ["WORLD_SIZE"]))
+    rank = join(int(os.environ["WORLD_SIZE"]))
     if how == "memory":
         compiled(int(os.environ["WORLD_SIZE"]), memory_limit=64)
-    made_by_rank_zero(make, {}, int(os.environ["WORLD_SIZE"]))
+    made_by_rank_zero(make, {}, rank)
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,8 @@ def test_ranks_compute_with_one_thread_and_the_setting_returns() -> None:
 
 def process_main() -> tuple[list[torch.Tensor], dict[tuple[int, int], int], str, list[int] | None]:
     """What the tests of the in-process transport do, over gloo."""
-    DistributedTransport.from_environment().close()
-    transport = DistributedTransport.from_environment()
+    DistributedTransport().close()
+    transport = DistributedTransport()
     received = exchange(transport)
     transport.barrier()
     plan = transport.broadcast_object("plan" if transport.rank == 1 else "", src=1)
@@ -216,7 +216,7 @@ def test_processes_receive_what_threads_receive() -> None:
 def failing_main(how: str, failing_rank: str, heartbeat_seconds: str = "0.5") -> None:
     """Every rank waits for its successor; one fails first, in the given way."""
     seconds = float(heartbeat_seconds)
-    transport = DistributedTransport.from_environment(heartbeat_seconds=seconds, lost_after_seconds=8 * seconds)
+    transport = DistributedTransport(heartbeat_seconds=seconds, lost_after_seconds=8 * seconds)
     transport.set_action(f"{transport.rank}F0")
     if transport.rank == int(failing_rank):
         if how == "killed":

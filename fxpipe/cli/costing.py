@@ -63,7 +63,7 @@ def profile(
     if "RANK" not in os.environ:
         _profile(model, out, sizes, where, blocks, None)
         return
-    ranks = DistributedTransport.from_environment(where)
+    ranks = DistributedTransport(where)
     try:
         _profile(model, out, sizes, ranks.device, blocks, ranks)
     except BaseException as error:

@@ -176,20 +176,22 @@ class Engine(Training):
 
     def _agree(self, parts: Mapping[str, Any]) -> None:
         """Raise RunError unless every rank has these values; names the first that differs."""
-        values = self._transport.broadcast_object(self._transport.gather_object(parts))
-        assert values is not None
+        values = self._everyones(parts)
         for what in parts:
             different = [rank for rank, other in enumerate(values) if other[what] != values[0][what]]
             if different:
                 raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
 
+    def _everyones(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        values = self._transport.broadcast_object(self._transport.gather_object(mine))
+        assert values is not None
+        return values
+
     def _check_shared_state(self) -> None:
         """State that several ranks hold (frozen modules, tied parameters) must be the same on all of them."""
-        sums = {name: _checksum(tensor) for name, tensor in self._state.items()}
-        values = self._transport.broadcast_object(self._transport.gather_object(sums))
-        assert values is not None
+        sums = self._everyones({name: _checksum(tensor) for name, tensor in self._state.items()})
         first: dict[str, tuple[int, Any]] = {}
-        for rank, of_rank in enumerate(values):
+        for rank, of_rank in enumerate(sums):
             for name, checksum in of_rank.items():
                 other, expected = first.setdefault(name, (rank, checksum))
                 if expected != checksum:

@@ -75,8 +75,8 @@ class _Launch:
         return dist.PrefixStore(f"fxpipe/{self.attempt}/{name}", _stores[self.address])  # type: ignore[attr-defined]
 
 
-def join_launch() -> None:
-    """Connect to the launch's store, so that a rank 0 that is gone from now on is missed.
+def join_launch() -> int:
+    """This process's rank, connected to the launch's store, so that a rank 0 that is gone from now on is missed.
 
     Raises:
         RunError: there is no rank 0 to connect to.
@@ -87,6 +87,7 @@ def join_launch() -> None:
     except RuntimeError as error:
         where = ":".join(map(str, launch.address))
         raise RunError(f"no rank 0 at {where} after {_JOIN_TIMEOUT}: {str(error).splitlines()[0]}") from None
+    return launch.rank
 
 
 def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
@@ -122,14 +123,23 @@ def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
 
 
 class DistributedTransport:
-    """This process as one rank. See `from_environment`."""
+    """This process as one of the ranks that torchrun, or whoever set its variables, has started.
+
+    `device`: the CPU when None; "cuda" without an index is the GPU of LOCAL_RANK. `timeout_seconds` bounds every wait
+    for a message; a rank whose heartbeat stands still for `lost_after_seconds` counts as lost. A default process group
+    is made when there is none, and is not ended by `close`: the next transport uses it again.
+    """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, device: torch.device, host_rank: int | None,
-        timeout_seconds: float, heartbeat_seconds: float, lost_after_seconds: float,
+        self, device: torch.device | str | None = None, timeout_seconds: float = 300.0,
+        heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0,
     ) -> None:  # fmt: skip
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.device, launch = _resolve(device), _Launch.from_environment()
+        self.rank, self.world_size = rank, world_size = launch.rank, launch.world_size
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
+        store = launch.store(f"{next(_num_transports)}", self._timeout)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
         self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._groups = [self._control, self._data]
@@ -140,33 +150,13 @@ class DistributedTransport:
         self._sent_bytes: dict[Channel, int] = {}
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
         watched.set_timeout(timedelta(seconds=STORE_SECONDS))
+        host_rank = None if launch.launcher_hosts else 0
         self._watchdog = Watchdog(
             watched, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
         )
         self._watchdog.beat()
         dist.barrier(self._control)
         self._watchdog.start()
-
-    @classmethod
-    def from_environment(
-        cls, device: torch.device | str | None = None, timeout_seconds: float = 300.0,
-        heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0,
-    ) -> "DistributedTransport":  # fmt: skip
-        """Joins the ranks that torchrun, or whoever set its variables, has started.
-
-        `device`: the CPU when None; "cuda" without an index is the GPU of LOCAL_RANK. `timeout_seconds` bounds every
-        wait for a message; a rank whose heartbeat stands still for `lost_after_seconds` counts as lost. A default
-        process group is made when there is none, and is not ended by `close`: the next transport uses it again.
-        """
-        where = _resolve(device)
-        timeout = timedelta(seconds=timeout_seconds)
-        launch = _Launch.from_environment()
-        store = launch.store(f"{next(_num_transports)}", timeout)
-        rank, world_size = launch.rank, launch.world_size
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        host_rank = None if launch.launcher_hosts else 0
-        return cls(store, rank, world_size, where, host_rank, timeout_seconds, heartbeat_seconds, lost_after_seconds)
 
     def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
         """One process group per group of ranks that reduce. On NCCL also one per channel, so that no channel waits for
