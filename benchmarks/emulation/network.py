@@ -31,7 +31,7 @@ class EmulatedNetwork:
         with self._lock:
             span = self._collectives.issue(time.perf_counter(), rank, collective)
             if span is not None:
-                self._ends[collective.edge] = span.end_seconds
+                self._ends[collective.edge] = span[1]
 
     def end_seconds(self, edge: int) -> tuple[float, bool]:
         """When a message that was sent arrives, or a collective that all have issued is over, and whether that is

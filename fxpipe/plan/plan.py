@@ -15,14 +15,14 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.plan.schedule import Schedule, counted
-from fxpipe.plan.staged import Run, Staged
+from fxpipe.plan.staged import Staged
 from fxpipe.plan.tuning import Outcome
 
 FORMAT = 1
@@ -334,7 +334,7 @@ def _from_dict(data: Mapping[str, Any]) -> Plan:
         raise ValueError(f"its format is {data['format']!r}")
     staged = dict(data["staged"])
     staged["boundaries"] = tuple(map(int, staged["boundaries"]))
-    staged["recompute"] = tuple(_pair(run) for run in staged["recompute"])
+    staged["recompute"] = tuple((int(start), int(stop)) for start, stop in staged["recompute"])
     for name in ("stage_ranks", "frozen_ranks"):
         staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
     made: dict[str, Any] = {
@@ -348,11 +348,6 @@ def _from_dict(data: Mapping[str, Any]) -> Plan:
     }
     rest = {f.name: data[f.name] for f in fields(Plan) if f.name not in made}
     return Plan(**rest, **made)
-
-
-def _pair(run: Iterable[int]) -> Run:
-    start, stop = run
-    return int(start), int(stop)
 
 
 def _schedule(lines: Sequence[str]) -> Schedule:

@@ -17,7 +17,7 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import Tensors
-from fxpipe.run.run_rank import Ahead, Draws, RankResult, SharedDraws, run_rank
+from fxpipe.run.run_rank import Draws, NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Training
 from fxpipe.run.transport import run_ranks
 
@@ -44,7 +44,7 @@ class LocalEngine(Training):
     ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
         modules = self._bound(plan)
         draws = SharedDraws(plan, self.seed, step, plan.device)
-        nexts = None if ahead is None else Ahead(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
+        nexts = None if ahead is None else NextBatch(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
 
         def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
             rank = transport.rank
@@ -143,7 +143,7 @@ class Engine(Training):
         self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
     ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
         draws = Draws(plan, self.seed, self.step_index, self.device)
-        nexts = None if ahead is None else Ahead(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
+        nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
             self._observe, nexts, carried,

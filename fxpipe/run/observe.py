@@ -1,7 +1,6 @@
 """Watching a run: a transport that reports what its rank does, as events in the terms of a prediction."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,15 +89,12 @@ class Recording:
     """
 
     events: list[Event] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, event: Event) -> None:
-        with self._lock:
-            self.events.append(event)
+        self.events.append(event)  # which threads may do at once
 
     def clear(self) -> None:
-        with self._lock:
-            self.events.clear()
+        self.events.clear()
 
     def timeline(self) -> Timeline:
         """The step from its first event on.

@@ -16,7 +16,7 @@ from fxpipe.run.observe import Observe, Observed
 
 
 @dataclass(frozen=True)
-class Ahead:
+class NextBatch:
     """What a rank that works ahead is given beside its own batch: the next batch's random draws and tensors."""
 
     random: Callable[[int], torch.Tensor]
@@ -39,7 +39,7 @@ def run_rank(
     random: Callable[[int], torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     observe: Observe | None = None,
-    ahead: Ahead | None = None,
+    ahead: NextBatch | None = None,
     carried: dict[str, torch.Tensor] | None = None,
 ) -> RankResult:
     """One step of one rank; it empties `carried`, what this batch's frozen work has made."""

@@ -4,7 +4,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fxpipe.plan.rank_program import RankProgram, Traffic
 from fxpipe.plan.step import StepPlan
@@ -35,15 +35,32 @@ def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
 
     With `filled` also fill.txt, and folders prologue, steady and epilogue with their traffic.txt and rank_<r>.py.
     """
+    graph, schedule = program.blocks, program.schedule
+    parts = {
+        "microbatch_sizes": list(program.plan.microbatch_sizes),
+        "blocks": [{"name": block.name, "operations": len(block.nodes)} for block in graph.blocks],
+        "frozen": [{"name": component.name, "operations": len(component.nodes)} for component in graph.components],
+    }
+    traffic = [
+        {"source": src, "target": dst, "kind": kind, "bytes": size}
+        for (src, dst), kinds in program.traffic().by_channel_and_kind().items()
+        for kind, size in kinds.items()
+    ]
+    order = {
+        "name": schedule.name,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "ranks": [[str(action) for action in actions] for actions in schedule.ranks],
+    }
     texts = {
         "plan.txt": str(program.plan),
         "blocks.txt": str(program.blocks),
         "schedule.txt": program.schedule.text(),
         "grid.txt": str(program.schedule),
         "traffic.txt": str(program.traffic()),
-        "plan.json": json.dumps(program.plan.as_dict() | _parts(program), indent=1),
-        "schedule.json": json.dumps(_schedule(program), indent=1),
-        "traffic.json": json.dumps(_traffic(program), indent=1),
+        "plan.json": json.dumps(program.plan.as_dict() | parts, indent=1),
+        "schedule.json": json.dumps(order, indent=1),
+        "traffic.json": json.dumps(traffic, indent=1),
     }
     _write(directory, texts | _ranks(program.step))
     if filled and program.filled is not None:
@@ -55,16 +72,6 @@ def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
     return directory
 
 
-def _parts(program: "Program") -> dict[str, Any]:
-    """What the plan's numbers stand for."""
-    graph = program.blocks
-    return {
-        "microbatch_sizes": list(program.plan.microbatch_sizes),
-        "blocks": [{"name": block.name, "operations": len(block.nodes)} for block in graph.blocks],
-        "frozen": [{"name": component.name, "operations": len(component.nodes)} for component in graph.components],
-    }
-
-
 def _ranks(step: StepPlan) -> dict[str, str]:
     return {f"rank_{program.rank}.py": rank_text(program) for program in step.programs}
 
@@ -73,25 +80,6 @@ def _write(directory: Path, texts: Mapping[str, str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (directory / name).write_text(text.rstrip() + "\n")
-
-
-def _schedule(program: "Program") -> dict[str, Any]:
-    schedule = program.schedule
-    return {
-        "name": schedule.name,
-        "num_stages": schedule.num_stages,
-        "num_microbatches": schedule.num_microbatches,
-        "ranks": [[str(action) for action in actions] for actions in schedule.ranks],
-    }
-
-
-def _traffic(program: "Program") -> list[dict[str, Any]]:
-    rows = program.traffic().by_channel_and_kind()
-    return [
-        {"source": src, "target": dst, "kind": kind, "bytes": size}
-        for (src, dst), kinds in rows.items()
-        for kind, size in kinds.items()
-    ]
 
 
 def rank_text(program: RankProgram) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fxpipe.cluster import Cluster
 from fxpipe.costs.call_costs import Block
 from fxpipe.plan.timeline import NOT_ACTIONS, Event, RankMemory, Timeline, kind_of
-from fxpipe.simulate.collectives import Collective, Span
+from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.machine import Machine
 from fxpipe.simulate.op_lists import Op, StepOps, Transfer
 from fxpipe.simulate.rank_memory import levels, rank_memory
@@ -93,14 +93,14 @@ def timeline(step: StepOps, cluster: Cluster, spread: tuple[float, ...] = ()) ->
     return walked.timeline(memory, spread)
 
 
-def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> "Recorder":
+def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> "RecordingMachine":
     """Run one list of ops per rank to its end; `seconds` is by graph name."""
-    machine = Recorder(op_lists, seconds, cluster)
+    machine = RecordingMachine(op_lists, seconds, cluster)
     machine.run()
     return machine
 
 
-class Recorder(Machine):
+class RecordingMachine(Machine):
     """A machine that keeps what it does: events, and when each op of each rank started and ended."""
 
     def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
@@ -137,14 +137,14 @@ class Recorder(Machine):
         action, m = self._sent[edge]
         self._events.append(Event(m.src, action, "transfer", start, end, m.dst, edge, m.num_bytes, str(m)))
 
-    def _issue(self, rank: int, collective: Collective, clock: float) -> Span | None:
+    def _issue(self, rank: int, collective: Collective, clock: float) -> tuple[float, float] | None:
         self._issued[collective.edge, rank] = self._action[rank][0]
         span = super()._issue(rank, collective, clock)
         if span is not None:
-            times, what = (span.start_seconds, span.end_seconds), (-1, collective.edge, collective.num_bytes)
+            what = -1, collective.edge, collective.num_bytes
             for peer in collective.ranks:
                 action = self._issued[collective.edge, peer]
-                self._events.append(Event(peer, action, collective.kind, *times, *what, str(collective)))
+                self._events.append(Event(peer, action, collective.kind, *span, *what, str(collective)))
         return span
 
     def _wait(self, rank: int, op: Op, clock: float) -> float | None:
@@ -168,15 +168,14 @@ def noisy_makespans(
     cluster: Cluster,
     num_runs: int,
     seed: int,
-    noise: float = 0.1,
 ) -> tuple[float, ...]:
-    """Makespans, sorted, when every block's time is wrong by a factor of its own, up to `noise`, all step long."""
+    """Makespans, sorted, when every block's time is wrong by a factor of its own, up to 10 %, all step long."""
     generator = random.Random(seed)
     keys = list(dict.fromkeys(key for times in blocks.values() for key in times))
     lasting = [[op for op in ops if op.kind not in ("none", "begin")] for ops in op_lists]
     found = []
     for _ in range(num_runs):
-        factor = {key: 1 + generator.uniform(-noise, noise) for key in keys}
+        factor = {key: 1 + generator.uniform(-0.1, 0.1) for key in keys}
         seconds = {name: sum(t * factor[key] for key, t in times.items()) for name, times in blocks.items()}
         machine = Machine(lasting, seconds, cluster)
         machine.run()

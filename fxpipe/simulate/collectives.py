@@ -43,14 +43,6 @@ class Collective:
         return f"{COLLECTIVES[self.kind]} of {human_bytes(self.num_bytes)} over ranks {ranks}"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When a collective runs, in seconds."""
-
-    start_seconds: float
-    end_seconds: float
-
-
 class Collectives:
     """All that are under way on a cluster."""
 
@@ -61,8 +53,8 @@ class Collectives:
         self._counts: dict[tuple[tuple[int, ...], int], int] = {}  # how many a rank has issued in a group
         self._free: dict[tuple[int, ...] | Port, float] = {}  # by group, and by port
 
-    def issue(self, now: float, rank: int, collective: Collective) -> Span | None:
-        """Rank `rank` begins it at `now` seconds; when it runs, once all its ranks have issued it, else None.
+    def issue(self, now: float, rank: int, collective: Collective) -> tuple[float, float] | None:
+        """Rank `rank` begins it at `now` seconds; its start and end, once all its ranks have issued it, else None.
 
         Calls come in the order of time.
         """
@@ -76,7 +68,7 @@ class Collectives:
         start = max(*times.values(), *(self._free.get(use, 0.0) for use in uses))
         end = start + _seconds(self._cluster, collective.kind, group, collective.num_bytes)
         self._free.update(dict.fromkeys(uses, end))
-        return Span(start, end)
+        return start, end
 
     def _keep_order(self, rank: int, collective: Collective) -> None:
         assert rank in collective.ranks, f"rank {rank} issues {collective}"

@@ -16,7 +16,7 @@ from math import inf
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.timeline import COLLECTIVES
-from fxpipe.simulate.collectives import Collective, Collectives, Span
+from fxpipe.simulate.collectives import Collective, Collectives
 from fxpipe.simulate.op_lists import Op, Transfer
 from fxpipe.simulate.wires import Arrival, Wires
 
@@ -113,10 +113,10 @@ class Machine:
     def _send(self, rank: int, message: Transfer, clock: float) -> None:
         self._wires.send(clock, message.edge, message.channel, message.num_bytes)
 
-    def _issue(self, rank: int, collective: Collective, clock: float) -> Span | None:
+    def _issue(self, rank: int, collective: Collective, clock: float) -> tuple[float, float] | None:
         span = self._collectives.issue(clock, rank, collective)
         if span is not None:
-            self._finish(collective.edge, span.end_seconds)
+            self._finish(collective.edge, span[1])
         return span
 
     def _arrive(self, arrival: Arrival) -> None:

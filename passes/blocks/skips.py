@@ -46,7 +46,7 @@ def edges(
             largest[consumer] = max(largest.get(consumer, 0), sizes[name][0])
     found = []
     for name, consumers in readers.items():
-        value = _Value(nodes[name], owners, small)
+        value = _Crossing(nodes[name], owners, small)
         first = min((c for c in consumers if isinstance(c, int)), default=consumers[0])
         vector = _is_vector(nodes[name]) and sizes[name][0] <= _SMALL_VECTOR * largest[first]
         everywhere: Kind | None = "conditioning" if vector or value.is_widely_read() else None
@@ -91,7 +91,7 @@ def _modules(node: fx.Node) -> Iterator[tuple[str, ...]]:
     return (steps[:i] for i in range(1, len(steps) + 1))
 
 
-class _Value:
+class _Crossing:
     """One crossing value: its place, and its readers in the blocks."""
 
     def __init__(self, node: fx.Node, owners: Mapping[str, Owner], small: Mapping[tuple[str, ...], int]) -> None:
