@@ -18,7 +18,7 @@ from fxpipe.plan.transport import Transport
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import Tensors
 from fxpipe.run.run_rank import Draws, NextBatch, RankResult, SharedDraws, run_rank
-from fxpipe.run.training import Training
+from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
 
 
@@ -30,18 +30,13 @@ class LocalEngine(Training):
 
     def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
-        loss, gradients, _ = self._run(self._plan, tensors, step, None, None)
+        loss, gradients, _ = self._execute(self._plan, step, tensors)
         assert loss is not None
         return loss, gradients
 
     def _execute(
-        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
-    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
-        return self._run(plan, tensors, self.step_index, ahead, carried)
-
-    def _run(
-        self, plan: StepPlan, tensors: Tensors, step: int, ahead: tuple[int, Tensors] | None, carried: Any
-    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
+        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+    ) -> Executed:
         modules = self._bound(plan)
         draws = SharedDraws(plan, self.seed, step, plan.device)
         nexts = None if ahead is None else NextBatch(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
@@ -140,9 +135,9 @@ class Engine(Training):
         self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
 
     def _execute(
-        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
-    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
-        draws = Draws(plan, self.seed, self.step_index, self.device)
+        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+    ) -> Executed:
+        draws = Draws(plan, self.seed, step, self.device)
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,

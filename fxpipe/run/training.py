@@ -25,6 +25,11 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
 
+Ahead = tuple[int, Tensors]
+"""The step and the tensors of the batch whose frozen work is done."""
+Executed = tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]
+"""The loss, gradients by shown name, and what is carried to the next step."""
+
 
 class Optimizer(Protocol):
     """What `train` needs of an optimizer."""
@@ -126,26 +131,25 @@ class Training(ABC):
         made = carried.made if carried and self._serves(carried, tensors) else None
         self._check(tensors, nexts, made is not None)
         if self._make_filled is None or (made is None and nexts is None):
-            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, self.step_index), tensors, None, None)
+            now = self.step_index
+            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, now), now, tensors)
         else:
-            loss, gradients = self._filled_step(self._forms(), tensors, nexts, made)
+            loss, gradients, _ = self._filled_step(self._forms(), tensors, nexts, made)
         assert loss is not None
         self.step_index += 1
         self._add_gradients(gradients)
         return loss
 
-    def _filled_step(
-        self, forms: FilledPlan, tensors: Tensors, nexts: Tensors | None, made: Any
-    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]:
+    def _filled_step(self, forms: FilledPlan, tensors: Tensors, nexts: Tensors | None, made: Any) -> Executed:
         now = self.step_index
         if made is None:
-            made = self._execute(forms.prologue, tensors, (now, tensors), None)[2]
+            *_, made = self._execute(forms.prologue, now, tensors, (now, tensors))
         if nexts is None:
-            return self._execute(forms.epilogue.drawn(self.seed, now), tensors, None, made)[:2]
+            return self._execute(forms.epilogue.drawn(self.seed, now), now, tensors, None, made)
         given, steady = ReadBatch.of(nexts), forms.steady.drawn(self.seed, now)
-        loss, gradients, following = self._execute(steady, tensors, (now + 1, nexts), made)
-        self._carried = _Carried(now + 1, self.seed, self._weights(), given, following)
-        return loss, gradients
+        done = self._execute(steady, now, tensors, (now + 1, nexts), made)
+        self._carried = _Carried(now + 1, self.seed, self._weights(), given, done[2])
+        return done
 
     def _serves(self, carried: _Carried, tensors: Tensors) -> bool:
         now = self.step_index, self.seed, self._weights()
@@ -182,9 +186,6 @@ class Training(ABC):
 
     @abstractmethod
     def _execute(
-        self, plan: StepPlan, tensors: Tensors, ahead: tuple[int, Tensors] | None, carried: Any
-    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]:
-        """Run one form at this step: loss, gradients by shown name, and what is carried to the next step.
-
-        `ahead` is the step and the tensors of the batch whose frozen work is done. `carried` is emptied.
-        """
+        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+    ) -> Executed:
+        """Run one form at a step; it empties `carried`."""
