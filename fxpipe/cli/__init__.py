@@ -14,7 +14,7 @@ from typing import Annotated, Any, Never
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.rule import Rule
 from typer.core import TyperGroup
 
@@ -110,23 +110,14 @@ def run(
     program, batch = planning.compiled()
     engine = program.engine(device, seed) if "WORLD_SIZE" in os.environ else program.local_engine(seed)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=lr)
-    with _progress(steps, visible=os.environ.get("RANK", "0") == "0") as progress:
-        for index in range(steps):
-            loss = engine.step(batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.console.print(f"step {index + 1}  loss {float(loss):.6f}", highlight=False)
-            progress.advance(progress.task_ids[0])
+    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
+    for index in track(range(steps), "training", console=console, disable=not console.is_terminal):
+        loss = engine.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        console.print(f"step {index + 1}  loss {float(loss):.6f}")
     if isinstance(engine, Engine):
         engine.close()
-
-
-def _progress(steps: int, visible: bool) -> Progress:
-    console = Console(quiet=not visible)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console, disable=not console.is_terminal)
-    progress.add_task("training", total=steps)
-    return progress
 
 
 def _print_plan(plan: Plan) -> None:

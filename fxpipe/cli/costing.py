@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from fxpipe.cli.options import DEVICE_MODEL, Model, print_wide
 from fxpipe.errors import CompileError
@@ -90,8 +90,7 @@ def _profile(
         print(f"{out} holds already: all parts at {', '.join(map(str, sizes))} samples")
     if held if ranks is None else ranks.broadcast_object(held):
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=share[0] != 0) as bar:
+    with Progress(console=Console(stderr=True), disable=share[0] != 0) as bar:
         profiler = Profiler(found, sizes, where, share)
         task = bar.add_task("timing", total=ROUNDS * profiler.num_timings)
         for _ in range(ROUNDS):
