@@ -56,7 +56,7 @@ class LargeText(nn.Module):
 
 def holders(program: fxpipe.Program) -> list[int]:
     """The ranks that hold the large weight, in a step and when they work ahead."""
-    forms = (program.step, *(program.filled.forms if program.filled else ()))
+    forms = (program.step, *(program.filled if program.filled else ()))
     return sorted({p.rank for form in forms for p in form.programs if LARGE in p.state})
 
 

@@ -45,7 +45,7 @@ def test_a_dump_shows_every_form_of_a_filled_step(tmp_path: Path) -> None:
     assert program.filled is not None
     assert program.plan.steady is not None
     assert (tmp_path / "fill.txt").read_text().rstrip() == program.plan.steady.text()
-    for name, form in zip(("prologue", "steady", "epilogue"), program.filled.forms, strict=True):
+    for name, form in zip(("prologue", "steady", "epilogue"), program.filled, strict=True):
         for rank, of_rank in enumerate(form.programs):
             text = (tmp_path / name / f"rank_{rank}.py").read_text()
             compile(text, f"{name}/rank_{rank}.py", "exec")

@@ -48,9 +48,7 @@ def train(plan: str) -> dict[str, Any]:
     engine = program.engine(seed=3)
     losses, parameters = trained(program, engine)
     engine.close()
-    lowered = (
-        [p.rank for form in (program.step, *program.filled.forms) for p in form.programs] if program.filled else []
-    )
+    lowered = [p.rank for form in (program.step, *program.filled) for p in form.programs] if program.filled else []
     return {
         "planned": len(calls), "plan": str(program.plan), "ranks": program.ranks, "lowered": set(lowered),
         "losses": losses, "parameters": parameters,

@@ -69,7 +69,7 @@ def forms(name: str) -> list[tuple[Schedule, Form]]:
     program, _ = compiled(name)
     found: list[tuple[Schedule, Form]] = [(program.schedule, "step")]
     if program.filled is not None:
-        schedules = [form.schedule for form in program.filled.forms]
+        schedules = [form.schedule for form in program.filled]
         found += zip(schedules, ("prologue", "steady", "epilogue"), strict=True)  # type: ignore[arg-type]
     return found
 

@@ -224,9 +224,7 @@ def test_equal_values_in_other_tensors_are_the_next_batch(runs: Runs, batches: l
     engine, optimizer = runs.engine()
     forms: list[str] = []
     execute = engine._execute
-    names = {
-        id(form): name for name, form in zip(("prologue", "steady", "epilogue"), engine._forms().forms, strict=True)
-    }
+    names = {id(form): name for name, form in zip(("prologue", "steady", "epilogue"), engine._forms(), strict=True)}
     engine._execute = lambda plan, *rest: [forms.append(names[id(plan)]), execute(plan, *rest)][1]  # type: ignore[method-assign]
     losses = [stepped(engine, optimizer, batches[0], batches[1]), stepped(engine, optimizer, copied(batches[1]))]
     assert forms == ["prologue", "steady", "epilogue"]

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,9 +81,8 @@ class StepPlan:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class FilledPlan:
-    """A step whose frozen work is done in the step before.
+class FilledPlan(NamedTuple):
+    """The forms of a step whose frozen work is done in the step before.
 
     `prologue` does the frozen work of the first batch, `steady` trains on a batch and does the frozen work of the next,
     `epilogue` trains on the last.
@@ -92,7 +91,3 @@ class FilledPlan:
     prologue: StepPlan
     steady: StepPlan
     epilogue: StepPlan
-
-    @property
-    def forms(self) -> tuple[StepPlan, StepPlan, StepPlan]:
-        return self.prologue, self.steady, self.epilogue

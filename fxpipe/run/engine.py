@@ -126,12 +126,12 @@ class Engine(Training):
             self._agree(parts | {"state of frozen work": has_made})
 
     def _prepare(self, forms: FilledPlan) -> None:
-        self._agree({"plan of frozen work": [form.fingerprint for form in forms.forms]})
-        for form in forms.forms:
+        self._agree({"plan of frozen work": [form.fingerprint for form in forms]})
+        for form in forms:
             self._take(form)
         self._check_shared_state()
-        channels = {channel for form in forms.forms for channel in form.channels}
-        groups = {group for form in forms.forms for group in form.groups}
+        channels = {channel for form in forms for channel in form.channels}
+        groups = {group for form in forms for group in form.groups}
         self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
 
     def _execute(

@@ -31,17 +31,12 @@ class Machine:
         self._wires, self._collectives = Wires(cluster), Collectives(cluster)
         self._position = [0] * len(op_lists)
         self._ready = [(0.0, rank) for rank in range(len(op_lists))]
-        self._done: dict[int, float] = {}  # edge -> when its message has arrived, or its collective is over
+        self.arrival_seconds: dict[int, float] = {}  # by edge: when a message has arrived, or a collective is over
         self._waiting: dict[int, list[tuple[int, float]]] = {}  # edge -> ranks that wait, since when
         self.end_seconds = 0.0
         self.rank_ends = [0.0] * len(op_lists)
         self.waits: list[list[tuple[float, float, int]]] = [[] for _ in op_lists]  # from, to, at which op
         self.begins: list[list[float]] = [[] for _ in op_lists]  # of every action
-
-    @property
-    def arrival_seconds(self) -> Mapping[int, float]:
-        """When messages have arrived and collectives are over, by edge."""
-        return self._done
 
     def run(self) -> None:
         """What happens first goes first: a rank's next op, or a message's arrival."""
@@ -102,10 +97,10 @@ class Machine:
     def _wait(self, rank: int, op: Op, clock: float) -> float | None:
         awaited = op.collective or op.message
         assert awaited is not None, op
-        if awaited.edge not in self._done:
+        if awaited.edge not in self.arrival_seconds:
             self._waiting.setdefault(awaited.edge, []).append((rank, clock))
             return None
-        return max(clock, self._done[awaited.edge])
+        return max(clock, self.arrival_seconds[awaited.edge])
 
     def _begin(self, rank: int, action: str, clock: float) -> None:
         pass
@@ -123,7 +118,7 @@ class Machine:
         self._finish(arrival.edge, arrival.end_seconds)
 
     def _finish(self, edge: int, end: float) -> None:
-        self._done[edge] = end
+        self.arrival_seconds[edge] = end
         self.end_seconds = max(self.end_seconds, end)
         for rank, since in self._waiting.pop(edge, ()):
             heapq.heappush(self._ready, (since, rank))
