@@ -12,7 +12,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,11 @@ class Cluster:
     @cached_property
     def num_ranks(self) -> int:
         return prod(level.size for level in self.levels)
+
+    def levels_of(self, world_size: int) -> int:
+        """How many levels have links between the first `world_size` ranks."""
+        inner = accumulate((level.size for level in self.levels), mul, initial=1)
+        return sum(level.size > 1 and size < world_size for level, size in zip(self.levels, inner, strict=False))
 
     @property
     def keeps_sent(self) -> bool:

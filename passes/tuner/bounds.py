@@ -1,13 +1,15 @@
 """Lower bounds to prune with: no step of a candidate is shorter.
 
 compute      the busiest rank's work, and one micro-batch's way through the pipeline     before anything is placed
+again        the forwards that memory makes a rank compute again
 placed       the same of stages on ranks; the busiest port's messages, and its reductions, which go on beside them
 reductions   the sums of gradients, after the last of them
 frozen       what is idle, and the next batch's frozen work in it
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import mul
 
 from fxpipe.cluster.network import Port
 from fxpipe.plan.actions import Action
@@ -15,6 +17,7 @@ from fxpipe.plan.execution import ActionTimes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
+from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
 from passes.placement.place import Shape
 from passes.placement.ports import message_seconds
@@ -23,8 +26,10 @@ from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units
 
 
-def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) -> float:
+def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, again_seconds: float = 0.0) -> float:
     """The busiest rank's work, and one micro-batch's way through the pipeline.
+
+    `again_seconds` of a micro-batch's forwards are computed twice.
 
     On a line, stage s waits for the stages before it, forward and backward: with loads t, M t[s] + t[0] + ... + t[s-1].
     The partition that makes the largest of these least has t[s + 1] = t[s] (M - 1) / M.
@@ -32,7 +37,7 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) ->
     of_pipeline = -(-microbatches // len(found.pipelines))
     times = case.costs.at(max(1, case.batch_size // microbatches))
     splits = POLICIES[found.schedule].splits
-    once = sum(times.forward_seconds) + sum(times.backward_seconds)
+    once = sum(times.forward_seconds) + sum(times.backward_seconds) + again_seconds
     load = of_pipeline * once / found.places
     frozen = of_pipeline * sum(times.component_seconds) / found.places
     if ahead:  # on as many samples at once as there are
@@ -42,6 +47,47 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) ->
         ramped = once / (1 - (1 - 1 / of_pipeline) ** found.places)
     backward = times.input_gradient_seconds if splits else times.backward_seconds  # W is on nobody's way
     return max(ramped, load + frozen, sum(times.forward_seconds) + sum(backward))
+
+
+def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> float:
+    """Of a micro-batch's forwards, those to be computed again so that an order fits, were all memory of a pipeline one.
+
+    Inputs, temporaries and frozen weights are left out; so is what stages that are cut anew may hold less.
+    """
+    pipeline, costs = staged.pipelines[0], case.costs
+    if case.limit_bytes is None or staged.recompute:
+        return 0.0
+    flying = in_flight(schedule.ranks[rank] for rank in pipeline)
+    count = [flying[staged.stage_of_block[block]] for block in case.blocks]
+    saved, kept = costs.saved_bytes(num_samples), costs.saved_bytes_recomputed(num_samples)
+    over = sum(
+        w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights if w.blocks
+    )
+    over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
+    seconds, total = costs.at(num_samples).forward_seconds, 0.0
+    freed = {block: count[block] * (saved[block] - kept[block]) for block in case.blocks}
+    for block in sorted((b for b in case.blocks if freed[b] > 0), key=lambda b: seconds[b] / freed[b]):
+        if over <= 0:
+            break
+        total += seconds[block] * min(1.0, over / freed[block])
+        over -= freed[block]
+    return total
+
+
+def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:
+    """The most micro-batches between a forward and the last of their backward, of every stage on any of its ranks."""
+    most = Counter[int]()
+    for actions in ranks:
+        now = Counter[int]()
+        splits = {action.stage for action in actions if action.kind == "W"}
+        trained = {action.stage for action in actions if action.kind in "BIW"}
+        for action in actions:
+            if action.kind == "F" and action.stage in trained:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in "BW" or (action.kind == "I" and action.stage not in splits):
+                now[action.stage] -= 1
+    return most
 
 
 def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool = False) -> float:

@@ -37,7 +37,8 @@ def candidates(case: Case, request: Request) -> Iterator[Candidate]:
         CompileError: what it asks for does not suit the model.
     """
     forms = _forms(case, request)
-    for found, microbatches in _ways(request, _names(case, request)):
+    levels = case.cluster.levels_of(case.world_size)
+    for found, microbatches in _ways(request, _names(case, request), levels > 1):
         if request.stages is None and request.is_open and found.stages > max(found.places, len(case.blocks) // 2):
             continue  # too few blocks to balance several stages per rank
         if request.data_parallel is None and 1 < len(case.blocks) < found.places < request.batch_size:
@@ -71,8 +72,9 @@ def _forms(case: Case, request: Request) -> tuple[bool, ...]:
     return {"auto": (False, True), "none": (False,)}.get(request.fill, (True,))
 
 
-def _ways(request: Request, names: tuple[str, ...]) -> Iterator[tuple[Shape, int]]:
-    """Shapes of these orders, with numbers of micro-batches."""
+def _ways(request: Request, names: tuple[str, ...], strides: bool = False) -> Iterator[tuple[Shape, int]]:
+    """Shapes of these orders, with numbers of micro-batches; those with `strides` too, where it matters which ranks
+    are neighbours."""
     counts = divisors(request.world_size)
     if request.data_parallel is not None and request.data_parallel not in counts:
         raise CompileError(
@@ -81,7 +83,7 @@ def _ways(request: Request, names: tuple[str, ...]) -> Iterator[tuple[Shape, int
         )
     for count in counts:
         if request.data_parallel in (None, count) and count <= request.batch_size:
-            for found in _shapes(request, count, names):
+            for found in _shapes(request, count, names, strides):
                 for microbatches in _microbatch_counts(request, count, found.places):
                     yield found, microbatches
 
@@ -113,14 +115,14 @@ def _check_passes(passes: int, request: Request) -> None:
         )
 
 
-def _shapes(request: Request, data_parallel: int, names: tuple[str, ...]) -> Iterator[Shape]:
+def _shapes(request: Request, data_parallel: int, names: tuple[str, ...], strides: bool) -> Iterator[Shape]:
     """Every shape with so many pipelines."""
     places = request.world_size // data_parallel
     if places == 1 and names != (LOOPED,) and request.is_open:
         names = (PLAIN,)
     for name in names:
         for stages in _stages(request, name, places, data_parallel):
-            for strided in {False, 1 < data_parallel < request.world_size}:
+            for strided in {False, strides and 1 < data_parallel < request.world_size}:
                 try:
                     found = shape(name, request.world_size, stages, data_parallel, strided)
                 except CompileError:

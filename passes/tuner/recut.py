@@ -16,6 +16,7 @@ from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
 from passes.placement.memory import StageMemory
 from passes.placement.place import place
+from passes.tuner.bounds import in_flight
 from passes.tuner.candidates import Candidate
 
 _MOST_CUT = 4
@@ -70,7 +71,8 @@ def _stage_memory(
     ]
     saved = _saved(case, staged, num_samples)
     schedule, needed = ordered(staged)
-    flying = in_flight(schedule)
+    most = in_flight(schedule.ranks)
+    flying = [most[stage] for stage in range(staged.num_stages)]
     limits = [float(limit_bytes)] * shape.places
     for pipeline in shape.pipelines:
         for position, rank in enumerate(pipeline):
@@ -88,19 +90,3 @@ def _saved(case: Case, staged: Staged, num_samples: int) -> Sequence[int]:
     saved, kept = case.costs.saved_bytes(num_samples), case.costs.saved_bytes_recomputed(num_samples)
     again = {block for run in staged.recompute for block in range(*run)}
     return [min(kept[b], saved[b]) if b in again else saved[b] for b in case.blocks]
-
-
-def in_flight(schedule: Schedule) -> list[int]:
-    """The most micro-batches between a forward and the last of their backward, of every stage on any of its ranks."""
-    most = [0] * schedule.num_stages
-    for actions in schedule.ranks:
-        now = [0] * schedule.num_stages
-        splits = {action.stage for action in actions if action.kind == "W"}
-        trained = {action.stage for action in actions if action.kind in "BIW"}
-        for action in actions:
-            if action.kind == "F" and action.stage in trained:
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind in "BW" or (action.kind == "I" and action.stage not in splits):
-                now[action.stage] -= 1
-    return most

@@ -30,7 +30,7 @@ from passes.placement import buckets
 from passes.placement.frozen_ranks import home_ranks
 from passes.placement.place import Shape, balanced, place
 from passes.step_ops import step_ops
-from passes.tuner.bounds import filled_seconds, placed_seconds
+from passes.tuner.bounds import again_seconds, compute_seconds, filled_seconds, placed_seconds
 from passes.tuner.candidates import Candidate
 from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, thriftier_stages
 from passes.tuner.orders import Orders
@@ -215,7 +215,12 @@ class Trials:
 
     def _ordered(self, trial: Trial) -> Iterator[Trial]:
         """In the order that the placement is named after."""
-        schedule, seconds = self._orders(trial).named()
+        orders, candidate = self._orders(trial), trial.candidate
+        schedule, seconds = orders.named()
+        if orders.pipelines and self.request.recompute is None:
+            again = again_seconds(self.case, trial.placed, schedule, trial.sizes(self.case)[0])
+            with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
+            seconds = max(seconds, with_it)
         yield replace(trial, schedule=schedule, bound_seconds=max(trial.bound_seconds, seconds))
 
     def thriftier(self, trial: Trial, unseen: int = 0) -> Iterator[Trial]:
