@@ -46,7 +46,7 @@ def filled(
         whole: samples can't be taken apart.
     """
     actions = list(training.schedule.ranks)
-    for ranks, samples in _groups(staged, sizes):
+    for ranks, samples in groups(staged, sizes):
         place = {rank: position for position, rank in enumerate(ranks)}
         able = tuple(tuple(sorted(place[rank] for rank in of if rank in place)) for of in staged.frozen_ranks)
         components = layers.components(len(samples), room_bytes, whole, able)
@@ -56,7 +56,7 @@ def filled(
     return replace(training.schedule, ranks=tuple(actions))
 
 
-def _groups(staged: Staged, sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def groups(staged: Staged, sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Ranks with the samples whose frozen work they share: every one of equal pipelines by itself."""
     ends = [sum(sizes[: m + 1]) for m in range(len(sizes))]
     pipelines = _pipelines(staged)

@@ -19,6 +19,7 @@ from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
 from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
+from passes.fill.ahead import groups
 from passes.placement.place import Shape
 from passes.placement.ports import message_seconds
 from passes.schedules.policies import POLICIES
@@ -40,8 +41,9 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, ag
     once = sum(times.forward_seconds) + sum(times.backward_seconds) + again_seconds
     load = of_pipeline * once / found.places
     frozen = of_pipeline * sum(times.component_seconds) / found.places
-    if ahead:  # on as many samples at once as there are
-        frozen = min(frozen, sum(map(sum, case.frozen.seconds_at(case.batch_size))) / case.world_size)
+    if ahead:  # on as many samples at once as a pipeline has
+        samples = -(-case.batch_size // len(found.pipelines))
+        frozen = min(frozen, sum(map(sum, case.frozen.seconds_at(samples))) / found.places)
     ramped = load
     if found.stages == found.places > 1 and not splits:
         ramped = once / (1 - (1 - 1 / of_pipeline) ** found.places)
@@ -178,13 +180,26 @@ def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: Act
             yield end
 
 
-def filled_seconds(case: Case, seconds: float, idle_seconds: float, room_bytes: float | None) -> float:
-    """A step's training with the next batch's frozen work: what does not fit into idle time is shared out evenly.
+def filled_seconds(
+    case: Case,
+    staged: Staged,
+    sizes: Sequence[int],
+    seconds: float,
+    idle_seconds: Sequence[float],
+    room_bytes: float | None,
+) -> float:
+    """A step's training with the next batch's frozen work: what does not fit into idle time is shared out evenly over
+    the ranks of a pipeline.
 
     Args:
+        sizes: samples of every micro-batch.
         seconds: of the training.
-        idle_seconds: of all ranks together, as far as frozen work may use them.
+        idle_seconds: of every rank, as far as frozen work may use them.
         room_bytes: what a rank has for an operation of frozen work.
     """
-    frozen = case.frozen.seconds_within(case.batch_size, room_bytes)
-    return seconds + max(0.0, frozen - idle_seconds) / case.world_size
+    tails = (
+        (case.frozen.seconds_within(len(samples), room_bytes) - sum(idle_seconds[r] for r in ranks)) / len(ranks)
+        for ranks, samples in groups(staged, sizes)
+        if samples
+    )
+    return seconds + max(0.0, *tails)

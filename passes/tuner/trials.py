@@ -69,9 +69,9 @@ class Room:
         return Room(tuple(idle), most)
 
     @cached_property
-    def idle_seconds(self) -> float:
-        """Of all ranks together."""
-        return sum(end - start for spans in self.idle for start, end in spans)
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Of every rank."""
+        return tuple(sum(end - start for start, end in spans) for spans in self.idle)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,9 +273,13 @@ class Trials:
         most; "after" the training only the last idle time counts."""
         how = no_fill if self.request.fill == "after" else per_device
         for room in self._rooms(trial, training)[:_MOST_ROOMS]:
-            idle = room.idle_seconds if how is per_device else 0.0
-            bound = filled_seconds(self.case, training.seconds, idle, room.most)
+            bound = self._filled_seconds(trial, training, room, how)
             yield replace(trial, way=Way(how, room), bound_seconds=max(trial.bound_seconds, bound))
+
+    def _filled_seconds(self, trial: Trial, training: Simulated, room: Room, how: Filler = per_device) -> float:
+        idle = room.idle_seconds if how is per_device else (0.0,) * self.case.world_size
+        sizes = trial.sizes(self.case)
+        return filled_seconds(self.case, trial.placed, sizes, training.seconds, idle, room.most)
 
     def _rooms(self, trial: Trial, training: Simulated) -> list[Room]:
         """Idle time by what frozen work may take in it, that which promises the shortest step first."""
@@ -290,7 +294,7 @@ class Trials:
         sizes = [case.batch_size, *(2**k for k in reversed(range((case.batch_size - 1).bit_length())))]
         rooms = [Room.within(training.clock, left, case.frozen.most_bytes(size)) for size in sizes]
         fitting = [room for room in rooms if room is not None] or [Room.everywhere(training.clock, 0.0)]
-        return sorted(fitting, key=lambda room: filled_seconds(case, training.seconds, room.idle_seconds, room.most))
+        return sorted(fitting, key=lambda room: self._filled_seconds(trial, training, room))
 
     def _filled(self, trial: Trial) -> Iterator[Trial]:
         """By the trial's way; in ways that need less, if it does not fit."""
