@@ -14,7 +14,7 @@ from fxpipe.plan.block_graph import human_bytes
 from passes.tuner.candidates import Candidate
 from passes.tuner.trials import Trial, Trials
 
-_MOST_ACTIONS = 400_000
+_MOST_ACTIONS = 200_000
 """Actions that are walked, of all trials together: some ten seconds of a core. What is left then is not walked."""
 
 
@@ -40,7 +40,7 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
         CompileError: there is no candidate, or none fits; says which would need least.
     """
     heap: list[tuple[float, int, Trial]] = []
-    number, walked, known = count(), 0, list[Trial]()
+    number, known = count(), list[Trial]()
 
     def push(trial: Trial) -> None:
         heappush(heap, (trial.bound_seconds, next(number), trial))
@@ -48,11 +48,9 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
     for candidate in candidates:
         push(Trial(candidate, candidate.bound_seconds))
     lost: list[Trial] = []
-    while heap and not (known and (heap[0][0] >= known[0].bound_seconds or walked > _MOST_ACTIONS)):
+    while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walked > _MOST_ACTIONS)):
         trial = heappop(heap)[-1]
         for closer in trials.closer(trial):
-            if closer.simulated is not None and closer.schedule is not None:
-                walked += sum(map(len, closer.schedule.ranks))
             if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
                 closer = trials.with_its_step(closer)
                 if not trials.fits(closer):

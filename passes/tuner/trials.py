@@ -21,6 +21,7 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged, whole_stages
 from fxpipe.plan.tuning import Outcome
 from fxpipe.simulate import Clock
+from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.fill.ahead import filled
 from passes.fill.per_device import no_fill, per_device
@@ -130,12 +131,13 @@ class Trial:
 
 
 class Trials:
-    """Looks at candidates; equal placements are made once."""
+    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were."""
 
     def __init__(self, case: Case, request: Request) -> None:
         self.case, self.request = case, request
         self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
+        self.walked = 0
         self._thrifty: set[tuple[Staged, int, bool]] = set()
 
     def closer(self, trial: Trial) -> Iterator[Trial]:
@@ -177,6 +179,10 @@ class Trials:
                 elif best is None or closer.bound_seconds < best.bound_seconds:
                     best = closer
         return best
+
+    def _ops(self, trial: Trial, staged: Staged, schedule: Schedule) -> StepOps:
+        self.walked += sum(map(len, schedule.ranks))
+        return step_ops(self.case, staged, schedule, trial.sizes(self.case))
 
     def _orders(self, trial: Trial) -> Orders:
         return Orders(self.case, trial.placed, trial.candidate.microbatches, trial.candidate.ahead)
@@ -242,7 +248,7 @@ class Trials:
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._needs:
                 schedule = self._orders(replace(trial, staged=staged)).named()[0]
-                ops = step_ops(self.case, staged, schedule, trial.sizes(self.case))
+                ops = self._ops(trial, staged, schedule)
                 self._needs[key] = schedule, needs_of(self.case, staged, schedule, ops, trial.candidate.ahead)
             return self._needs[key]
 
@@ -251,7 +257,7 @@ class Trials:
     def _walked(self, trial: Trial) -> Iterator[Trial]:
         """All ranks; if what they hold does not fit, in ways to need less, too."""
         assert trial.schedule is not None
-        ops = step_ops(self.case, trial.placed, trial.schedule, trial.sizes(self.case))
+        ops = self._ops(trial, trial.placed, trial.schedule)
         needs = most(needs_of(self.case, trial.placed, trial.schedule, ops, trial.candidate.ahead))
         if not self.case.fits(needs):
             yield replace(trial, needs=needs)
@@ -332,7 +338,7 @@ class Trials:
         case, staged, sizes = self.case, trial.placed, trial.sizes(self.case)
         before = replace(training.training, idle=way.room.idle)
         schedule = filled(before, case.frozen, staged, sizes, way.how, way.room.most, not case.divisible)
-        ops = step_ops(case, staged, schedule, sizes)
+        ops = self._ops(trial, staged, schedule)
         return _known(replace(trial, schedule=schedule), simulated(case, schedule, ops), done=True)
 
 
