@@ -29,7 +29,6 @@ from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.costs.model import node_seconds
 from fxpipe.models.backbones import PredictionStep
 from fxpipe.plan.block_graph import BlockGraph
@@ -166,7 +165,7 @@ def shapes(name: str, graph: BlockGraph, cluster: Cluster, batch_size: int) -> I
 
 def placed(prepared: Prepared, cluster: Cluster, batch_size: int, wanted: Sequence[tuple[Shape, int]]) -> None:
     for found, microbatches in wanted:
-        times = BlockTimes.of(prepared.costs, batch_size // microbatches)
+        times = prepared.costs.at(batch_size // microbatches)
         place(prepared.graph, prepared.costs, times, found, cluster, microbatches)
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from cost_models.devices import device
 from fxpipe.analysis import costed
 from fxpipe.cluster import Cluster
-from fxpipe.costs.block_times import BlockTimes
+from fxpipe.costs.block_costs import BlockSeconds
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
@@ -71,8 +71,8 @@ def sizes_of(case: Case) -> tuple[int, ...]:
     return microbatch_sizes(case.batch_size, MICROBATCHES)
 
 
-def times_of(case: Case) -> BlockTimes:
-    return BlockTimes.of(case.costs, case.batch_size // MICROBATCHES)
+def times_of(case: Case) -> BlockSeconds:
+    return case.costs.at(case.batch_size // MICROBATCHES)
 
 
 def placed(case: Case, schedule: str, hard: bool) -> Staged:

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from cost_models.factorisations import FACTORISATIONS
-from fxpipe.costs.calls import Call, Dim, Gradient, Operand, concrete, concrete_argument, tensors_in
+from fxpipe.capture import private
+from fxpipe.costs.calls import Call, Dim, Gradient
 
 BATCHES = (2, 3, 4, 5)
 
@@ -28,12 +28,6 @@ MATRIX_WORDS = frozenset(
     "cholesky cdist pdist trilinear ormqr geqrf hspmm conv2d conv3d depthwise euclidean triangular".split()
 )
 NO_MATRICES = frozenset({"linalg_vector_norm", "linalg_cross", "linalg__powsum", "_linalg_check_errors"})
-
-
-def is_composite(op: torch._ops.OpOverload[..., Any]) -> bool:
-    """Whether the operator is defined by other operators."""
-    name = f"{op._schema.name}.{op._schema.overload_name}".removesuffix(".")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 class Uncounted(Exception):
@@ -46,7 +40,7 @@ def require_counted(op: torch._ops.OpOverload[..., Any]) -> None:
     `torch.utils.flop_counter.register_flop_formula` makes a kernel known.
     """
     namespace, _, name = op._schema.name.partition("::")
-    if op._overloadpacket in flop_registry or op._overloadpacket in EXTRA or is_composite(op):
+    if op._overloadpacket in flop_registry or op._overloadpacket in EXTRA or private.is_composite(op):
         return
     if namespace in ("aten", "prim", "prims") and (not MATRIX_WORDS & set(name.split("_")) or name in NO_MATRICES):
         return
@@ -100,12 +94,12 @@ def count_flops(call: Call) -> Counted:
 
 def _count(call: Call, batch: int, part: Gradient | None) -> tuple[int, bool]:
     """FLOPs of the forward (`part` None) or of the gradients of one kind; whether the forward copied."""
-    tensors = {operand.index: _tensor(operand, batch, part) for operand in call.inputs}
-    args = [concrete_argument(value, tensors, batch, "meta") for value in call.args]
-    kwargs = {name: concrete_argument(value, tensors, batch, "meta") for name, value in call.kwargs}
+    tensors = {operand.index: operand.empty(batch, "meta") for operand in call.inputs}
+    for operand in call.inputs:
+        tensors[operand.index].requires_grad_(part is not None and operand.gradient == part)
     try:
         with torch.enable_grad(), _counting() as counter:
-            outputs = tensors_in(call.target(*args, **kwargs))
+            outputs = call.run(tensors, batch, "meta")
         if part is not None:
             differentiable = [output for output in outputs if output.requires_grad]
             if not differentiable:
@@ -144,25 +138,10 @@ def _fit(call: Call, count: Callable[[int], int]) -> Dim:
     return int(polynomial) if polynomial.is_Integer else polynomial
 
 
-def _tensor(operand: Operand, batch: int, part: Gradient | None) -> torch.Tensor:
-    sizes = [concrete(size, batch) for size in operand.sizes]
-    strides = [concrete(stride, batch) for stride in operand.strides]
-    tensor = torch.empty_strided(sizes, strides, dtype=operand.dtype, device="meta")
-    return tensor.requires_grad_(part is not None and operand.gradient == part)
+def _vector_product(*shapes: torch.Size, **_: Any) -> int:
+    """Of the last two, whatever is added."""
+    return 2 * shapes[-2].numel()
 
 
-def _vector_product(left: torch.Size, right: torch.Size, **_: Any) -> int:
-    return 2 * left.numel()
-
-
-def _added_vector_product(added: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
-    return 2 * left.numel()
-
-
-EXTRA = {  # torch's counter leaves these out
-    **FACTORISATIONS,
-    torch.ops.aten.mv: _vector_product,
-    torch.ops.aten.dot: _vector_product,
-    torch.ops.aten.vdot: _vector_product,
-    torch.ops.aten.addmv: _added_vector_product,
-}
+aten = torch.ops.aten
+EXTRA = dict.fromkeys((aten.mv, aten.dot, aten.vdot, aten.addmv), _vector_product)  # torch's counter leaves these out

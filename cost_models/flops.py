@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from cost_models.counted import EXTRA, UNKNOWN, Counted, Uncounted, count_flops, is_composite, require_counted
+from cost_models.counted import EXTRA, UNKNOWN, Counted, Uncounted, count_flops, require_counted
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
-from fxpipe.costs import COUNT_NAMES, Kind, NodeCost, total_cost
+from fxpipe.capture import private
+from fxpipe.costs import COUNT_NAMES, Kind, NodeCost
 from fxpipe.costs.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
@@ -44,16 +44,6 @@ def cost_table(graph: fx.Graph) -> CostTable:
     return CostTable({node.name: cost for node, cost in node_costs(graph.nodes).items()}, graph)
 
 
-def node_cost(node: fx.Node) -> NodeCost:
-    """The cost of one node; for many, `node_costs` is faster."""
-    return node_costs([node])[node]
-
-
-def graph_cost(nodes: Iterable[fx.Node]) -> NodeCost:
-    """The cost of several nodes of one graph together: FLOPs and bytes add up, seconds do not."""
-    return total_cost(node_costs(nodes).values())
-
-
 def node_costs(nodes: Iterable[fx.Node]) -> dict[fx.Node, NodeCost]:
     """The cost of every node.
 
@@ -68,7 +58,7 @@ def node_costs(nodes: Iterable[fx.Node]) -> dict[fx.Node, NodeCost]:
 
 
 def _node_cost(node: fx.Node, activations: set[fx.Node]) -> NodeCost:
-    if node.op != "call_function" or not _has_tensor(node.meta.get("val")):
+    if node.op != "call_function" or not private.tensors_in(node.meta.get("val")):
         return FREE
     if not isinstance(node.target, torch._ops.OpOverload):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -77,10 +67,6 @@ def _node_cost(node: fx.Node, activations: set[fx.Node]) -> NodeCost:
     differentiable = node.meta["requires_grad"]
     gradients = {n: _gradient(n, activations) if differentiable else "none" for n in node.all_input_nodes}
     return _call_cost(call_of(node, gradients), len(flop_registry))
-
-
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
 def _gradient(node: fx.Node, activations: set[fx.Node]) -> Gradient:
@@ -115,7 +101,7 @@ def _call_cost(call: Call, num_registered: int) -> NodeCost:
     if formula is not None:
         return _with_bytes(call, _by_formula(call, formula), formula)
     packet = call.target._overloadpacket
-    if is_composite(call.target) or packet in flop_registry or packet in EXTRA:
+    if private.is_composite(call.target) or packet in flop_registry or packet in EXTRA:
         counted = count_flops(call)
         moved = counted.copies or len({operand.device for operand in (*call.inputs, *call.outputs)}) > 1
         return _with_bytes(call, counted, None) if moved else FREE

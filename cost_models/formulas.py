@@ -43,12 +43,11 @@ def _linear(arguments: tuple[Any, ...], out: Operand) -> Dim:
     return product((2, *x.sizes, *weight.sizes[:-1]))
 
 
-def _matmul(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return product((2, *out.sizes, arguments[0].sizes[-1]))
-
-
-def _addmm(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return product((2, *out.sizes, arguments[1].sizes[-1]))
+def _product(position: int) -> Formula:
+    """Of the matrices from this position on."""
+    return Formula(
+        lambda arguments, out: product((2, *out.sizes, arguments[position].sizes[-1])), (position, position + 1)
+    )
 
 
 def _addbmm(arguments: tuple[Any, ...], out: Operand) -> Dim:
@@ -92,17 +91,12 @@ def _multi_head(query: Operand, key: Operand, value: Operand) -> Dim:
     return projections + product((4, *query.sizes, key.sizes[-2]))
 
 
-def _native_multi_head(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return _multi_head(*arguments[:3])
-
-
 def _encoder_layer(arguments: tuple[Any, ...], out: Operand) -> Dim:
     source, hidden_weight = arguments[0], arguments[14]
     return _multi_head(source, source, source) + product((4, *source.sizes, hidden_weight.sizes[0]))
 
 
-MATMUL = Formula(_matmul)
-ADDMM = Formula(_addmm, (1, 2))
+MATMUL, ADDMM = _product(0), _product(1)
 CONVOLUTION = Formula(_convolution, kind="convolution")
 TRANSPOSED = Formula(_transposed_convolution, kind="convolution")
 ATTENTION = Formula(_attention, (0, 1, 2), _attention_backward, "attention")
@@ -123,6 +117,6 @@ FORMULAS: dict[str, Formula] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
     "aten::_scaled_dot_product_efficient_attention": ATTENTION,
     "aten::_scaled_dot_product_cudnn_attention": ATTENTION,
-    "aten::_native_multi_head_attention": Formula(_native_multi_head, (), kind="attention"),
+    "aten::_native_multi_head_attention": Formula(lambda given, out: _multi_head(*given[:3]), (), kind="attention"),
     "aten::_transformer_encoder_layer_fwd": Formula(_encoder_layer, ()),
 }

@@ -92,8 +92,7 @@ class Program:
     @property
     def block_seconds(self) -> tuple[float, ...]:
         """Of every block, forward and backward, for the largest micro-batch."""
-        times = self.costed.blocks.at(self.plan.microbatch_sizes[0])
-        return tuple(f + b for f, b in zip(times.forward_seconds, times.backward_seconds, strict=True))
+        return self.costed.blocks.at(self.plan.microbatch_sizes[0]).total
 
     @property
     def costing(self) -> Costing:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from fxpipe.costs import COUNT_NAMES, NodeCost, evaluate
+from fxpipe.capture.sizes import evaluate
+from fxpipe.costs import COUNT_NAMES, NodeCost
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 

@@ -19,8 +19,9 @@ from cost_models.flops import cost_table
 from cost_models.profiled import Entry, Profile, key_of
 from cost_models.roofline import Roofline
 from fxpipe.capture import Capture
+from fxpipe.capture.sizes import evaluate
 from fxpipe.compiler import requested
-from fxpipe.costs import NodeCost, evaluate
+from fxpipe.costs import NodeCost
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
 from fxpipe.costs.polynomials import Polynomials

@@ -1,5 +1,7 @@
 """Captures on disk: the same program comes back, and nothing else does."""
 
+import copy
+import enum
 import json
 import logging
 import math
@@ -172,6 +174,31 @@ def test_another_model_has_another_digest(name: str) -> None:
     assert digest(same) == before
     CHANGES[name](model)
     assert digest(model) != before
+
+
+def test_copies_leave_the_digest_as_it_is() -> None:
+    class Fresh(Knobs):
+        pass
+
+    model = Model()
+    model.knobs = Fresh()
+    before = digest(model)
+    copy.deepcopy(model)  # which notes the names of its slots on every class
+    assert "__slotnames__" in vars(Fresh)
+    assert digest(model) == before
+
+
+class Names(enum.StrEnum):
+    ONE = "one"
+
+
+def test_plain_kinds_have_subclasses() -> None:
+    digests = []
+    for value in (Names.ONE, "one", type("Text", (str,), {})("one"), type("Number", (int,), {})(1), 1, {1, 2}, [1, 2]):
+        model = Model()
+        model.names = value  # type: ignore[assignment]
+        digests.append(digest(model))
+    assert len(set(digests)) == len(digests)
 
 
 def test_closures_count_by_what_they_close_over() -> None:

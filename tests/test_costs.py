@@ -8,7 +8,8 @@ import sympy
 import torch
 
 from cost_models.roofline import Roofline
-from fxpipe.costs import COUNT_NAMES, NodeCost, evaluate, total_cost
+from fxpipe.capture.sizes import evaluate
+from fxpipe.costs import COUNT_NAMES, NodeCost, total_cost
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
 from tests.node_numbers import counts_of, seconds_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from cost_models.devices import device
-from cost_models.flops import graph_cost, node_costs
+from cost_models.flops import node_costs
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.costs import total_cost
@@ -77,7 +77,7 @@ def test_one_graph_agrees_with_torch_at_two_batch_sizes(name: str) -> None:
     step = PredictionStep(model)
     batches = {num_samples: inputs(num_samples) for num_samples in (2, 5)}
     spec, examples = describe(step, (), batches[5], 5)
-    cost = graph_cost(capture(step, spec, examples).graph.nodes)
+    cost = total_cost(node_costs(capture(step, spec, examples).graph.nodes).values())
     for num_samples, batch in batches.items():
         counts = counts_of(cost, num_samples)
         forward, backward = counted(step, batch)

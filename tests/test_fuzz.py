@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 import fxpipe
 from fxpipe.capture import loss_of
 from fxpipe.compiler import requested
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
@@ -95,7 +94,7 @@ def work_of(model: RandomStep, placement: Schedule, options: dict[str, Any]) -> 
     asked = requested(model, len(placement.ranks), schedule=placement, **options)
     step = asked.analysed()
     size = microbatch_sizes(step.batch_size, placement.num_microbatches)[0]
-    staged = place_schedule(step.graph, BlockTimes.of(step.blocks, size), placement, asked.cluster)
+    staged = place_schedule(step.graph, step.blocks.at(size), placement, asked.cluster)
     return step.work.of(staged, placement.num_microbatches)
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from fxpipe.analysis import CostedStep, costed
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Work
 from fxpipe.plan.schedule import Schedule
@@ -115,7 +114,7 @@ def on_two(unet: CostedStep) -> Case:
 
 
 def placed(unet: CostedStep, name: str, data_parallel: int = 1) -> Staged:
-    times = BlockTimes.of(unet.blocks, 2)
+    times = unet.blocks.at(2)
     return place(unet.graph, unet.blocks, times, shape(name, 2, None, data_parallel), Cluster.parse("2xV100"), 2)
 
 

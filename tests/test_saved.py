@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.capture import Capture
-from fxpipe.costs import evaluate
+from fxpipe.capture.sizes import evaluate
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.graph_memory import ARGUMENT, NEW, call_memory

@@ -17,7 +17,6 @@ from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.compiler import _BackEnd
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.plan.plan import Plan, PlannedCut, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Run, Staged, whole_stages
@@ -65,7 +64,7 @@ class Layout:
     def place(self, case: Case) -> Staged:
         """Its stages on ranks."""
         wanted = shape(self.schedule, self.world_size, self.stages, self.replicas)
-        times = BlockTimes.of(case.costs, microbatch_sizes(case.batch_size, self.microbatches)[0])
+        times = case.costs.at(microbatch_sizes(case.batch_size, self.microbatches)[0])
         staged = place(case.graph, case.costs, times, wanted, case.cluster, self.microbatches)
         runs = {"stages": whole_stages(staged.boundaries), "blocks": tuple((b, b + 1) for b in case.blocks if b % 3)}
         recompute = runs[self.recompute] if isinstance(self.recompute, str) else self.recompute

@@ -141,7 +141,9 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
     draws = hoist_draws(graph, constants)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
     _refuse_values(graph)
-    _drop_unused_placeholders(graph)
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
     _mark_requires_grad(graph, wanted, tensors)
     used = {tensors[n.name] for n in graph.find_nodes(op="placeholder") if n.name in tensors}
     state = [*parameters, *dict(model.named_buffers())]
@@ -170,7 +172,7 @@ def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, to
     for node, spec in zip(exported.graph.find_nodes(op="placeholder"), specs, strict=True):
         if spec.kind is kinds.USER_INPUT:
             node.meta["kind"], node.meta["input"] = "input", next(names)
-            private.rename(node, _identifier(node.meta["input"]))
+            private.rename(node, "".join(c if c.isalnum() else "_" for c in node.meta["input"]))
         elif spec.kind is kinds.CONSTANT_TENSOR:
             node.meta["kind"], node.meta["state"] = "constant", str(spec.target).removeprefix("model.")
             constants[node.name] = program.constants[str(spec.target)]
@@ -178,10 +180,6 @@ def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, to
             node.meta["kind"] = "parameter" if spec.kind is kinds.PARAMETER else "buffer"
             node.meta["state"] = tensors[node.name] = str(spec.target).removeprefix("model.")
     return tensors, constants
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 # The arguments `running_mean` and `training` of what normalises over the batch.
@@ -246,12 +244,6 @@ def _not_broadcast(node: fx.Node) -> fx.Node | None:
     return item if item.meta["val"].shape == node.meta["val"].shape else None
 
 
-def _drop_unused_placeholders(graph: fx.Graph) -> None:
-    for node in list(graph.find_nodes(op="placeholder")):
-        if not node.users:
-            graph.erase_node(node)
-
-
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """Every parameter name to the first name of the same tensor."""
     first: dict[int, str] = {}
@@ -264,16 +256,10 @@ def _mark_requires_grad(graph: fx.Graph, trainable: set[str], tensors: Mapping[s
         if node.op == "placeholder":
             node.meta["requires_grad"] = node.meta["kind"] == "parameter" and tensors[node.name] in trainable
             continue
-        value = node.meta.get("val")
+        floats = any(t.is_floating_point() or t.is_complex() for t in private.tensors_in(node.meta.get("val")))
         blocked = node.meta.get("no_grad", False) or node.target is torch.ops.aten.detach.default
-        differentiable = _any_float(value) and not blocked
+        differentiable = floats and not blocked
         node.meta["requires_grad"] = differentiable and any(a.meta["requires_grad"] for a in node.all_input_nodes)
-
-
-def _any_float(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point() or value.is_complex()
-    return isinstance(value, tuple | list) and any(_any_float(v) for v in value)
 
 
 def _batch(graph: fx.Graph, exported: Exported) -> tuple[sympy.Symbol, ...]:

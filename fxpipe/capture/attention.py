@@ -18,8 +18,7 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 def expand_attention_dropout(graph: fx.Graph) -> None:
     """Write out every attention that drops weights, as torch's own reference computes it."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
-        names = [a.name for a in _ATTENTION._schema.arguments]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given = private.arguments(node)
         if given.get("dropout_p", 0.0) > 0.0:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_written_out(graph, node, **given))

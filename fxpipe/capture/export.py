@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -24,10 +23,8 @@ from fxpipe.capture.sizes import concrete, is_symbolic
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
 
-_TORCH = str(Path(torch.__file__).parent)
 LossOf = Callable[[Any], torch.Tensor]
 Trace = Callable[..., torch.export.ExportedProgram]
-_HERE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,8 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     if symbolic is None or not all(is_symbolic(value.shape[0]) for value in _batched_values(symbolic, inputs)):
         return fixed
     flexible = _flat(symbolic, inputs, None)
-    return flexible if _equal_at(flexible.graph, fixed.graph, inputs.batch_size) else fixed
+    size = inputs.batch_size
+    return flexible if _calls(flexible.graph, size) == _calls(fixed.graph, size) else fixed
 
 
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
@@ -185,7 +183,7 @@ def _trace(
 
 def _line(error: BaseException) -> str:
     """Where in the user's code: the last frame that is neither torch's nor ours."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _HERE))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(private.FRAMEWORK)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
@@ -201,15 +199,9 @@ def _module_trail() -> Iterator[list[nn.Module]]:
         while trail and trail.pop() is not module:
             pass
 
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave),
-    ]
-    try:
+    module = nn.modules.module
+    with module.register_module_forward_pre_hook(enter), module.register_module_forward_hook(leave):
         yield trail
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _where(trail: Sequence[nn.Module]) -> str:
@@ -217,11 +209,6 @@ def _where(trail: Sequence[nn.Module]) -> str:
     names = {id(m): n for n, m in roots[0].model.named_modules()} if roots else {}
     path = next((names[id(m)] for m in reversed(trail) if id(m) in names), "")
     return f"module {path or '(the model itself)'}"
-
-
-def _equal_at(symbolic: fx.Graph, fixed: fx.Graph, batch_size: int) -> bool:
-    """Whether a graph with a symbolic batch is `fixed` at `batch_size` samples."""
-    return _calls(symbolic, batch_size) == _calls(fixed, batch_size)
 
 
 def _calls(graph: fx.Graph, batch_size: int) -> list[Any]:

@@ -3,19 +3,12 @@
 s0*FloorDiv(s0 + 1, 2)     <->     ["Mul", "s0", ["FloorDiv", ["Add", "s0", 1], 2]]
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
 
 from fxpipe.capture import private
 from fxpipe.errors import FxpipeError
-
-_FUNCTIONS: dict[str, Any] = {
-    **{f.__name__: f for f in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Not, sympy.And, sympy.Or)},
-    **{f.__name__: f for f in (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)},
-    **private.SIZE_FUNCTIONS,
-}
 
 
 class Unwritable(FxpipeError):
@@ -30,7 +23,7 @@ def symbol(name: str) -> sympy.Symbol:
 def expression_data(expr: Any) -> Any:
     """The expression as lists, names and integers; refuses what would come back as another one."""
     data = _data(expr)
-    if expression_of(data, {s.name: symbol(s.name) for s in expr.free_symbols}) != expr:
+    if expression_of(data) != expr:
         raise Unwritable(f"the size {expr}")
     return data
 
@@ -45,20 +38,21 @@ def _data(expr: Any) -> Any:
     if expr.is_Rational:
         return ["Rational", int(expr.p), int(expr.q)]
     name: str = expr.func.__name__
-    if _FUNCTIONS.get(name) is not expr.func:
+    if private.size_function(name) is not expr.func:
         raise Unwritable(f"the size {expr}, of {name}")
     return [name, *map(_data, expr.args)]
 
 
-def expression_of(data: Any, symbols: Mapping[str, sympy.Symbol]) -> Any:
+def expression_of(data: Any) -> Any:
     """The expression that `data` says."""
     if isinstance(data, bool):
         return sympy.true if data else sympy.false
     if isinstance(data, int):
         return sympy.Integer(data)
     if isinstance(data, str):
-        return symbols[data]
+        return symbol(data)
     name, *args = data
-    if name == "Rational":
-        return sympy.Rational(*map(int, args))
-    return _FUNCTIONS[str(name)](*(expression_of(one, symbols) for one in args))
+    function = private.size_function(name)
+    if function is None:
+        raise ValueError(name)
+    return function(*map(expression_of, args))

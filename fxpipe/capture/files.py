@@ -1,15 +1,13 @@
 """The files that all code in this process comes from: a stored capture holds as long as they are what they were.
 
-installed      size and time of change          /site-packages/torch/nn/functional.py    [198302, 1760000000000000000]
-others         their content's digest           /home/me/model.py                        "9f2c..."
+/site-packages/torch/nn/functional.py    [198302, 1760000000000000000]     size and time of change
 """
 
-import hashlib
 import sys
 import sysconfig
 import time
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +49,6 @@ def _changed(file: str) -> bool:
 def _state(file: str) -> Any:
     try:
         found = Path(file).stat()
-        return [found.st_size, found.st_mtime_ns] if _is_installed(file) else _digest(file, found.st_mtime_ns)
     except OSError:
         return None
-
-
-@lru_cache(maxsize=1 << 12)
-def _digest(file: str, changed_ns: int) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return [found.st_size, found.st_mtime_ns]

@@ -25,7 +25,7 @@ from fxpipe.errors import CaptureError
 
 aten = torch.ops.aten
 # In-place operations whose functional form has another name; what only changes a tensor's storage has none.
-_RENAMED = {"zero": "zeros_like", "normal": "normal_functional"}
+_RENAMED = {"normal": "normal_functional"}
 _REFUSED = ("set_", "resize_", "resize_as_")
 
 
@@ -208,7 +208,7 @@ class _Rewriter:
 def _written(node: fx.Node) -> fx.Node:
     schema = node.target._schema  # type: ignore[union-attr]
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    given = private.arguments(node)
     if len(names) != 1 or not isinstance(given.get(names[0]), fx.Node) or private.packet_name(node.target) in _REFUSED:
         raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
     return cast(fx.Node, given[names[0]])
@@ -219,8 +219,6 @@ def _functional_target(node: fx.Node) -> Any:
     name = private.packet_name(node.target)
     name = name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(aten, _RENAMED.get(name, name), None)
-    if name == "zero":
-        return aten.zeros_like.default
     wanted = [str(a.type) for a in node.target._schema.arguments if not a.is_out]  # type: ignore[union-attr]
     for overload in packet.overloads() if packet is not None else ():
         found = getattr(packet, overload)

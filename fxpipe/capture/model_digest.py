@@ -19,9 +19,10 @@ import os
 import platform
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import singledispatchmethod
 from pathlib import PurePath
 from typing import Any
 
@@ -34,21 +35,22 @@ from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.errors import FxpipeError
 
-_FORMAT = 1  # of what is stored: another one makes every entry another
+_FORMAT = 2  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
-_NAMED_ONLY = (*sys.stdlib_module_names, "torch", "numpy", "sympy", "fxpipe", "passes", "cost_models")
+_BY_FILE = ("torch", "fxpipe", "passes", "cost_models")  # wherever they are
 # What reads something outside the model: no digest can tell whether that is as before.
 _OUTSIDE = ("os", "io", "time", "datetime", "pathlib", "socket", "subprocess", "sys", "importlib", "secrets", "uuid")
-_UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
 _OUTSIDE_CALLS = ("open", "eval", "exec", "compile", "globals", "vars", "input", "__import__")
-_NOT_FORWARD = {
-    "__init__", "example_inputs", "__repr__", "extra_repr", "__doc__", "__dict__", "__weakref__", "__annotations__",
-    "__module__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "__signature__", "_abc_impl",
-    "__parameters__", "__orig_bases__", "__match_args__", "__dataclass_fields__", "__dataclass_params__",
-}  # fmt: skip
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice, numpy.dtype, PurePath)
-_TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch._ops.OpOverload)
-_WRAPPERS = (staticmethod, classmethod, functools.partial, functools.partialmethod, property, functools.cached_property)
+_UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
+_NOT_FORWARD = ("example_inputs", "__repr__", "extra_repr", "_abc_impl")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice, numpy.dtype)
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch._ops.OpOverload, PurePath)
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset, types.MappingProxyType)
+_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFunctionType)
+_WRAPPERS = (
+    staticmethod, classmethod, functools.partial, functools.partialmethod, property, functools.cached_property,
+    functools._lru_cache_wrapper,
+)  # fmt: skip
 
 
 class Unknowable(FxpipeError):
@@ -65,7 +67,7 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any) -> str:
         Unknowable: forward may depend on something that has no digest.
     """
     private.require_no_modes(Unknowable)
-    digest = _Digest(_libraries(model))
+    digest = _Digest({type(module).__module__ for module in model.modules()})
     digest.value((_FORMAT, sys.version, sys.flags.optimize, platform.machine()), "python")
     digest.value(private.switches(), "torch")
     leaves = [(leaf.name, leaf.is_tensor, leaf.batched, leaf.shape, leaf.dtype) for leaf in inputs.leaves]
@@ -75,12 +77,9 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any) -> str:
     return digest.hexdigest()
 
 
-def _libraries(model: nn.Module) -> set[str]:
-    """The files of installed packages that the model's own classes are from: their functions are followed."""
-    return {type(module).__module__ for module in model.modules()}
-
-
 class _Digest:
+    """Of values in depth; those of `libraries`, modules of installed packages, are followed into their functions."""
+
     def __init__(self, libraries: set[str]) -> None:
         self._hash = hashlib.sha256()
         self._libraries = libraries
@@ -92,152 +91,175 @@ class _Digest:
     def hexdigest(self) -> str:
         while self._waiting:
             value, where, self._strict = self._waiting.popleft()
-            self._put("is", str(self._seen[id(value), self._strict]))
+            self._put("is", self._seen[id(value), self._strict])
             self._add(value, where)
         return self._hash.hexdigest()
 
     def value(self, value: Any, where: str) -> None:
         """Add a value; `where` it is found, for a refusal."""
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, (*_TORCH_PLAIN, PurePath)):
+        if kind in _PLAIN or isinstance(value, _NAMED):
             self._put(kind.__name__, value.hex() if kind is float else repr(value))
             return
         key = id(value), self._strict
-        if key in self._seen:
-            self._put("again", str(self._seen[key]))
+        known = key in self._seen
+        self._put("refers", self._seen.setdefault(key, len(self._seen)))
+        if known:
             return
-        self._seen[key] = len(self._seen)
         self._kept.append(value)
         if isinstance(value, _CONTAINERS):
             self._add(value, where)
         else:  # later: what code names goes deep
-            self._put("refers", str(self._seen[key]))
             self._waiting.append((value, where, self._strict))
 
-    def _add(self, value: Any, where: str) -> None:
-        add = next((add for kinds, add in _ADD if isinstance(value, kinds)), _Digest._instance)
-        add(self, value, where)
+    def _put(self, *words: Any) -> None:
+        self._hash.update(repr(words).encode(errors="surrogatepass"))
 
     def _refuse(self, value: Any, why: str) -> None:
         if self._strict:
             raise Unknowable(why)
         self._put("unknown", _name(type(value)))
 
-    def _put(self, kind: str, text: str) -> None:
-        content = text.encode(errors="surrogatepass")
-        self._hash.update(f"{kind}:{len(content)}:".encode())
-        self._hash.update(content)
+    @singledispatchmethod
+    def _add(self, value: Any, where: str) -> None:
+        """An instance, unless it is of a class in C, whose state no attribute shows."""
+        if any(isinstance(one, _IN_C) for kind in type(value).__mro__[:-1] for one in vars(kind).values()):
+            self._refuse(value, f"{where} is a {_name(type(value))}, whose state cannot be read")
+        else:
+            self._instance(value, where)
 
+    def _instance(self, value: Any, where: str) -> None:
+        """By its class and its attributes, those in slots too."""
+        self.value(type(value), where)
+        self.value(object.__getstate__(value), where)
+
+    @_add.register(list)
+    @_add.register(tuple)
+    @_add.register(deque)
     def _sequence(self, value: Any, where: str) -> None:
-        self._put("sequence", f"{_name(type(value))} {len(value)}")
-        for index, one in enumerate(value):
-            self.value(one, f"{where}[{index}]")
-        self._rest(value, where)
+        self._items(value, value, where)
 
-    def _mapping(self, value: Any, where: str) -> None:
-        self._put("mapping", f"{_name(type(value))} {len(value)}")
-        if isinstance(value, defaultdict):
-            self.value(value.default_factory, where)
-        for key, one in value.items():
-            self.value(key, where)
-            self.value(_ordered(key, one), f"{where}[{key!r}]" if isinstance(key, str) else where)
-        self._rest(value, where)
-
+    @_add.register(set)
+    @_add.register(frozenset)
     def _set(self, value: Any, where: str) -> None:
         def key(one: Any) -> tuple[str, str]:
             return _name(type(one)), repr(one) if isinstance(one, _PLAIN) else _name(one)
 
-        self._put("set", f"{_name(type(value))} {len(value)}")
-        for one in sorted(value, key=key):
-            self.value(one, where)
+        self._items(value, sorted(value, key=key), where)
 
-    def _number(self, value: Any, where: str) -> None:
-        """An instance of a subclass of a plain kind."""
-        kind = next(kind for kind in _SUBCLASSED if isinstance(value, kind))
-        self._put("number", f"{_name(type(value))} {kind.__repr__(value)}")
-        self.value(getattr(value, "__dict__", None), where)
+    @_add.register(dict)
+    @_add.register(types.MappingProxyType)
+    def _mapping(self, value: Any, where: str) -> None:
+        self._items(value, [value.default_factory] if isinstance(value, defaultdict) else [], where)
+        self._put(len(value))
+        for key, one in value.items():
+            self.value(key, where)
+            self.value(_ordered(key, one), f"{where}.{key}" if isinstance(key, str) else where)
 
-    def _rest(self, value: Any, where: str) -> None:
-        """What an instance of a subclass of a container has beside its items."""
+    def _items(self, value: Any, items: Any, where: str) -> None:
+        """A container by what is in it, and what a subclass keeps beside that."""
+        self._put(_name(type(value)), len(items))
+        for index, one in enumerate(items):
+            self.value(one, f"{where}[{index}]")
         if getattr(value, "__dict__", None):
             self._instance(value, where)
 
-    def _enum(self, value: enum.Enum, where: str) -> None:
-        self._put("enum", f"{_name(type(value))}.{value.name}")
-        self.value(value.value, where)
+    @_add.register
+    def _number(self, value: int | float | complex | str | bytes, where: str) -> None:
+        """An instance of a subclass of a plain kind."""
+        kind: Any = next(kind for kind in _PLAIN if isinstance(value, kind))
+        self._put("number", kind.__repr__(value))
+        self._instance(value, where)
 
+    @_add.register
     def _tensor(self, value: torch.Tensor, where: str, by_value: bool = True) -> None:
         """A tensor that is no weight counts by its values."""
         if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided:
             self._refuse(value, f"{where} is a {type(value).__name__}")
             return
-        self._put("tensor", f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)}")
-        self._put("layout", f"{value.stride()} {value.storage_offset()} {value.requires_grad} {value.is_conj()}")
+        self._put("tensor", type(value).__name__, str(value.dtype), str(value.device), tuple(value.shape))
+        self._put(value.stride(), value.storage_offset(), value.requires_grad, value.is_conj())
         self.value(value.__dict__, where)
         if not by_value or value.is_meta:
             return
-        if value.device.type != "cpu" or value.nbytes > _MOST_BYTES:
-            self._refuse(value, f"{where} is a tensor of {value.nbytes} bytes on {value.device}, no weight or buffer")
+        if value.device.type != "cpu":
+            self._refuse(value, f"{where} is a tensor on {value.device}, no weight or buffer")
             return
         content = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        self._hash.update(content.view(torch.uint8).numpy().tobytes() if content.numel() else b"")
+        self._array(content.view(torch.uint8).numpy() if content.numel() else numpy.empty(0), where)
 
-    def _array(self, value: numpy.ndarray[Any, Any] | numpy.generic, where: str) -> None:
+    @_add.register(numpy.ndarray)
+    @_add.register(numpy.generic)
+    def _array(self, value: Any, where: str) -> None:
         if value.dtype.hasobject or value.nbytes > _MOST_BYTES:
             self._refuse(value, f"{where} is an array of {value.dtype}, {value.nbytes} bytes")
             return
-        self._put("array", f"{type(value).__name__} {value.dtype.str} {value.shape}")
+        self._put("array", type(value).__name__, value.dtype.str, value.shape)
         self._hash.update(numpy.ascontiguousarray(value).tobytes())
 
+    @_add.register
     def _module(self, value: nn.Module, where: str) -> None:
-        """Weights and buffers count by what a trace sees of them."""
         self.value(type(value), where)
-        self._put("module", f"{len(value.__dict__)}")
+        self._put("module", len(value.__dict__))
         for name, one in value.__dict__.items():
-            self._put("attribute", name)
-            inside = f"{where}.{name}"
+            self._put(name)
             if name in ("_parameters", "_buffers"):
-                self._weights(one, inside)
+                self._weights(one, f"{where}.{name}")
             else:
-                self.value(one, inside)
+                self.value(one, f"{where}.{name}")
 
     def _weights(self, weights: Mapping[str, torch.Tensor | None], where: str) -> None:
-        self._put("weights", str(len(weights)))
+        """Weights and buffers count by what a trace sees of them; those that share memory have its number."""
+        self._put("weights", len(weights))
         for name, tensor in weights.items():
             key = id(tensor), True
-            self._put("weight", f"{name} {self._seen.get(key, '')}")
-            if tensor is None or key in self._seen:
-                continue
-            self._seen[key] = len(self._seen)
-            self._tensor(tensor, f"{where}.{name}", by_value=False)
-            self._put("memory", str(self._memory(tensor)))
+            self._put(name, self._seen.get(key))
+            if tensor is not None and key not in self._seen:
+                self._seen[key] = len(self._seen)
+                self._tensor(tensor, f"{where}.{name}", by_value=False)
+                memory = -1 - tensor.untyped_storage()._cdata, True
+                self._put("memory", self._seen.setdefault(memory, len(self._seen)))
 
-    def _memory(self, tensor: torch.Tensor) -> int:
-        """Weights that share memory have the same number."""
-        key = -1 - tensor.untyped_storage()._cdata, True
-        return self._seen.setdefault(key, len(self._seen))
-
+    @_add.register
     def _method(self, value: types.MethodType, where: str) -> None:
-        self.value(value.__func__, where)
-        self.value(value.__self__, where)
+        self.value((value.__func__, value.__self__), where)
+
+    @_add.register
+    def _enum(self, value: enum.Enum, where: str) -> None:
+        self._put("enum", _name(type(value)), value.name)
+        self.value(value.value, where)
 
     def _wrapper(self, value: Any, where: str) -> None:
+        names = ("func", "args", "keywords", "__func__", "__wrapped__", "fget", "fset")
         self._put("wrapper", type(value).__name__)
-        for name in ("func", "args", "keywords", "__func__", "__wrapped__", "fget", "fset"):
-            self.value(getattr(value, name, None), where)
+        self.value([getattr(value, name, None) for name in names], where)
 
-    def _builtin(self, value: Any, where: str) -> None:
-        self._put("builtin", f"{getattr(value, '__module__', '')} {value.__qualname__}")
+    for _kind in _WRAPPERS:
+        _add.register(_kind)(_wrapper)
+
+    @_add.register(types.GetSetDescriptorType)
+    @_add.register(types.MemberDescriptorType)
+    @_add.register(types.ClassMethodDescriptorType)
+    @_add.register(types.MethodDescriptorType)
+    @_add.register(types.WrapperDescriptorType)
+    @_add.register(types.MethodWrapperType)
+    @_add.register(types.BuiltinFunctionType)
+    def _in_c(self, value: Any, where: str) -> None:
+        self._put("in C", _name(value))
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, types.ModuleType | type):
             self.value(bound, where)
 
+    @_add.register
+    def _of_process(self, value: logging.Logger | types.ModuleType, where: str) -> None:
+        self._put("named", value.__name__ if isinstance(value, types.ModuleType) else value.name)
+
+    @_add.register
     def _function(self, value: types.FunctionType, where: str) -> None:
         self._put("function", _name(value))
-        self._code(value.__code__)
-        own = {name: one for name, one in value.__dict__.items() if name not in _NOT_FORWARD and "dynamo" not in name}
-        for part in (value.__defaults__, value.__kwdefaults__, own):
-            self.value(part, where)
+        self._code(value.__code__, where)
+        own = {n: one for n, one in vars(value).items() if "dynamo" not in n and (n == "__wrapped__" or not _dunder(n))}
+        self.value((value.__defaults__, value.__kwdefaults__, own), where)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 inside = cell.cell_contents
@@ -248,25 +270,24 @@ class _Digest:
             with self._code_of(value.__module__):
                 self._globals(value, _name(value))
 
-    def _code(self, code: types.CodeType) -> None:
+    @_add.register
+    def _code(self, code: types.CodeType, where: str) -> None:
         """Instructions and constants, whatever the lines they are on."""
-        self._put("code", f"{code.co_name} {code.co_argcount} {code.co_kwonlyargcount} {code.co_flags}")
-        self._put("names", repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)))
-        self._hash.update(code.co_code)
-        self._hash.update(code.co_exceptiontable)
+        self._put("code", code.co_name, code.co_argcount, code.co_kwonlyargcount, code.co_flags)
+        self._put(code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        self._put(code.co_code, code.co_exceptiontable)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._code(constant)
+                self._code(constant, where)
             else:
                 self.value(constant, code.co_name)
 
     def _globals(self, value: types.FunctionType, where: str) -> None:
         """The globals that a function names, and what it names of modules among them."""
         names = _names(value.__code__)
-        if self._strict:
-            _require_inside(value, where)
         scopes: list[Mapping[str, Any]] = [value.__globals__]
-        scopes += [vars(sys.modules[name]) for name in _imported(value) if self._strict and name in sys.modules]
+        if self._strict:
+            scopes += [vars(sys.modules[name]) for name in _imported(value, where) if name in sys.modules]
         for scope in scopes:  # which grow
             for name in (name for name in names if name in scope):
                 found = scope[name]
@@ -297,16 +318,17 @@ class _Digest:
         finally:
             self._strict = before
 
+    @_add.register
     def _class(self, value: type, where: str) -> None:
         self._put("class", _name(value))
         if not self._follows(value.__module__):
             return
-        is_module = issubclass(value, nn.Module)
-        for base in value.__bases__:
-            self.value(base, where)
+        skipped = (*_NOT_FORWARD, *["__init__"][: issubclass(value, nn.Module)])
+        self.value(value.__bases__, where)
         with self._code_of(value.__module__):
-            for name, one in value.__dict__.items():
-                if name not in _NOT_FORWARD or (name == "__init__" and not is_module):
+            for name, one in list(vars(value).items()):
+                # Of what has two underscores what runs counts: copies and pickles leave notes there, too.
+                if name not in skipped and (not _dunder(name) or callable(one) or hasattr(one, "__get__")):
                     self._put("member", name)
                     self._global(one, f"{_name(value)}.{name}")
 
@@ -314,42 +336,15 @@ class _Digest:
         """Whether code of a module counts with what it names, not by its file alone."""
         if module is None or module in self._libraries:
             return True
-        return module.partition(".")[0] not in _NAMED_ONLY and not is_installed(module)
-
-    def _instance(self, value: Any, where: str) -> None:
-        self.value(type(value), where)
-        state = dict(getattr(value, "__dict__", {}))
-        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-        state |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        if any(map(_hides, type(value).__mro__[:-1])) and not isinstance(value, _CONTAINERS):
-            self._refuse(value, f"{where} is a {_name(type(value))}, whose state cannot be read")
-            return
-        self._put("instance", str(len(state)))
-        for name, one in state.items():
-            self._put("attribute", name)
-            self.value(_ordered(name, one), f"{where}.{name}")
-
-
-_SUBCLASSED = (int, float, complex, str, bytes)
-_CONTAINERS = (dict, list, tuple, deque, set, frozenset, types.MappingProxyType)
-
-
-_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFunctionType)
-
-
-def _hides(kind: type) -> bool:
-    """Whether instances of a class written in C may have state that no attribute shows."""
-    return any(isinstance(one, _IN_C) for one in vars(kind).values())
+        return module.partition(".")[0] not in _BY_FILE and not is_installed(module)
 
 
 def _ordered(name: Any, value: Any) -> Any:
     return sorted(value) if isinstance(name, str) and name in _UNORDERED else value
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def _dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _name(value: Any) -> str:
@@ -373,15 +368,12 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _instructions(constant)
 
 
-def _imported(value: types.FunctionType) -> list[str]:
-    """The modules that a function imports itself, by all names they may have."""
-    package = value.__globals__.get("__package__") or ""
-    names = [one.argval for one in _instructions(value.__code__) if one.opname == "IMPORT_NAME"]
-    return [known for name in names for known in (name, name.partition(".")[0], f"{package}.{name}")]
+def _imported(value: types.FunctionType, where: str) -> list[str]:
+    """The modules that a function imports itself, by all names they may have.
 
-
-def _require_inside(value: types.FunctionType, where: str) -> None:
-    """Refuse code that reads what is neither the model nor a module: files, the environment, the clock."""
+    Refuses code that reads what is neither the model nor a module: files, the environment, the clock.
+    """
+    package, names = value.__globals__.get("__package__") or "", list[str]()
     for one in _instructions(value.__code__):
         if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found = value.__globals__.get(one.argval)
@@ -389,34 +381,9 @@ def _require_inside(value: types.FunctionType, where: str) -> None:
                 raise Unknowable(f"{where} calls {one.argval}")
             if isinstance(found, types.ModuleType) and found.__name__.partition(".")[0] in _OUTSIDE:
                 raise Unknowable(f"{where} names the module {found.__name__}")
-        if one.opname == "IMPORT_NAME" and one.argval.partition(".")[0] in _OUTSIDE:
-            raise Unknowable(f"{where} imports {one.argval}")
-
-
-_ADD: tuple[tuple[Any, Callable[[_Digest, Any, str], None]], ...] = (
-    (nn.Module, _Digest._module),
-    (torch.Tensor, _Digest._tensor),
-    (enum.Enum, _Digest._enum),
-    (_SUBCLASSED, _Digest._number),
-    (types.FunctionType, _Digest._function),
-    (types.MethodType, _Digest._method),
-    (type, _Digest._class),
-    ((types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType), _Digest._builtin),
-    ((types.ClassMethodDescriptorType, types.MethodWrapperType), _Digest._builtin),
-    ((*_WRAPPERS, functools._lru_cache_wrapper), _Digest._wrapper),
-    ((dict, OrderedDict, types.MappingProxyType), _Digest._mapping),
-    ((list, tuple, deque), _Digest._sequence),
-    ((set, frozenset), _Digest._set),
-    ((numpy.ndarray, numpy.generic), _Digest._array),
-    (
-        (logging.Logger, types.ModuleType),
-        lambda digest, value, where: digest._put(
-            "named", value.__name__ if isinstance(value, types.ModuleType) else value.name
-        ),
-    ),
-    (
-        (types.GetSetDescriptorType, types.MemberDescriptorType),
-        lambda digest, value, where: digest._put("descriptor", value.__name__),
-    ),
-    (types.CodeType, lambda digest, value, where: digest._code(value)),
-)
+        if one.opname == "IMPORT_NAME":
+            first = one.argval.partition(".")[0]
+            if first in _OUTSIDE:
+                raise Unknowable(f"{where} imports {one.argval}")
+            names += [one.argval, first, f"{package}.{one.argval}"]
+    return names

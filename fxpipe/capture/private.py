@@ -5,7 +5,7 @@ import operator
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,13 @@ from fxpipe.errors import CaptureError
 # Raised where Python asks for a tensor's value, or for a size that depends on one.
 VALUE_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
-_ASSERTIONS = {
-    torch.ops.aten._assert_async.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-    torch._check,
-}
+_ASSERTIONS = (
+    "_assert_async", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size",
+)  # fmt: skip
 
 
 def is_assertion(target: Any) -> bool:
-    return target in _ASSERTIONS
+    return target is torch._check or packet_name(target) in _ASSERTIONS
 
 
 def fake_mode() -> FakeTensorMode:
@@ -73,11 +67,16 @@ def packet_name(target: Any) -> str:
     return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """An ATen call's argument by name, None where it is left out."""
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """An ATen call's arguments by name, without those that are left out."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema is not None else []
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An ATen call's argument by name, None where it is left out."""
+    return arguments(node).get(name)
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -91,8 +90,14 @@ def storages(node: fx.Node) -> set[int]:
 
 def first_tensor(value: Any) -> torch.Tensor | None:
     """A traced value, or the first of several; None where it is no tensor."""
-    items = value if isinstance(value, tuple | list) else [value]
-    return next((item for item in items if isinstance(item, torch.Tensor)), None)
+    return next(iter(tensors_in(value)), None)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors inside nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
 
 
 def fake_result(target: Any, args: Any, kwargs: Any, like: torch.Tensor) -> Any:
@@ -111,9 +116,7 @@ def mode_of(value: Any) -> Any:
 
 def decomposition(target: Any) -> Callable[..., Any] | None:
     """How torch writes an operation as others, where it is a kernel of its own."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
-        return None
-    return decomposition_table.get(target)
+    return None if is_composite(target) else decomposition_table.get(target)
 
 
 def rename(node: fx.Node, name: str) -> None:
@@ -124,21 +127,31 @@ def rename(node: fx.Node, name: str) -> None:
 
 
 @contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A module's attribute, another one inside."""
+    original = vars(module)[name]
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
 def plain_regions() -> Iterator[None]:
     """`torch.export` leaves the switches of autograd and autocast in the graph.
 
     Wrapped into regions of their own, as it does otherwise, a no_grad inside an autocast is lost.
     """
-    patched = [(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass")]
-    patched.append((replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass"))
-    originals = [getattr(module, name) for module, name in patched]
-    for module, name in patched:
-        setattr(module, name, lambda graph_module, signature: (graph_module, signature))
-    try:
+
+    def as_they_are(module: Any, signature: Any) -> Any:
+        return module, signature
+
+    with (
+        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", as_they_are),
+        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", as_they_are),
+    ):
         yield
-    finally:
-        for (module, name), original in zip(patched, originals, strict=True):
-            setattr(module, name, original)
 
 
 def flatten_regions(module: fx.GraphModule) -> fx.Graph:
@@ -192,15 +205,13 @@ def _module_path(node: fx.Node) -> str:
     return "" if path == "model" else path.removeprefix("model.")
 
 
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
+def plain_checkpoints() -> AbstractContextManager[None]:
     """`torch.utils.checkpoint` runs its function once and keeps everything, with the same result and gradient."""
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield  # here the function runs; an error of its own passes through
 
-    with replaced(checkpoint, "_checkpoint_without_reentrant_generator", around):
-        yield
+    return replaced(checkpoint, "_checkpoint_without_reentrant_generator", around)
 
 
 # Functions that run a transform, and those that return a function which runs it later.
@@ -221,17 +232,6 @@ def under_vmap() -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """A module's attribute, another one inside."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 @contextmanager
@@ -265,25 +265,19 @@ def quiet() -> Iterator[None]:
             logger.disabled = False
 
 
-_FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<eval_", "<string>")
+FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<eval_", "<string>")
 
 
 class _Framework(set[str]):
     """The files of torch and of fxpipe, as `uninteresting_files` is asked for them."""
 
     def __contains__(self, file: object) -> bool:
-        return str(file).startswith(_FRAMEWORK)
+        return str(file).startswith(FRAMEWORK)
 
 
-@contextmanager
-def user_frames() -> Iterator[None]:
+def user_frames() -> AbstractContextManager[None]:
     """Guards that a trace meets name the line of the user's code, not torch's."""
-    original, framework = symbolic_shapes.uninteresting_files, _Framework()
-    symbolic_shapes.uninteresting_files = lambda: framework  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        symbolic_shapes.uninteresting_files = original
+    return replaced(symbolic_shapes, "uninteresting_files", _Framework)
 
 
 @contextmanager
@@ -297,8 +291,7 @@ def no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-@contextmanager
-def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
+def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> AbstractContextManager[None]:
     """Calls `check` with the class name and the tensor arguments of every custom autograd function that runs."""
     original = torch.autograd.Function.__dict__["apply"]
 
@@ -306,11 +299,7 @@ def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> It
         check(cls.__name__, [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
         return original.__func__(cls, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+    return replaced(torch.autograd.Function, "apply", classmethod(apply))
 
 
 def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
@@ -350,47 +339,29 @@ def require_no_modes(refuse: Callable[[str], Exception]) -> None:
     """Refuse what changes every call that a trace makes, and is no part of the model."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise refuse("a mode of torch functions or dispatch is active")
-    if any(
-        getattr(nn.modules.module, name)
-        for name in vars(nn.modules.module)
-        if name.startswith("_global_") and "hook" in name
-    ):
+    if any(found for name, found in vars(nn.modules.module).items() if name.startswith("_global_") and "hook" in name):
         raise refuse("hooks of all modules are registered")
 
 
-def switches() -> dict[str, Any]:
+def switches() -> list[Any]:
     """What of torch's state a trace may depend on, beside the model."""
     cuda, backends = torch.backends.cuda, torch.backends
-    return {
-        "version": (torch.__version__, torch.version.git_version, str(torch.version.cuda)),
-        "devices": (torch.cuda.is_available(), backends.mps.is_available(), torch.xpu.is_available()),
-        "default": (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "attention": (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-        ),
-        "backends": (
-            backends.cudnn.enabled,
-            backends.cudnn.deterministic,
-            backends.mkldnn.enabled,
-            backends.mkldnn.is_available(),
-        ),
-        "fastpath": (backends.mha.get_fastpath_enabled(), torch.is_inference_mode_enabled()),
-    }
+    asked = (
+        torch.cuda.is_available, torch.xpu.is_available, backends.mps.is_available, backends.mkldnn.is_available,
+        torch.get_default_dtype, torch.get_default_device, torch.get_float32_matmul_precision,
+        torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+        cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled,
+        backends.mha.get_fastpath_enabled, torch.is_inference_mode_enabled,
+    )  # fmt: skip
+    versions = torch.__version__, torch.version.git_version, str(torch.version.cuda)
+    set_ones = backends.cudnn.enabled, backends.cudnn.deterministic, backends.mkldnn.enabled
+    return [*versions, *set_ones, *(one() for one in asked)]
 
 
-# What torch writes sizes with, beside sympy's own functions.
-_SIZE_FUNCTIONS = (
-    "FloorDiv", "ModularIndexing", "PythonMod", "Mod", "CleanDiv", "CeilToInt", "FloorToInt", "CeilDiv", "Max", "Min",
-    "PowByNatural", "FloatPow", "FloatTrueDiv", "IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat",
-)  # fmt: skip
-SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in _SIZE_FUNCTIONS if hasattr(size_functions, name)}
+def size_function(name: str) -> Any:
+    """A function that sizes are written with, torch's or sympy's; None where there is none."""
+    found = getattr(size_functions, name, None) or getattr(sympy, name, None)
+    return found if isinstance(found, type) and issubclass(found, sympy.Basic) else None
 
 
 def size_symbols(values: Sequence[Any]) -> dict[str, list[int | None]]:
@@ -446,11 +417,11 @@ def _place(guard: Any) -> str:
 
 
 @cache
-def is_composite(target: Any, device_type: str) -> bool:
-    """Whether an operation is but a way to write others on a device, for autograd too: it has no kernel there."""
+def is_composite(target: Any, device_type: str = "") -> bool:
+    """Whether an operation is but a way to write others, for autograd too; on a device where it has no kernel there."""
     known = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = known(target.name(), "CompositeImplicitAutograd")
-    return composite and not known(target.name(), torch._C._dispatch_key_for_device(device_type))
+    return composite and not (device_type and known(target.name(), torch._C._dispatch_key_for_device(device_type)))
 
 
 def autograd_position() -> int:

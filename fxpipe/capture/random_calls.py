@@ -66,26 +66,15 @@ def _rrelu(
 def _alpha_dropout(
     func: Any, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> torch.Tensor:
-    if not training or p == 0:
-        return input
-    return _dropped_to_limit(input, torch.rand_like(input), p, inplace)
-
-
-def _feature_alpha_dropout(
-    func: Any, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> torch.Tensor:
-    if not training or p == 0:
-        return input
-    shape = (*input.shape[:2], *[1] * (input.ndim - 2))
-    return _dropped_to_limit(input, torch.rand(shape, dtype=input.dtype, device=input.device), p, inplace)
-
-
-def _dropped_to_limit(input: torch.Tensor, uniform: torch.Tensor, p: float, inplace: bool) -> torch.Tensor:
     """What is dropped takes the activation's lower limit, and all is scaled to keep mean and variance."""
+    if not training or p == 0:
+        return input
     if p == 1:
         return input.mul_(0.0) if inplace else input * 0.0
+    whole_channels = func is F.feature_alpha_dropout
+    shape = (*input.shape[:2], *[1] * (input.ndim - 2)) if whole_channels else input.shape
     scale = ((_SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5
-    kept = (uniform >= p).to(input.dtype)
+    kept = (torch.rand(shape, dtype=input.dtype, device=input.device) >= p).to(input.dtype)
     factor, shift = kept * scale, (kept - 1 + p) * (_SELU_LIMIT * scale)
     return input.mul_(factor).add_(shift) if inplace else input * factor + shift
 
@@ -119,7 +108,6 @@ RANDOM_CALLS: Table = {
     torch._sample_dirichlet: _dirichlet,
     F.rrelu: _rrelu,
     F.rrelu_: functools.partial(_rrelu, inplace=True),
-    F.alpha_dropout: _alpha_dropout,
-    F.feature_alpha_dropout: _feature_alpha_dropout,
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
 }

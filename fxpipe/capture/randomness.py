@@ -6,28 +6,46 @@ the numbers that one device sees.
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.capture.sizes import concrete
 
 # The default generator belongs to the process; in-process ranks are threads and take turns.
 _GENERATOR_LOCK = threading.RLock()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draw:
     """One random operation of the step: `index` is its place in the model's order of random calls.
 
-    Args of `make` are the global batch size and the device; it returns the drawn tensor, batch included.
+    `graph` makes its arguments of sizes and of the capture's `constants`, by placeholder, and then calls it. A tensor
+    that counts by its shape and type alone is made of ones.
     """
 
     index: int
     target: str
-    make: Callable[[int, torch.device], torch.Tensor]
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+
+    def make(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        """What is drawn for the whole batch."""
+        values: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                known = self.constants.get(node.meta["of"])
+                values[node] = concrete(node.meta["val"], batch_size) if known is None else known.to(device)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            placed = {name: device if name == "device" else value for name, value in kwargs.items()}
+            values[node] = node.target(*concrete(args, batch_size), **placed)
+        return values[node]  # type: ignore[no-any-return]
 
     def sample(self, batch_size: int, seed: int, step: int, device: torch.device) -> torch.Tensor:
         with seeded(seed, step, self.index, device):

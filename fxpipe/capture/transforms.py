@@ -9,7 +9,7 @@ run again where the step's trace sees it. What such a trace cannot hand over (a 
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,35 +32,39 @@ def plain_transforms() -> Iterator[None]:
     """Transforms called inside are traced by themselves."""
     inside = False
 
-    def apart(transform: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:
-                return transform(*args, **kwargs)
-            inside = True
-            try:
-                return _traced_apart(transform, args, kwargs)
-            finally:
-                inside = False
+    def outermost(instead: Callable[..., Any]) -> Callable[..., Any]:
+        def around(transform: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                if inside:
+                    return transform(*args, **kwargs)
+                inside = True
+                try:
+                    return instead(transform, args, kwargs)
+                finally:
+                    inside = False
 
-        return call
+            return call
 
-    def refused(transform: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not inside:
-                raise CaptureError(
-                    "torch.func.vjp, jacrev, jacfwd and linearize inside forward cannot be captured; use jvp, grad or "
-                    "vmap, or write the derivative out"
-                )
-            return transform(*args, **kwargs)
+        return around
 
-        return call
+    later = private.TRANSFORMS_OF_LATER_CALLS
+    with _around(private.TRANSFORMS, outermost(_traced_apart)), _around(later, outermost(_refuse_later)):
+        yield
 
+
+def _refuse_later(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise CaptureError(
+        "torch.func.vjp, jacrev, jacfwd and linearize inside forward cannot be captured; use jvp, grad or vmap, or "
+        "write the derivative out"
+    )
+
+
+@contextmanager
+def _around(transforms: Sequence[tuple[Any, str]], wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        for module, name in private.TRANSFORMS:
-            stack.enter_context(private.replaced(module, name, apart(getattr(module, name))))
-        for module, name in private.TRANSFORMS_OF_LATER_CALLS:
-            stack.enter_context(private.replaced(module, name, refused(getattr(module, name))))
+        for module, name in transforms:
+            stack.enter_context(private.replaced(module, name, wrap(getattr(module, name))))
         yield
 
 
@@ -94,8 +98,7 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 
-@contextmanager
-def exact_transforms() -> Iterator[None]:
+def exact_transforms() -> AbstractContextManager[None]:
     """Transforms called inside see layer normalisation as its formula.
 
     Torch's kernel takes its mean and deviation for constants where the derivative of a jvp is taken, and so gives
@@ -109,10 +112,7 @@ def exact_transforms() -> Iterator[None]:
 
         return call
 
-    with ExitStack() as stack:
-        for module, name in private.TRANSFORMS:
-            stack.enter_context(private.replaced(module, name, exact(getattr(module, name))))
-        yield
+    return _around(private.TRANSFORMS, exact)
 
 
 def _layer_norm(

@@ -24,6 +24,11 @@ _RESHAPING = (
     "unsqueeze_", "squeeze_",
 )  # fmt: skip
 _SWAPPING = ("transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "matrix_H", "transpose_", "t_", "swapaxes_")
+_SCATTERED = {
+    "slice": aten.slice_scatter.default,
+    "select": aten.select_scatter.default,
+    "diagonal": aten.diagonal_scatter.default,
+}
 _PIECES = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
 
 
@@ -63,6 +68,8 @@ def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
         return graph.call_function(aten.reshape.default, (value, shape_nodes(graph, base)))
     if name in _SWAPPING and not base.meta["val"].is_complex():
         return graph.call_function(view.target, (value, *view.args[1:]))  # type: ignore[arg-type]
+    if name in _SCATTERED:
+        return graph.call_function(_SCATTERED[name], (base, value, *view.args[1:]), dict(view.kwargs))
     if name in _SPECIAL:
         return _SPECIAL[name](graph, view, base, value)
     # What returns its argument unchanged: detach, a cast to the type it has, an inactive dropout, ...
@@ -71,24 +78,12 @@ def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
     return value if unchanged else None
 
 
-def _slice(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
-    return graph.call_function(aten.slice_scatter.default, (base, value, *view.args[1:]), dict(view.kwargs))
-
-
 def _narrow(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
     dim, start, length = view.args[1:]
     if not isinstance(start, int) or not isinstance(length, int):
         return None
     start %= int(base.meta["val"].shape[dim])
     return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + length))
-
-
-def _select(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
-    return graph.call_function(aten.select_scatter.default, (base, value, *view.args[1:]))
-
-
-def _diagonal(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
-    return graph.call_function(aten.diagonal_scatter.default, (base, value, *view.args[1:]), dict(view.kwargs))
 
 
 def _permute(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
@@ -102,10 +97,7 @@ def _movedim(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> f
 
 
 _SPECIAL: dict[str, Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], fx.Node | None]] = {
-    "slice": _slice,
     "narrow": _narrow,
-    "select": _select,
-    "diagonal": _diagonal,
     "permute": _permute,
     "movedim": _movedim,
     "moveaxis": _movedim,

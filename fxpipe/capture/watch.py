@@ -6,7 +6,7 @@ random and what forward keeps on its modules are not among them.
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,24 +39,25 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.user_frames())
         stack.enter_context(private.plain_regions())
         stack.enter_context(private.plain_checkpoints())
-        stack.enter_context(_unchecked_distributions())
+        # Distributions look at their arguments' values, to raise errors only.
+        stack.enter_context(private.replaced(Distribution, "_validate_args", False))
         stack.enter_context(plain_transforms())
-        stack.enter_context(private.replaced(torch, "cond", _refuse_cond))
+        stack.enter_context(private.replaced(torch, "cond", _refused(_COND)))
         stack.enter_context(private.on_autograd_function(_refuse_function))
         stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, _REFUSED))
         yield
 
 
-def _refuse_hook(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.is_grad_enabled():
-        raise CaptureError("a gradient hook on a tensor cannot be captured; change the loss instead")
-    return func(*args, **kwargs)
+def _refused(why: str, with_gradients: bool = False) -> Callable[..., Any]:
+    """What runs instead of a function that cannot be captured, or not while gradients are on."""
 
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or not with_gradients:
+            raise CaptureError(why)
+        func, *given = args
+        return func(*given, **kwargs)
 
-def _refuse_gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise CaptureError(
-        "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
-    )
+    return instead
 
 
 def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
@@ -66,10 +67,6 @@ def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
         remedy = "operations of torch, such as y + (x - y).detach()"
         remedy = "use_reentrant=False" if name == "CheckpointFunction" else remedy
         raise CaptureError(f"the autograd function {name} hides its gradient from the trace; use {remedy}")
-
-
-def _refuse_cond(*args: Any, **kwargs: Any) -> Any:
-    raise CaptureError("torch.cond decides by a tensor's value; compute both branches and choose with torch.where")
 
 
 def refuse_outside(model: nn.Module) -> None:
@@ -82,17 +79,6 @@ def refuse_outside(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if private.has_gradient_hooks(parameter):
             raise CaptureError(f"parameter {name}: a gradient hook cannot be captured; remove it")
-
-
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """torch.distributions look at their arguments' values, to raise errors only."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 @contextmanager
@@ -143,7 +129,12 @@ def _no_python_random() -> Iterator[None]:
         numpy.random.set_state(array)
 
 
+_COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
+_HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
+_GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _REFUSED: Table = {
-    **dict.fromkeys((torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook), _refuse_hook),
-    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward), _refuse_gradient),
+    **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
+    **dict.fromkeys(_GRADIENTS, _refused(_GRADIENT)),
 }

@@ -8,7 +8,6 @@ Only the trace does so: `program.verify` compares what is written here with torc
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,14 +33,6 @@ def _kron(func: Any, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     for dim in range(ndim):
         a, b = a.unsqueeze(2 * dim + 1), b.unsqueeze(2 * dim)
     return (a * b).reshape(shape)
-
-
-def _multi_dot(func: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return functools.reduce(torch.matmul, tensors)
-
-
-def _chain_matmul(func: Any, *matrices: torch.Tensor) -> torch.Tensor:
-    return functools.reduce(torch.matmul, matrices)
 
 
 def _embedding_bag(
@@ -113,8 +104,8 @@ WRITTEN_OUT: Table = {
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.kron: _kron,
     torch.Tensor.kron: _kron,
-    torch.linalg.multi_dot: _multi_dot,
-    torch.chain_matmul: _chain_matmul,
+    torch.linalg.multi_dot: lambda func, tensors: functools.reduce(torch.matmul, tensors),
+    torch.chain_matmul: lambda func, *matrices: functools.reduce(torch.matmul, matrices),
     F.embedding_bag: _embedding_bag,
     torch.istft: _istft,
     torch.Tensor.istft: _istft,

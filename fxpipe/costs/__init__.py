@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Literal
 
 import sympy
@@ -19,21 +18,6 @@ import torch
 
 Kind = Literal["convolution", "matrix", "attention"]
 """What multiplies: devices reach another part of their peak with each."""
-
-
-REMEMBERED = 1 << 16
-"""Counts that are remembered at a size: a training step of Stable Diffusion 2.1 has 833 distinct ones."""
-
-
-@lru_cache(maxsize=REMEMBERED)
-def evaluate(expression: sympy.Expr, num_samples: int) -> int:
-    """The expression's value when every symbol is `num_samples`."""
-    if expression.is_Integer:
-        return int(expression)
-    coefficient, rest = expression.as_coeff_Mul()
-    if rest.is_Symbol and coefficient.is_Integer:  # nearly every count; `subs` takes ten times as long
-        return int(coefficient) * num_samples
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, num_samples)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ Planners sum over blocks; where blocks share values and weights, the bytes of a 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
 
 from fxpipe.costs.block_values import Given, Values, Weight
-from fxpipe.costs.polynomials import Floats, Polynomials
+from fxpipe.costs.polynomials import Polynomials
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class BlockSeconds:
     input_gradient_seconds: tuple[float, ...]
     weight_gradient_seconds: tuple[float, ...]
     component_seconds: tuple[float, ...]
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        """Of forward and backward."""
+        return tuple(f + b for f, b in zip(self.forward_seconds, self.backward_seconds, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,29 +52,22 @@ class LocalCosts:
 class BlockCosts:
     """Costs by block and by component, in the order of the block graph. Made by `passes.costs.block_costs`.
 
-    `seconds_at` computes all seconds at a number of samples, `whole_seconds_at` those of what is computed on a whole
-    batch of so many.
+    `at` gives the seconds of every block and component at a number of samples; `whole_seconds_at` those of what is
+    computed on a whole batch of so many.
     """
 
     weights: tuple[Weight, ...]
     given: tuple[Given, ...]
     values: Values
     num_components: int
-    seconds_at: Callable[[int], BlockSeconds]
+    at: Callable[[int], BlockSeconds]
     local: LocalCosts | None = None
     whole_seconds_at: Callable[[int], float] = lambda num_samples: 0.0
     loss_bytes: int = 4
-    _seconds: dict[int, BlockSeconds] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_blocks(self) -> int:
         return len(self.values.kept)
-
-    def at(self, num_samples: int) -> BlockSeconds:
-        """Seconds of every block and component; computed once per number of samples."""
-        if num_samples not in self._seconds:
-            self._seconds[num_samples] = self.seconds_at(num_samples)
-        return self._seconds[num_samples]
 
     # -- weights
 
@@ -100,12 +98,7 @@ class BlockCosts:
     @cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:
         """The weights that several blocks read, by name: two stages that have one each hold it and sum its gradient."""
-        return {weight.name: weight.blocks for weight in self.shared_weights}
-
-    @cached_property
-    def shared_weights(self) -> tuple[Weight, ...]:
-        """The weights that several blocks read."""
-        return tuple(weight for weight in self.weights if len(weight.blocks) > 1)
+        return {weight.name: weight.blocks for weight in self.weights if len(weight.blocks) > 1}
 
     def weights_of(self, blocks: Collection[int]) -> tuple[Weight, ...]:
         """The weights of a stage of these blocks, each once."""
@@ -137,7 +130,13 @@ class BlockCosts:
         A value counts in the block that makes it, even where only another block's backward reads it; what frozen
         components make, in the first block whose backward does.
         """
-        return self._formulas(self.values.kept)
+        values = self.values
+        terms: list[list[sympy.Expr]] = [[] for _ in values.kept]
+        for value, (maker, num_bytes) in enumerate(zip(values.maker, values.num_bytes, strict=True)):
+            keeping = [block for block, kept in enumerate(values.kept) if value in kept]
+            if keeping:
+                terms[keeping[0] if maker is None else maker].append(num_bytes)
+        return tuple(sympy.Add(*of_block) for of_block in terms)
 
     @cached_property
     def input_formulas(self) -> tuple[sympy.Expr, ...]:
@@ -155,17 +154,16 @@ class BlockCosts:
 
     def saved_bytes(self, num_samples: int) -> tuple[int, ...]:
         """`saved_formulas` at a number of samples."""
-        return _whole(self._saved.at(num_samples))
+        return tuple(map(int, self._saved.at(num_samples)))
 
     def saved_bytes_recomputed(self, num_samples: int) -> tuple[int, ...]:
         """`input_formulas` at a number of samples."""
-        return _whole(self._inputs.at(num_samples))
+        return tuple(map(int, self._inputs.at(num_samples)))
 
     def made_bytes(self, blocks: Collection[int], num_samples: int) -> int:
         """What frozen components make for a stage of these blocks."""
-        values = frozenset[int]().union(*(self.values.read[block] for block in blocks))
-        sizes = self.values.sizes.at(num_samples)
-        return sum(int(sizes[value]) for value in values if self.values.maker[value] is None)
+        read = _union(self.values.read, blocks)
+        return self._bytes([value for value in read if self.values.maker[value] is None], num_samples)
 
     def stage_saved_bytes(self, blocks: Collection[int], num_samples: int, recomputed: bool = False) -> int:
         """What a micro-batch leaves in a stage of these blocks for its backward, each value once.
@@ -173,11 +171,12 @@ class BlockCosts:
         Values from other stages and components are with it, as are received. Of a stage that is recomputed as a whole
         only these stay.
         """
-        own = frozenset(blocks)
-        chosen = self.values.read if recomputed else self.values.kept
-        values = frozenset[int]().union(*(chosen[block] for block in own))
-        if recomputed:
-            values = frozenset(value for value in values if self.values.maker[value] not in own)
+        if not recomputed:
+            return self._bytes(_union(self.values.kept, blocks), num_samples)
+        read = _union(self.values.read, blocks)
+        return self._bytes([value for value in read if self.values.maker[value] not in blocks], num_samples)
+
+    def _bytes(self, values: Collection[int], num_samples: int) -> int:
         sizes = self.values.sizes.at(num_samples)
         return sum(int(sizes[value]) for value in values)
 
@@ -189,14 +188,6 @@ class BlockCosts:
     def _inputs(self) -> Polynomials:
         return Polynomials(self.input_formulas)
 
-    def _formulas(self, of_blocks: Sequence[frozenset[int]]) -> tuple[sympy.Expr, ...]:
-        terms: list[list[sympy.Expr]] = [[] for _ in of_blocks]
-        for value, (maker, num_bytes) in enumerate(zip(self.values.maker, self.values.num_bytes, strict=True)):
-            having = [block for block, values in enumerate(of_blocks) if value in values]
-            if having:
-                terms[having[0] if maker is None else maker].append(num_bytes)
-        return tuple(sympy.Add(*of_block) for of_block in terms)
 
-
-def _whole(values: Floats) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+def _union(of_blocks: Sequence[frozenset[int]], blocks: Collection[int]) -> frozenset[int]:
+    return frozenset[int]().union(*(of_blocks[block] for block in blocks))

@@ -5,14 +5,13 @@ stage_1_backward = {block 4: (conv, silu), block 5: (linear,)}     ->     {block
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from fxpipe.costs.model import NodeSeconds
 from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
 
 Part = Literal["forward", "backward", "backward_input", "backward_weight"]
-PARTS: tuple[Part, ...] = get_args(Part)
 
 Block = int | str | None
 """A block's index or a component's name; None for nodes that any unit computes for itself."""

@@ -17,7 +17,8 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.costs import evaluate
+from fxpipe.capture.private import tensors_in
+from fxpipe.capture.sizes import concrete
 
 Dim: TypeAlias = int | sympy.Expr
 Gradient = Literal["none", "input", "weight"]
@@ -44,6 +45,12 @@ class Operand:
         stored = (size for size, stride in zip(self.sizes, self.strides, strict=True) if stride != 0)
         return product(stored) * self.dtype.itemsize
 
+    def empty(self, num_samples: int, device: torch.device | str) -> torch.Tensor:
+        """Such a tensor at one batch size; requires grad where the operand does."""
+        sizes, strides = concrete(self.sizes, num_samples), concrete(self.strides, num_samples)
+        tensor = torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
+        return tensor.requires_grad_(self.gradient != "none")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -60,6 +67,20 @@ class Call:
         found = operands((self.args, tuple(value for _, value in self.kwargs)))
         return tuple({operand.index: operand for operand in found}.values())
 
+    def run(
+        self, tensors: Mapping[int, torch.Tensor], num_samples: int, device: torch.device | str
+    ) -> list[torch.Tensor]:
+        """The tensors that the operator returns at one batch size, of `tensors` by the operands' index."""
+
+        def given(value: Any) -> Any:
+            if isinstance(value, Operand):
+                return tensors[value.index]
+            if isinstance(value, tuple):
+                return [given(item) for item in value]
+            return torch.device(device) if isinstance(value, torch.device) else concrete(value, num_samples)
+
+        return tensors_in(self.target(*given(self.args), **{name: given(value) for name, value in self.kwargs}))
+
 
 def product(factors: Iterable[Dim]) -> Dim:
     """Product of integers and expressions, the integers first: sympy multiplies slowly."""
@@ -74,32 +95,6 @@ def operands(value: Any) -> list[Operand]:
     if isinstance(value, Operand):
         return [value]
     return [found for item in value for found in operands(item)] if isinstance(value, tuple) else []
-
-
-def concrete(dim: Dim, num_samples: int) -> int:
-    """A dimension's value at one batch size."""
-    return dim if isinstance(dim, int) else evaluate(dim, num_samples)
-
-
-def concrete_argument(
-    value: Any, tensors: Mapping[int, torch.Tensor], num_samples: int, device: torch.device | str
-) -> Any:
-    """An argument of a call as the operator takes it: its tensors by their index, numbers at one batch size."""
-    if isinstance(value, Operand):
-        return tensors[value.index]
-    if isinstance(value, tuple):
-        return [concrete_argument(item, tensors, num_samples, device) for item in value]
-    if isinstance(value, torch.device):
-        return torch.device(device)
-    return number_at(value, num_samples) if isinstance(value, sympy.Basic) else value
-
-
-def number_at(expression: sympy.Basic, num_samples: int) -> int | float | bool:
-    """The number a size, a quotient of sizes or a comparison of them is at one batch size."""
-    value = expression.subs(dict.fromkeys(expression.free_symbols, num_samples))
-    if isinstance(value, sympy.logic.boolalg.Boolean):
-        return bool(value)
-    return int(value) if value.is_integer else float(value)
 
 
 def call_of(node: fx.Node, gradients: dict[fx.Node, Gradient]) -> Call:
@@ -136,13 +131,6 @@ def in_a_row(call: Call, indices: Collection[int]) -> Call:
 def operand_nodes(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """The node that gives each operand of a call, and which of that node's tensors it is."""
     return [(n, i) for n in node.all_input_nodes for i in range(len(tensors_in(n.meta.get("val"))))]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors inside nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _value(value: Any, indices: Iterator[int], gradient: Gradient) -> Any:

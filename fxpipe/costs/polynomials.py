@@ -10,7 +10,7 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from fxpipe.costs import REMEMBERED, evaluate
+from fxpipe.capture.sizes import REMEMBERED, evaluate
 
 Floats = NDArray[np.float64]
 
@@ -47,11 +47,8 @@ def _coefficients(expression: sympy.Expr) -> tuple[int, int, int] | None:
     expression = expression.subs(dict.fromkeys(expression.free_symbols, samples))
     if not expression.is_polynomial(samples):
         return None
-    powers = [int(c) if c.is_Integer else None for c in reversed(sympy.Poly(expression, samples).all_coeffs())]
-    if len(powers) > 3 or None in powers:
+    polynomial = sympy.Poly(expression, samples)
+    if polynomial.degree() > 2 or not all(c.is_Integer for c in polynomial.all_coeffs()):
         return None
-    constant, linear, square = (*powers, 0, 0, 0)[:3]
-    assert constant is not None
-    assert linear is not None
-    assert square is not None
+    constant, linear, square = (int(polynomial.coeff_monomial(samples**power)) for power in range(3))
     return constant, linear, square

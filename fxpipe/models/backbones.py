@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fxpipe.capture import private
 from fxpipe.errors import CompileError
 from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
 
@@ -103,7 +102,7 @@ def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
     and would keep fake tensors.
     """
     weights = [*model.parameters(), *model.buffers()]
-    mode = detect_fake_mode(weights) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = next(filter(None, map(private.mode_of, weights)), None) or private.fake_mode()
     try:
         shell = copy.deepcopy(model, {id(t): t for t in weights})
         fakes = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
@@ -111,9 +110,10 @@ def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
             return _prediction(shell(**fakes)).shape
     except CompileError:
         raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except private.VALUE_ERRORS as error:
+        what = getattr(error, "func", error)
         raise CompileError(
-            f"{type(model).__name__} takes decisions by tensor values ({error.func}), so no graph fits all inputs; "
+            f"{type(model).__name__} takes decisions by tensor values ({what}), so no graph fits all inputs; "
             "use a version of it whose shapes and branches depend on the inputs' shapes only"
         ) from error
     except Exception as error:

@@ -18,7 +18,8 @@ import sympy
 from rich import box
 from rich.table import Table
 
-from fxpipe.costs import COUNT_NAMES, NodeCost, evaluate, total_cost, uncosted_ops
+from fxpipe.capture.sizes import evaluate
+from fxpipe.costs import COUNT_NAMES, NodeCost, total_cost, uncosted_ops
 from fxpipe.costs.block_values import Weight
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Work
 from fxpipe.plan.plan import microbatch_sizes
@@ -128,7 +127,7 @@ class _Line:
         return Attempt(self._setting(count, sizes[0]), bound, partial(self._write, staged, sizes))
 
     def _staged(self, size: int) -> Staged:
-        boundaries = linear(BlockTimes.of(self.case.costs, size).total, self.stages, cut_bytes(self.case.graph))
+        boundaries = linear(self.case.costs.at(size).total, self.stages, cut_bytes(self.case.graph))
         ways = pipelines(self.stages, self.copies, self.strided)
         ranks = tuple(tuple(way[stage] for way in ways) for stage in range(self.stages))
         again = whole_stages(boundaries) if self.recompute else ()

@@ -51,7 +51,8 @@ def block_costs(
     def seconds(num_samples: int) -> NodeSeconds:
         return node_seconds(model, table, num_samples)
 
-    def seconds_at(num_samples: int) -> BlockSeconds:
+    @cache
+    def at(num_samples: int) -> BlockSeconds:
         parts = seconds(num_samples)
         forward, components = owners.sums(parts.forward)
         backward, _ = owners.sums(parts.backward)
@@ -65,7 +66,7 @@ def block_costs(
         _given(captured, graph, batch),
         _values(captured, graph, device),
         owners.num_components,
-        seconds_at,
+        at,
         _local(captured, graph, batch, table, seconds),
         lambda num_samples: float(seconds(num_samples).forward[whole].sum()),
         int(captured.loss.meta["val"].nbytes),

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import private
-from fxpipe.costs.calls import Call, Operand, concrete, concrete_argument, tensors_in
+from fxpipe.costs.calls import Call
 
 Autocast = tuple[str, torch.dtype, bool] | None
 Line = tuple[int, int]
@@ -128,12 +128,10 @@ def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) 
     with ExitStack() as stack:
         stack.enter_context(private.fake_mode())
         stack.enter_context(torch.enable_grad())
-        tensors = {operand.index: _fake(operand, batch_size, device) for operand in call.inputs}
-        args = [concrete_argument(value, tensors, batch_size, device) for value in call.args]
-        kwargs = {name: concrete_argument(value, tensors, batch_size, device) for name, value in call.kwargs}
+        tensors = {operand.index: operand.empty(batch_size, device) for operand in call.inputs}
         kernels = stack.enter_context(_Kernels(tensors))
         with torch.autocast(*(autocast or ("cpu", torch.bfloat16, False)), cache_enabled=False):
-            outputs = tensors_in(call.target(*args, **kwargs))
+            outputs = call.run(tensors, batch_size, device)
         shown = tuple([kernels.number(output) for output in outputs])
         number = {id(tensor): index for index, tensor in tensors.items()}
         behind = tuple([frozenset([number[id(leaf)] for leaf in _leaves(output)]) for output in outputs])
@@ -171,9 +169,3 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
             found.append(function.variable)
         pending += [following for following, _ in function.next_functions]
     return found
-
-
-def _fake(operand: Operand, batch_size: int, device: torch.device) -> torch.Tensor:
-    sizes, strides = ([concrete(dim, batch_size) for dim in dims] for dims in (operand.sizes, operand.strides))
-    tensor = torch.empty_strided(sizes, strides, dtype=operand.dtype, device=device)
-    return tensor.requires_grad_(operand.gradient != "none")

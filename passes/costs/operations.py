@@ -4,7 +4,8 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
-from fxpipe.costs.calls import Gradient, call_of, in_a_row, operand_nodes, tensors_in
+from fxpipe.capture.private import tensors_in
+from fxpipe.costs.calls import Gradient, call_of, in_a_row, operand_nodes
 from fxpipe.plan.block_graph import bytes_at
 from passes.costs.call_trace import CallTrace, Line, call_trace
 from passes.costs.local import STATE_KINDS

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from fxpipe.cluster import Cluster
-from fxpipe.costs.block_costs import BlockCosts
-from fxpipe.costs.block_times import BlockTimes
+from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.schedule import Schedule
@@ -149,7 +148,7 @@ def pipelines(places: int, count: int, strided: bool = False) -> tuple[tuple[int
 def place(
     graph: BlockGraph,
     costs: BlockCosts,
-    times: BlockTimes,
+    times: BlockSeconds,
     wanted: Shape,
     cluster: Cluster,
     microbatches: int = 1,
@@ -176,7 +175,7 @@ def place(
     return wanted.staged(_unfolded(graph, costs, times, wanted, cluster, microbatches, memory))
 
 
-def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Shape) -> Staged | None:
+def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockSeconds, wanted: Shape) -> Staged | None:
     """The stages of a line by time alone, whatever they send: `place` weighs both by fewer terms than a step has.
 
     None for other shapes, and where the blocks make two passes.
@@ -189,7 +188,7 @@ def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockTimes, wanted: Sh
 def _unfolded(
     graph: BlockGraph,
     costs: BlockCosts,
-    times: BlockTimes,
+    times: BlockSeconds,
     wanted: Shape,
     cluster: Cluster,
     microbatches: int,
@@ -201,7 +200,7 @@ def _unfolded(
         rounds = max(1, wanted.stages // wanted.places) if line.directions == 1 else 1
         return cut_line(line, ranks, cluster, rounds * (microbatches - 1) + 1, memory)
 
-    line = Line(graph, times.total, times.backward, costs.trained_bytes, times.num_samples, wanted.waits)
+    line = Line(graph, times.total, times.backward_seconds, costs.trained_bytes, times.num_samples, wanted.waits)
     if wanted.is_opposite:
         return opposite(line, borders(graph, costs), wanted.stage_ranks, cut)
     length = first_pass(graph, costs)
@@ -210,7 +209,9 @@ def _unfolded(
     return cut(line, wanted.stage_ranks)
 
 
-def _fold(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster, memory: StageMemory | None) -> Staged:
+def _fold(
+    graph: BlockGraph, times: BlockSeconds, wanted: Shape, cluster: Cluster, memory: StageMemory | None
+) -> Staged:
     """Balanced levels with the cheapest cuts; the less balanced the slower the links are."""
     best = _folded(graph, times, wanted, cluster, _SLACKS[0], memory)
     load, port = _busiest(graph, times, best, cluster)
@@ -220,13 +221,13 @@ def _fold(graph: BlockGraph, times: BlockTimes, wanted: Shape, cluster: Cluster,
     return best
 
 
-def _busiest(graph: BlockGraph, times: BlockTimes, staged: Staged, cluster: Cluster) -> tuple[float, float]:
+def _busiest(graph: BlockGraph, times: BlockSeconds, staged: Staged, cluster: Cluster) -> tuple[float, float]:
     """Seconds of compute of the busiest rank, and of messages at the busiest port, for a micro-batch per pipeline."""
     sizes = (times.num_samples,) * staged.replicas
     return max(_loads(times, staged)), message_seconds(graph, staged, sizes, cluster)
 
 
-def _loads(times: BlockTimes, staged: Staged) -> list[float]:
+def _loads(times: BlockSeconds, staged: Staged) -> list[float]:
     """Seconds of every place of one pipeline."""
     loads, seconds = dict[int, float](), times.total
     for stage, ranks in enumerate(staged.stage_ranks):
@@ -239,7 +240,7 @@ def _price(load: float, port: float) -> float:
     return max(load, port) + 0.05 * (load + port)
 
 
-def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, cluster: Cluster) -> Staged:
+def place_schedule(graph: BlockGraph, times: BlockSeconds, schedule: Schedule, cluster: Cluster) -> Staged:
     """Stages for an order given by the user: its own placement decides between a wave and a line."""
     ranks, world_size = schedule.stage_ranks, len(schedule.ranks)
     mirrored = ranks == ranks[::-1] and len(ranks) > 1 and len(set(ranks)) > 1 and all(ranks)
@@ -256,7 +257,7 @@ def place_schedule(graph: BlockGraph, times: BlockTimes, schedule: Schedule, clu
 
 def _folded(
     graph: BlockGraph,
-    times: BlockTimes,
+    times: BlockSeconds,
     wanted: Shape,
     cluster: Cluster,
     slack: float = _SLACKS[0],
@@ -275,7 +276,7 @@ def _folded(
     return wanted.staged(found.boundaries, not found.crossing)
 
 
-def fold_notes(graph: BlockGraph, times: BlockTimes, staged: Staged) -> tuple[str, ...]:
+def fold_notes(graph: BlockGraph, times: BlockSeconds, staged: Staged) -> tuple[str, ...]:
     """What the skips of a fold cost its balance, or how many cross ranks for it."""
     pairs, owners = skip_pairs(graph), [ranks[:1] for ranks in staged.stage_ranks]
     places, policy = len(set(owners)), POLICIES.get(staged.schedule)

@@ -8,7 +8,7 @@ emb    [2, B, 8]         an input                            samples 4:8 are a c
 from collections.abc import Collection, Mapping
 from functools import cached_property
 
-from fxpipe.costs import evaluate
+from fxpipe.capture.sizes import evaluate
 from fxpipe.costs.block_values import Given
 from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
@@ -31,7 +31,7 @@ class WholeBatch:
         return self._step.given
 
     def _bytes(self, name: str) -> int:
-        return evaluate(self._given[name].num_bytes, self._step.batch_size)
+        return int(evaluate(self._given[name].num_bytes, self._step.batch_size))
 
     def samples(self, name: str, start: int, stop: int) -> int:
         """A buffer of samples `start` to before `stop`."""

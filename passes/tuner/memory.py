@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Run, Staged, whole_stages
 from fxpipe.simulate.op_lists import StepOps
@@ -180,7 +179,7 @@ def _count(case: Case, order: Sequence[int], part: float) -> int:
 
 def _cheapest_first(case: Case, staged: Staged) -> dict[tuple[int, ...], list[int]]:
     """The blocks of every set of replicas by seconds per byte; those that hold no more than comes in are left out."""
-    seconds = BlockTimes.of(case.costs, 1).forward
+    seconds = case.costs.at(1).forward_seconds
     saved, kept = case.costs.saved_bytes(1), case.costs.saved_bytes_recomputed(1)
     found: dict[tuple[int, ...], list[int]] = {}
     for stage, ranks in enumerate(staged.stage_ranks):

@@ -7,7 +7,7 @@ a schedule         its own placement
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpipe.costs.block_times import BlockTimes
+from fxpipe.costs.block_costs import BlockSeconds
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan, PlannedCut, microbatch_sizes
@@ -77,7 +77,7 @@ def _tuned(case: Case, request: Request) -> Plan:
 def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
     """An order of the user's own, and its training with the next batch's frozen work where that is faster."""
     count = schedule.num_microbatches
-    times = BlockTimes.of(case.costs, microbatch_sizes(request.batch_size, count)[0])
+    times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
     staged = place_schedule(case.graph, times, schedule, case.cluster)
     require(schedule, case.work.of(staged, count), staged.world_size)
     step = simulate(case, staged, schedule, microbatch_sizes(request.batch_size, count))
@@ -114,7 +114,7 @@ def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:
         steady = best.simulated
         step = simulate(case, staged, Orders(case, staged, count, ahead=False).named()[0], sizes)
     forms = {"step": step} if steady is None else {"step": step, "steady": steady}
-    times = BlockTimes.of(case.costs, sizes[0])
+    times = case.costs.at(sizes[0])
     return Plan(
         fingerprint="", cluster=str(case.cluster), cost_model="",
         cut=PlannedCut(len(case.blocks), sizes[0], case.divisible),
@@ -126,7 +126,7 @@ def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:
     )  # fmt: skip
 
 
-def _labels(case: Case, staged: Staged, times: BlockTimes) -> Iterator[str]:
+def _labels(case: Case, staged: Staged, times: BlockSeconds) -> Iterator[str]:
     """Of every stage its share of the work, and the modules it begins and ends with."""
     total = sum(times.total) or 1.0
     for stage in range(staged.num_stages):

@@ -7,7 +7,6 @@ limit 12 GiB                                         blocks 3 4 4 5     12 GiB 1
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
@@ -36,7 +35,7 @@ def cut_by_memory(
     shape = candidate.shape
     if not shape.is_cut_by_memory or shape.places == 1:
         return None
-    times = BlockTimes.of(case.costs, microbatch_sizes(case.batch_size, candidate.microbatches)[0])
+    times = case.costs.at(microbatch_sizes(case.batch_size, candidate.microbatches)[0])
     whole = staged.recompute and staged.recompute == whole_stages(staged.boundaries)
     for _ in range(_MOST_CUT):
         memory = _stage_memory(case, candidate, staged, ordered, limit_bytes)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxpipe.costs.block_times import BlockTimes
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged, whole_stages
@@ -203,7 +202,7 @@ class Trials:
         shape, case, size = trial.candidate.shape, self.case, trial.sizes(self.case)[0]
         key = (replace(shape, schedule=""), shape.is_folded, shape.is_opposite, size)
         if key not in self._placed:
-            times = BlockTimes.of(case.costs, size)
+            times = case.costs.at(size)
             found = place(case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches)
             even = balanced(case.graph, case.costs, times, shape)
             others = [*([] if even is None else [even]), *self._bucketed(shape, found)]
