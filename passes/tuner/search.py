@@ -17,6 +17,9 @@ from passes.tuner.trials import Trial, Trials
 _MOST_ACTIONS = 200_000
 """Actions that are walked, of all trials together: some ten seconds of a core. What is left then is not walked."""
 
+_SAME = 0.0005
+"""Of the best's seconds: less than this is not told as a difference."""
+
 
 class NothingFits(CompileError):
     """Every candidate needs more memory than there may be."""
@@ -72,14 +75,13 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
 
 def told_of(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
     """The trial with the reason it lost to the best."""
-    more = f"{trial.bound_seconds / best.bound_seconds - 1:.1%} longer" if best.bound_seconds else "longer"
+    longer = trial.bound_seconds / best.bound_seconds - 1 if best.bound_seconds else 0.0
     if trial.needs is not None and limit_bytes is not None and trial.needs > limit_bytes:
         return replace(trial, why=f"needs {human_bytes(trial.needs)} on a rank")
-    if trial.done:
-        return replace(trial, why=more)
     if trial.bound_seconds < best.bound_seconds:
         return replace(trial, why="not simulated: others promised more")
-    return replace(trial, why=f"at least {more}")
+    more = f"{longer:.1%} longer" if longer >= _SAME else "as long"
+    return replace(trial, why=more if trial.done else f"at least {more}")
 
 
 def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
@@ -92,6 +94,6 @@ def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
         )
     least = min(lost, key=lambda trial: trial.needs or 0)
     return NothingFits(
-        f"no plan fits into memory_limit={human_bytes(limit or 0)} per rank: the least needed is "
+        f"no plan fits into memory_limit={human_bytes(limit or 0)} per rank: the least that one tried needs is "
         f"{human_bytes(least.needs or 0)} ({least.outcome}); use more ranks, smaller batches, or a higher limit"
     )
