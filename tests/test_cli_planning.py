@@ -90,7 +90,7 @@ def test_tune_shows_the_top_only() -> None:
 WRONG = [
     (["tune", f"{TOY}:toy"], "--world-size is missing"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--schedule", "my.txt"], "is an order already"),
-    (["tune", f"{TOY}:toy", "--world-size", "2", "--memory-limit", "64B"], "the least that one tried needs is"),
+    (["tune", f"{TOY}:toy", "--world-size", "2", "--memory-limit", "64B"], "the least tried needs"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--memory-limit", "much"], "'40GiB'"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--collocation", "firm"], "'hard' or 'soft'"),
     (["tune", f"{TOY}:toy", "--world-size", "2", "--top", "0"], "--top"),

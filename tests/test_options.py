@@ -121,7 +121,9 @@ def test_wrong_options_are_refused_before_anything_is_captured(
 
 
 def test_too_little_memory_is_refused() -> None:
-    with pytest.raises(fxpipe.CompileError, match=r"no plan fits into memory_limit=10 B per rank: the least that one tried needs is"):
+    with pytest.raises(
+        fxpipe.CompileError, match=r"no plan fits into memory_limit=10 B per rank: the least tried needs"
+    ):
         fxpipe.compile(_step(), 2, batch_size=4, memory_limit=10)
 
 

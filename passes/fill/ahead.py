@@ -45,13 +45,15 @@ def filled(
         room_bytes: what a rank has for an operation of frozen work; as many samples run at once as that permits.
         whole: samples can't be taken apart.
     """
-    actions = list(training.schedule.ranks)
+    actions, fills = list(training.schedule.ranks), dict[FillProblem, Fill]()
     for ranks, samples in groups(staged, sizes):
         place = {rank: position for position, rank in enumerate(ranks)}
         able = tuple(tuple(sorted(place[rank] for rank in of if rank in place)) for of in staged.frozen_ranks)
         components = layers.components(len(samples), room_bytes, whole, able)
         problem = FillProblem(training.seconds, tuple(training.idle[r] for r in ranks), components, len(samples))
-        for rank, pieces in zip(ranks, how(problem).ranks, strict=True):
+        if problem not in fills:  # of equal pipelines once
+            fills[problem] = how(problem)
+        for rank, pieces in zip(ranks, fills[problem].ranks, strict=True):
             actions[rank] = _among(actions[rank], training.starts[rank], problem, pieces, samples)
     return replace(training.schedule, ranks=tuple(actions))
 

@@ -82,27 +82,25 @@ class Ahead:
         return found
 
     @cached_property
-    def _wanting(self) -> dict[str, list[int]]:
-        """The ranks that want some of a value."""
-        found: dict[str, list[int]] = {}
+    def _wanting(self) -> dict[tuple[str, int], list[int]]:
+        """The ranks that want a sample of a value. One that is the same for every sample: that which is read first."""
+        found: dict[tuple[str, int], list[int]] = {}
         for rank, wanted in enumerate(self.wanted):
-            for name in wanted:
-                found.setdefault(name, []).append(rank)
+            for name, samples in wanted.items():
+                for sample in samples if self.values[name].batched else (next(iter(samples)),):
+                    found.setdefault((name, sample), []).append(rank)
         return found
 
     def sends(self, rank: int, piece: Action) -> Iterator[tuple[int, str, Samples]]:
         """(rank, value, samples) of what a piece gives to other ranks."""
         start, stop = piece.samples
         for name in (name for layer in range(*piece.layers) for name in self.returns(piece.stage, layer)):
-            for other in self._wanting.get(name, ()):
-                wanted = self.wanted[other][name]
-                if other == rank:
-                    continue
-                if not self.values[name].batched:  # the same for every sample: that of the first sample that is read
-                    if start <= next(iter(wanted)) < stop:
-                        yield other, name, (start, stop)
-                    continue
-                for run in _runs([sample for sample in range(start, stop) if sample in wanted]):
+            wanted: dict[int, list[int]] = {}
+            for sample in range(start, stop):
+                for other in self._wanting.get((name, sample), ()):
+                    wanted.setdefault(other, []).append(sample)
+            for other in sorted(wanted.keys() - {rank}):
+                for run in _runs(wanted[other]) if self.values[name].batched else [(start, stop)]:
                     yield other, name, run
 
 

@@ -94,6 +94,6 @@ def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
         )
     least = min(lost, key=lambda trial: trial.needs or 0)
     return NothingFits(
-        f"no plan fits into memory_limit={human_bytes(limit or 0)} per rank: the least that one tried needs is "
+        f"no plan fits into memory_limit={human_bytes(limit or 0)} per rank: the least tried needs "
         f"{human_bytes(least.needs or 0)} ({least.outcome}); use more ranks, smaller batches, or a higher limit"
     )
