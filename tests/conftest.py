@@ -1,11 +1,14 @@
-"""Settings every test shares: one thread each, reproducible hypothesis runs, golden files."""
+"""Settings every test shares: one thread each, one cache of captures, reproducible hypothesis runs, golden files."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
-os.environ["FXPIPE_CACHE"] = "off"  # every test captures what it tests
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the first test captures a model, the others take it from the cache
+    CAPTURES = tempfile.TemporaryDirectory(prefix="fxpipe-captures-")
+    os.environ["FXPIPE_CACHE"] = CAPTURES.name
 
 import pytest
 import torch
