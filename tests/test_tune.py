@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,26 @@ def test_memory_limits_choose_other_plans() -> None:
     assert any("on a rank" in trial.why for trial in tight.ranked)
     with pytest.raises(NothingFits, match=r"no plan fits into memory_limit=10 B per rank: the least tried needs"):
         found(4, 8, memory_limit_bytes=10)
+
+
+class Layers(torch.nn.Module):
+    """A step without skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_soft_skips_are_no_reason_to_refuse_a_model_without_any(world_size: int) -> None:
+    inputs = (torch.randn(4, 8, dtype=torch.double),)
+    program = fxpipe.compile(
+        Layers().double(), world_size, example_inputs=inputs, schedule="wave", collocation="soft", microbatches=2
+    )
+    assert program.verify(*inputs).ok
 
 
 def test_blocks_are_recomputed_where_memory_asks_for_it_and_no_more_than_that() -> None:

@@ -68,11 +68,26 @@ def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> 
     bound = lower_bound_ticks(relaxed) * relaxed.seconds_per_tick
     best = min([*_named(problem), *_listed(problem)], key=lambda found: found.seconds, default=None)
     if best is None:
-        raise CompileError(f"no order fits into {problem.memory_limit_bytes} bytes of activations per rank")
+        raise _too_little(problem)
     if not budget_seconds or best.seconds <= bound * (1 + _CLOSED):
         return _told(problem, best, bound)
     found, proven = _improved(problem, relaxed, best, budget_seconds, seed)
     return _told(problem, min(best, found, key=lambda found: found.seconds), max(bound, proven))
+
+
+def _too_little(problem: Problem) -> CompileError:
+    """What is said where no order fits."""
+    least = [0] * problem.num_ranks
+    for stage in problem.work.backward:
+        least[problem.stage_rank[stage]] += problem.activation_bytes[stage]
+    limits = problem.memory_limit_bytes or ()
+    pairs = enumerate(zip(least, limits, strict=False))
+    short = [f"rank {rank} needs {size} bytes, has {most}" for rank, (size, most) in pairs if size > most]
+    return CompileError(
+        f"no order fits into {limits} bytes of activations per rank"
+        + (f": for one micro-batch {'; '.join(short)}" if short else "")
+        + "; use smaller micro-batches, more stages on more ranks, or a higher limit"
+    )
 
 
 def references(problem: Problem) -> Iterator[Schedule]:

@@ -59,9 +59,12 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     pipeline, costs = staged.pipelines[0], case.costs
     if case.limit_bytes is None or staged.recompute:
         return 0.0
-    flying = in_flight(schedule.ranks[rank] for rank in pipeline)
-    count = [flying[staged.stage_of_block[block]] for block in case.blocks]
     saved, kept = costs.saved_bytes(num_samples), costs.saved_bytes_recomputed(num_samples)
+    of_stage = [sum(saved[block] for block in staged.blocks(stage)) for stage in range(staged.num_stages)]
+    flying = Counter[int]()
+    for rank in pipeline:
+        flying |= _fullest(schedule.ranks[rank], of_stage)
+    count = [flying[staged.stage_of_block[block]] for block in case.blocks]
     over = sum(
         w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights if w.blocks
     )
@@ -74,6 +77,21 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
         total += seconds[block] * min(1.0, over / freed[block])
         over -= freed[block]
     return total
+
+
+def _fullest(actions: Sequence[Action], saved: Sequence[int]) -> Counter[int]:
+    """The micro-batches of every stage between a forward and its backward's first part, when they save most."""
+    now, found, held, most = Counter[int](), Counter[int](), 0, 0
+    splits = {action.stage for action in actions if action.kind == "I"}
+    for action in actions:
+        ends = action.kind in "BI" or (action.kind == "W" and action.stage not in splits)
+        if action.kind == "F" or ends:
+            change = -1 if ends else 1
+            now[action.stage] += change
+            held += change * saved[action.stage]
+            if held > most:
+                most, found = held, now.copy()
+    return found
 
 
 def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:

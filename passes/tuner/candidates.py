@@ -147,9 +147,10 @@ def _collocated(request: Request, found: Shape) -> Iterator[Shape]:
     if request.conditioning is not None:
         found = replace(found, conditioning=request.conditioning)
     wanted = request.collocation or ("" if request.is_open else "hard")
-    if not (found.is_folded and wanted == "soft"):
+    both = found.is_folded and found.places > 1
+    if not (both and wanted == "soft"):
         yield found
-    if found.is_folded and found.places > 1 and wanted != "hard":
+    if both and wanted != "hard":
         yield replace(found, hard=False)
 
 

@@ -47,8 +47,9 @@ class Orders:
         pipeline that has all links for itself, with its reductions."""
         if not self.pipelines:
             return self._whole(), 0.0
-        schedule = self._named(self._problem)
-        alone = replace(self._problem, lag=Lags(self.case, self.staged, self._num_samples, alone=True))
+        schedule, least = self._named(self._problem), self._sizes[-1]
+        seconds = {kind: of for kind, of in self._seconds_of(least).items() if kind in self._problem.seconds}
+        alone = replace(self._problem, seconds=seconds, lag=Lags(self.case, self.staged, least, alone=True))
         timeline = alone.simulate(schedule)
         ends = reduction_ends(self.case, self.staged, schedule, timeline)
         return tile(schedule, self.pipelines, self._of_one), max([timeline.makespan_seconds, *ends])
@@ -85,17 +86,25 @@ class Orders:
         )  # fmt: skip
 
     @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Samples of every micro-batch, the largest first."""
+        return microbatch_sizes(self.case.batch_size, self.num_microbatches)
+
+    @property
     def _num_samples(self) -> int:
-        return microbatch_sizes(self.case.batch_size, self.num_microbatches)[0]
+        return self._sizes[0]
 
     @cached_property
     def _seconds(self) -> dict[str, tuple[float, ...]]:
-        """Of every kind of action, by stage or component, for the largest micro-batch."""
+        return self._seconds_of(self._num_samples)
+
+    def _seconds_of(self, num_samples: int) -> dict[str, tuple[float, ...]]:
+        """Of every kind of action, by stage or component."""
         seconds = ActionSeconds(self.case, self.staged)
         stages, components = range(self.staged.num_stages), range(self.work.num_components)
         counts = {"F": stages, "B": stages, "I": stages, "W": stages, "T": components}
         return {
-            kind: tuple(seconds.of(Action(number, kind, 0), self._num_samples) for number in numbers)
+            kind: tuple(seconds.of(Action(number, kind, 0), num_samples) for number in numbers)
             for kind, numbers in counts.items()
         }
 

@@ -57,7 +57,7 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
             if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
                 closer = trials.with_its_step(closer)
                 if not trials.fits(closer):
-                    for less in trials.thriftier(closer):
+                    for less in trials.thriftier(closer, trials.unseen(closer)):
                         push(less)
             if not trials.fits(closer):
                 lost.append(closer)

@@ -166,7 +166,9 @@ class Trials:
         needed = [needs.total for needs in self._peaks(trial)(trial.placed)[1]]
         schedule, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
         known = Trial(trial.candidate, trial.candidate.bound_seconds, trial.placed, schedule, is_thrifty=True)
-        return self.finished(replace(known, method=method))
+        found = self.finished(replace(known, method=method))
+        with_step = None if found is None else self.with_its_step(found)
+        return with_step if with_step is not None and self.fits(with_step) else None
 
     def finished(self, trial: Trial) -> Trial | None:
         """The fastest of all that becomes of a trial and fits."""
@@ -189,7 +191,7 @@ class Trials:
     def _place(self, trial: Trial) -> Iterator[Trial]:
         shape, case = trial.candidate.shape, self.case
         for staged in self._stages(trial):
-            if not shape.hard and staged.collocated:
+            if not shape.hard and staged.collocated and self.request.collocation != "soft":
                 continue  # free skips that all stay on their ranks: the hard placement
             recompute = whole_stages(staged.boundaries) if self.request.recompute else ()
             staged = replace(staged, schedule=shape.schedule, recompute=recompute)
@@ -223,7 +225,7 @@ class Trials:
         orders, candidate = self._orders(trial), trial.candidate
         schedule, seconds = orders.named()
         if orders.pipelines and self.request.recompute is None:
-            again = again_seconds(self.case, trial.placed, schedule, trial.sizes(self.case)[0])
+            again = again_seconds(self.case, trial.placed, schedule, trial.sizes(self.case)[-1])
             with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
             seconds = max(seconds, with_it)
         yield replace(trial, schedule=schedule, bound_seconds=max(trial.bound_seconds, seconds))
@@ -239,6 +241,10 @@ class Trials:
             if key not in self._thrifty:
                 self._thrifty.add(key)
                 yield Trial(trial.candidate, trial.bound_seconds, staged, is_thrifty=True)
+
+    def unseen(self, trial: Trial) -> int:
+        """Bytes that a trial needs beside those of its training: of messages, frozen work, or its plain step."""
+        return max(0, (trial.needs or 0) - most(self._peaks(trial)(trial.placed)[1]))
 
     def _peaks(self, trial: Trial) -> Peaks:
         """Bytes per rank of the trial's shape with other stages."""
@@ -308,8 +314,7 @@ class Trials:
         found = self._with(trial, trial.simulated, trial.way)
         yield found
         if not self.fits(found):
-            known = most(self._peaks(trial)(trial.placed)[1])
-            yield from self.thriftier(trial, max(0, (found.needs or 0) - known))
+            yield from self.thriftier(trial, self.unseen(found))
         else:
             yield from self._at_home(found, trial.bound_seconds)
 
