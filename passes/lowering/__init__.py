@@ -32,7 +32,6 @@ from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.messages import Routes
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
-FORMS: tuple[Form, ...] = ("prologue", "steady", "epilogue")
 
 
 @dataclass(frozen=True)
