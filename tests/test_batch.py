@@ -115,13 +115,13 @@ def check_micro_batches(
         given = (placeholders | set(plan.whole_batch)) & set(plan.layouts)
         micro = {name: sliced(whole[name], plan.layouts[name], batch_size, samples) for name in given}
         micro = evaluate(cap, micro, plan.layouts.__contains__, size)
-        total += float(micro[cap.loss.name]) * (size / batch_size if plan.loss_scale == "mean" else 1)
+        total += float(micro[cap.result.name]) * (size / batch_size if plan.loss_scale == "mean" else 1)
         start += size
         for name, layout in plan.layouts.items() if values else ():
             if isinstance(layout, Layout) or (isinstance(layout, tuple) and None not in layout):
                 expected = sliced(whole[name], layout, batch_size, samples)
                 torch.testing.assert_close(micro[name], expected, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
-    assert total == pytest.approx(float(whole[cap.loss.name]), rel=TOLERANCE)
+    assert total == pytest.approx(float(whole[cap.result.name]), rel=TOLERANCE)
 
 
 def scaled(m: "Step", x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Capture: the user's whole training step as one flat, functional FX graph of ATen operations.
+"""Capture: the user's whole training step, or a denoiser, as one flat, functional FX graph of ATen operations.
 
     forward(x, y):                       p_conv_weight = placeholder   kind=parameter
         with no_grad(): z = vae(x)       x             = placeholder   kind=input
@@ -28,7 +28,7 @@ from torch import fx, nn
 from fxpipe.capture import functionalise, private
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
-from fxpipe.capture.export import Exported, export_step
+from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
@@ -38,7 +38,7 @@ from fxpipe.errors import CaptureError
 
 @dataclass(frozen=True)
 class Capture:
-    """One training step as a graph.
+    """One training step, or one call of a denoiser, as a graph.
 
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
@@ -68,11 +68,12 @@ class Capture:
 
     def rewritten(self) -> None:
         """Whoever changes the graph says so here."""
-        for name in ("nodes", "places", "loss"):
+        for name in ("nodes", "places", "result"):
             vars(self).pop(name, None)
 
     @cached_property
-    def loss(self) -> fx.Node:
+    def result(self) -> fx.Node:
+        """What the graph returns: a training step's loss, a denoiser's prediction."""
         (output,) = self.graph.find_nodes(op="output")
         node = output.args[0]
         assert isinstance(node, fx.Node)
@@ -113,17 +114,20 @@ def _has_effect(node: fx.Node) -> bool:
     return not drawn and node.is_impure()
 
 
-def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor]) -> Capture:
+def capture(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf = loss_of
+) -> Capture:
     """Trace `model`, with any batch size where it allows that.
 
     Args:
         examples: the tensor leaves of one example call, in the order of `inputs`; only shapes and types are used.
+        result_of: the one tensor that counts in what forward returns; of a training step its loss.
 
     Raises:
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
     check_weights(model)
-    exported = export_step(model, inputs, examples, loss_of)
+    exported = export_step(model, inputs, examples, result_of)
     inputs = exported.inputs
     tensors, constants = _name_placeholders(exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
@@ -158,7 +162,7 @@ def capture(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor
 
 def _notes(exported: Exported) -> tuple[str, ...]:
     """Why there is no symbol for the batch."""
-    size, why = exported.inputs.batch_size, exported.fixed or "the loss depends on no input with a batch"
+    size, why = exported.inputs.batch_size, exported.fixed or "the result depends on no input with a batch"
     return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {why}",)[: size > 1]
 
 

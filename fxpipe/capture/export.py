@@ -1,4 +1,4 @@
-"""Run `torch.export` on a training step: with any batch size where the model allows it, else at the call's.
+"""Run `torch.export` on a model: with any batch size where the model allows it, else at the call's.
 
 1. batch as a symbol, traced at a size that no other dimension has
 2. an input whose rows only happen to be as many as the samples keeps its size, and 1. again
@@ -23,7 +23,7 @@ from fxpipe.capture.sizes import concrete, is_symbolic
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
 
-LossOf = Callable[[Any], torch.Tensor]
+ResultOf = Callable[[Any], torch.Tensor]
 Trace = Callable[..., torch.export.ExportedProgram]
 
 
@@ -37,13 +37,13 @@ class Exported:
     fixed: str | None
 
 
-class TrainingStep(nn.Module):
-    """The model, taking its tensor leaves positionally and returning the scalar loss alone."""
+class Step(nn.Module):
+    """The model, taking its tensor leaves positionally and returning its result alone: of a training step, the loss."""
 
-    def __init__(self, model: nn.Module, inputs: InputSpec, loss_of: LossOf, one_batch: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: InputSpec, result_of: ResultOf, one_batch: bool) -> None:
         super().__init__()
         self.model = model
-        self._inputs, self._loss_of, self._one_batch = inputs, loss_of, one_batch
+        self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
         batched = [t for t, leaf in zip(leaves, _tensors(self._inputs), strict=True) if leaf.batched]
@@ -51,10 +51,10 @@ class TrainingStep(nn.Module):
             torch._check(tensor.shape[0] == batched[0].shape[0])
         args, kwargs = self._inputs.rebuild(leaves)
         with buffers_kept(self.model):
-            return self._loss_of(self.model(*args, **kwargs))
+            return self._result_of(self.model(*args, **kwargs))
 
 
-def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], loss_of: LossOf) -> Exported:
+def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf) -> Exported:
     """Trace `model`; only shapes and types of `examples` are used.
 
     Raises:
@@ -62,7 +62,7 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     """
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
-        step = TrainingStep(model, inputs, loss_of, one_batch)
+        step = Step(model, inputs, result_of, one_batch)
         return _trace(step, inputs, _resized(model, inputs, examples, size), dynamic)
 
     def at_size(reason: str) -> Exported:
@@ -79,7 +79,7 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     free = _free_at_size(trace, inputs)
     known = [one for one in free if one is not None]
     if any(known) and not all(known):
-        return export_step(model, _with_batched(inputs, free), examples, loss_of)
+        return export_step(model, _with_batched(inputs, free), examples, result_of)
     traced, other = _attempt(trace, inputs.batch_size, inputs) if all(known) else (None, fault)
     if traced is not None and other is None:
         return _flat(traced, inputs, None)
@@ -161,7 +161,7 @@ class _Failed(CaptureError):
 
 
 def _trace(
-    step: TrainingStep, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool
+    step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool
 ) -> torch.export.ExportedProgram:
     auto = torch.export.Dim.AUTO
     shapes = tuple({0: auto} if leaf.batched and dynamic else None for leaf in _tensors(inputs))
@@ -205,7 +205,7 @@ def _module_trail() -> Iterator[list[nn.Module]]:
 
 
 def _where(trail: Sequence[nn.Module]) -> str:
-    roots = [m for m in trail if isinstance(m, TrainingStep)]
+    roots = [m for m in trail if isinstance(m, Step)]
     names = {id(m): n for n, m in roots[0].model.named_modules()} if roots else {}
     path = next((names[id(m)] for m in reversed(trail) if id(m) in names), "")
     return f"module {path or '(the model itself)'}"

@@ -36,7 +36,7 @@ class PredictionStep(nn.Module):
 
     def forward(self, target: Tensor, **inputs: Any) -> Tensor:
         """The scalar loss; `target` has the prediction's shape, `inputs` are the backbone's arguments by name."""
-        return nn.functional.mse_loss(_prediction(self.model(**inputs)), target)
+        return nn.functional.mse_loss(prediction_of(self.model(**inputs)), target)
 
     def example_inputs(self, batch_size: int) -> dict[str, Any]:
         """Keyword arguments of `forward` for `batch_size` samples; see `example_inputs`."""
@@ -80,7 +80,7 @@ def example_inputs(
     return {"target": sizes.noise(*shape).to(device), **inputs}
 
 
-def _prediction(output: Any) -> Tensor:
+def prediction_of(output: Any) -> Tensor:
     """The predicted tensor in a model's output: a tensor, a tuple, or a dataclass (`.sample`, or its first field)."""
     if isinstance(output, Mapping):
         output = output["sample"] if "sample" in output else next(iter(output.values()))
@@ -107,7 +107,7 @@ def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
         shell = copy.deepcopy(model, {id(t): t for t in weights})
         fakes = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
         with mode, torch.no_grad():
-            return _prediction(shell(**fakes)).shape
+            return prediction_of(shell(**fakes)).shape
     except CompileError:
         raise
     except private.VALUE_ERRORS as error:

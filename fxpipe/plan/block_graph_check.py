@@ -26,9 +26,9 @@ def check(graph: BlockGraph, capture: Capture) -> tuple[Fault, ...]:
     faults += _order(graph, calls)
     faults += _frozen(graph, calls)
     faults += _edges(graph, calls)
-    loss = graph.owners.get(capture.loss.name)
+    loss = graph.owners.get(capture.result.name)
     if loss != len(graph.blocks) - 1:
-        faults.append(Fault(loss, f"the loss {capture.loss.name} must be made by the last block"))
+        faults.append(Fault(loss, f"the loss {capture.result.name} must be made by the last block"))
     return tuple(faults)
 
 

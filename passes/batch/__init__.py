@@ -63,10 +63,10 @@ def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
     rewrite.prepare(capture.graph, depends_on_parameters(capture.graph.nodes))
     follow = _followed(capture)
     capture.rewritten()
-    state = follow.states[capture.loss]
+    state = follow.states[capture.result]
     assert isinstance(state, State)
-    scale = _loss_scale(capture.loss, state)
-    needed, whole = _needed(capture.loss, follow)
+    scale = _loss_scale(capture.result, state)
+    needed, whole = _needed(capture.result, follow)
     nodes = [n for n in capture.graph.nodes if n in follow.states]
     layouts = {n.name: _layouts(follow.states[n]) for n in nodes if n in needed}
     return BatchPlan(layouts, scale, tuple(n.name for n in nodes if n in whole))

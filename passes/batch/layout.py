@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.sizes import expression
+from passes.operations import bound_arguments, operation_name
 
 _BATCH = sympy.Symbol("B", integer=True, positive=True)
 
@@ -79,9 +80,7 @@ class RuleCall:
     @property
     def name(self) -> str:
         """The operation's name without its overload; in-place ones as their functional form."""
-        packet = getattr(self.node.target, "overloadpacket", self.node.target)
-        name = str(getattr(packet, "__name__", packet))
-        return name if name.startswith("__") else name.removesuffix("_")
+        return operation_name(self.node.target)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -133,18 +132,7 @@ def _depends(value: Any) -> bool:
 
 def bind(node: fx.Node, states: Mapping[fx.Node, Result]) -> RuleCall:
     """A node's call with its arguments under their schema names, defaults included."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return RuleCall(node, {str(i): a for i, a in enumerate(node.args)}, states)
-    named = {}
-    for index, argument in enumerate(target._schema.arguments):
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, _default(argument))
-        named[argument.name] = given
-    return RuleCall(node, named, states)
-
-
-def _default(argument: Any) -> Any:
-    return argument.default_value if argument.has_default_value() else None
+    return RuleCall(node, bound_arguments(node), states)
 
 
 @cache
@@ -197,7 +185,3 @@ def splits(dim: int, k: int) -> list[Layout]:
     divisors = [n for n in range(1, k + 1) if k % n == 0]
     ends = sorted(divisors, key=lambda n: (n not in (1, k), n))
     return [Layout(dim, outer, k // outer) for outer in ends]
-
-
-def dimension(dim: int, ndim: int) -> int:
-    return dim + ndim if dim < 0 else dim

@@ -3,8 +3,9 @@
 import torch
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, dimension
-from passes.batch.rules import acted_dims, aligned, along, broadcast, moved, no_batch_numbers, shapes_of
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims
+from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
+from passes.operations import acted_dims, dimension
 
 
 def embedding(call: RuleCall) -> list[Result]:
@@ -35,7 +36,7 @@ def index_select(call: RuleCall) -> list[Result]:
     layout = call.layout(table)
     if layout is None:
         return moved(call, call.layout(index) or Layout(0))
-    if call.layout(index) is not None or layout.dim in acted_dims(call, table.meta["val"].ndim):
+    if call.layout(index) is not None or layout.dim in acted_dims(call.arguments, table.meta["val"].ndim):
         raise Mixed("it looks samples up by number")
     return moved(call, layout)
 
@@ -113,7 +114,7 @@ def at_numbers(call: RuleCall) -> list[Result]:
     """`index_add`, `index_copy`, `index_fill`: writes at fixed numbers along another dimension than the batch."""
     no_batch_numbers(call)
     layout = aligned(call, list(call.tensors("self", "source")))
-    if call.batched(list(call.tensors("index"))) or layout.dim in acted_dims(call, call.node.meta["val"].ndim):
+    if call.batched(list(call.tensors("index"))) or layout.dim in acted_dims(call.arguments, call.node.meta["val"].ndim):
         raise Mixed("it writes samples by number")
     return moved(call, layout)
 
@@ -143,7 +144,7 @@ def diagonal_scatter(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     value, part = call.operands
     layout, ndim = call.layout(value), value.meta["val"].ndim
-    gone = acted_dims(call, ndim)
+    gone = acted_dims(call.arguments, ndim)
     if (
         layout is None
         or layout.dim in gone

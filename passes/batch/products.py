@@ -7,17 +7,9 @@ from torch import fx
 
 from passes.batch.layout import Layout, Mixed, Result, RuleCall, State
 from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of
+from passes.operations import einsum_labels, matrix_labels
 
 Labels = list[Any]
-
-
-def _matrix_labels(a: int, b: int) -> tuple[Labels, Labels, Labels]:
-    lead_a: Labels = [("lead", j) for j in range(a - 2, 0, -1)]
-    lead_b: Labels = [("lead", j) for j in range(b - 2, 0, -1)]
-    first = [*lead_a, "n", "k"] if a > 1 else ["k"]
-    second = [*lead_b, "k", "m"] if b > 1 else ["k"]
-    out = max(lead_a, lead_b, key=len) + (["n"] if a > 1 else []) + (["m"] if b > 1 else [])
-    return first, second, out
 
 
 def contract(call: RuleCall, terms: Sequence[tuple[fx.Node, Labels]], out: Labels) -> State:
@@ -42,7 +34,7 @@ def contract(call: RuleCall, terms: Sequence[tuple[fx.Node, Labels]], out: Label
 def matmul(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     *bias, a, b = call.operands
-    first, second, out = _matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
+    first, second, out = matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
     state = contract(call, [(a, first), (b, second)], out)
     if state.form == "partial":
         if bias:
@@ -54,24 +46,10 @@ def matmul(call: RuleCall) -> list[Result]:
 
 
 def einsum(call: RuleCall) -> list[Result]:
-    equation, nodes = call.arguments["equation"].replace(" ", ""), call.operands
-    inputs, arrow, output = equation.partition("->")
-    terms = inputs.split(",")
-    if not arrow:
-        letters = sorted(c for c in set(inputs) - set(",.") if inputs.count(c) == 1)
-        output = ("..." if "..." in inputs else "") + "".join(letters)
-    labels = []
-    for term, node in zip(terms, nodes, strict=True):
-        labels.append(_einsum_labels(term, node.meta["val"].ndim - len(term.replace("...", ""))))
-    dots = max((sum(isinstance(x, tuple) for x in one) for one in labels), default=0)
-    state = contract(call, list(zip(nodes, labels, strict=True)), _einsum_labels(output, dots))
+    nodes = call.operands
+    labels, out = einsum_labels(call.arguments["equation"], [node.meta["val"].ndim for node in nodes])
+    state = contract(call, list(zip(nodes, labels, strict=True)), out)
     return [state] if state.layout is None else moved(call, state.layout)
-
-
-def _einsum_labels(term: str, dots: int) -> Labels:
-    head, found, tail = term.partition("...")
-    middle: Labels = [("lead", j) for j in range(dots, 0, -1)] if found else []
-    return [*head, *middle, *tail]
 
 
 def attention(call: RuleCall) -> list[Result]:
@@ -88,7 +66,7 @@ def attention(call: RuleCall) -> list[Result]:
 
 def cdist(call: RuleCall) -> list[Result]:
     a, b = call.operands
-    first, second, out = _matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
+    first, second, out = matrix_labels(a.meta["val"].ndim, b.meta["val"].ndim)
     layout = contract(call, [(a, first), (b, [*second[:-2], "m", "k"])], out).layout
     if layout is None:
         raise Mixed("it measures distances along the batch")

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, batch_dims, dimension
+from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, batch_dims
+from passes.operations import acted_dims
 
 
 def moved(call: RuleCall, layout: Layout) -> list[Result]:
@@ -71,18 +72,12 @@ def aligned(call: RuleCall, nodes: Sequence[fx.Node]) -> Layout:
     return layout
 
 
-def acted_dims(call: RuleCall, ndim: int) -> set[int]:
-    given = [call.arguments.get(name) for name in ("dim", "dims", "dimension", "dim1", "dim2")]
-    named = [d for dims in given if dims is not None for d in (dims if isinstance(dims, list | tuple) else [dims])]
-    return {dimension(d, ndim) for d in named} or set(range(ndim))
-
-
 def along(call: RuleCall) -> list[Result]:
     """An operation that acts along the dimensions it names."""
     no_batch_numbers(call)
     layout = aligned(call, call.operands)
     ndim = max(n.meta["val"].ndim for n in call.operands)
-    if layout.dim in acted_dims(call, ndim):
+    if layout.dim in acted_dims(call.arguments, ndim):
         raise Mixed(f"it acts along dimension {layout.dim}, the batch")
     return moved(call, layout)
 
@@ -94,7 +89,7 @@ def along_first(call: RuleCall) -> list[Result]:
     layout = call.layout(first)
     if layout is None or call.batched(others):
         raise Mixed("its settings differ from sample to sample")
-    if layout.dim in acted_dims(call, first.meta["val"].ndim):
+    if layout.dim in acted_dims(call.arguments, first.meta["val"].ndim):
         raise Mixed(f"it acts along dimension {layout.dim}, the batch")
     return moved(call, layout)
 

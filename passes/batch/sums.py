@@ -12,7 +12,8 @@ from typing import Any
 from torch import fx
 
 from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, power_of
-from passes.batch.rules import acted_dims, along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
+from passes.batch.rules import along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
+from passes.operations import acted_dims
 
 _NONE, _MEAN = 0, 1
 PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
@@ -41,7 +42,7 @@ def reduce(call: RuleCall) -> list[Result]:
     no_batch_numbers(call)
     (node,) = call.operands
     layout = call.layout(node)
-    if layout is None or layout.dim not in acted_dims(call, node.meta["val"].ndim):
+    if layout is None or layout.dim not in acted_dims(call.arguments, node.meta["val"].ndim):
         return along(call)
     return [State(form="partial", power=int(call.name == "mean"))]
 

@@ -3,6 +3,18 @@
 from passes.batch import lookups, products, rules, sums, views
 from passes.batch.layout import Rule, RuleCall
 from passes.batch.rules import trailing
+from passes.operations import (
+    ALONG,
+    CASTS,
+    ELEMENTWISE,
+    EXPANSIONS,
+    FACTORIES,
+    PERMUTATIONS,
+    PIECES,
+    PRODUCTS,
+    UNSAFE_PIECES,
+    VIEWS,
+)
 
 
 def _names(text: str, rule: Rule) -> dict[str, Rule]:
@@ -24,23 +36,6 @@ def _normalized(call: RuleCall, ndim: int) -> int:
     return len(call.arguments["normalized_shape"])
 
 
-# Elementwise operations that ATen does not tag as such.
-_ELEMENTWISE = """
-    contiguous clone detach alias alias_copy lift lift_fresh lift_fresh_copy zeros_like ones_like full_like empty_like
-    fill masked_fill where rsub absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide multiply subtract
-    negative fix floor_divide greater greater_equal less less_equal not_equal hardswish log_sigmoid complex polar real
-    imag conj _conj _conj_physical resolve_conj _neg_view resolve_neg float_power square copy isclose isreal
-    special_expit
-"""
-# Operations along the dimensions that their arguments dim, dims, dimension, dim1 and dim2 name; all without these.
-_ALONG = """
-    softmax log_softmax _softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk argsort kthvalue
-    median nanmedian mode glu flip roll amax amin aminmax max min argmax argmin prod var std var_mean std_mean norm
-    linalg_vector_norm frobenius_norm linalg_norm logsumexp all any count_nonzero nansum nanmean select unbind scatter
-    scatter_add scatter_reduce diff unfold linalg_cross diagonal cosine_similarity
-    fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2
-    fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift
-"""
 # Operations on the last one, two or three dimensions, as their names say.
 _SPATIAL = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
@@ -55,19 +50,18 @@ _LOSSES = """
 """
 
 RULES: dict[str, Rule] = {
-    **_names(_ELEMENTWISE, rules.pointwise),
-    **_names("to _to_copy type_as", rules.cast),
-    **_names("reshape view _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel", views.view),
-    **_names("permute transpose t numpy_T mT mH adjoint", rules.structural),
-    **_names("movedim moveaxis swapaxes swapdims view_as_real", rules.structural),
-    **_names("zeros ones full empty new_zeros new_ones new_full new_empty", views.factory),
-    **_names("expand expand_as broadcast_to", views.expand),
+    **dict.fromkeys(ELEMENTWISE, rules.pointwise),
+    **dict.fromkeys(CASTS, rules.cast),
+    **dict.fromkeys(VIEWS, views.view),
+    **dict.fromkeys(PERMUTATIONS, rules.structural),
+    "view_as_real": rules.structural,
+    **dict.fromkeys(FACTORIES, views.factory),
+    **dict.fromkeys(EXPANSIONS, views.expand),
     **_names("repeat tile", views.repeat),
-    **_names("split split_with_sizes chunk tensor_split", views.pieces),
-    **_names("unsafe_split unsafe_split_with_sizes unsafe_chunk", views.pieces),
+    **dict.fromkeys(PIECES | UNSAFE_PIECES, views.pieces),
     **_names("slice narrow", views.cut),
-    **_names("matmul mm bmm mv dot addmm baddbmm addmv", products.matmul),
-    **_names(_ALONG, rules.along),
+    **dict.fromkeys(PRODUCTS, products.matmul),
+    **dict.fromkeys(ALONG, rules.along),
     **_names(_SPATIAL, trailing(_spatial)),
     **_names(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",

@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, dimension, factor, splits
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, factor, splits
 from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
+from passes.operations import dimension
 
 
 def view(call: RuleCall) -> list[Result]:

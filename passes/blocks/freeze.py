@@ -51,7 +51,7 @@ def freeze(capture: Capture) -> Freeze:
         CompileError: no trained weight reaches the loss.
     """
     kinds = _classify(capture)
-    if kinds.get(capture.loss.name) != "backbone" or not capture.loss.meta["requires_grad"]:
+    if kinds.get(capture.result.name) != "backbone" or not capture.result.meta["requires_grad"]:
         raise CompileError(
             f"none of the {len(capture.trainable)} trainable parameters that are read reaches the loss: nothing to "
             "train; call .requires_grad_() on what should learn, and use it outside of torch.no_grad()"

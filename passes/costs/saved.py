@@ -44,7 +44,7 @@ def saved_activations(capture: Capture, device: torch.device | str = "cpu") -> S
 
     Bytes are expressions of the batch symbol; numbers where the graph holds for one batch size only.
     """
-    ledger = _Ledger(Operations(capture, torch.device(device)), _differentiated(capture.loss))
+    ledger = _Ledger(Operations(capture, torch.device(device)), _differentiated(capture.result))
     for node in capture.graph.nodes:
         ledger.follow(node)
     return ledger.result()

@@ -234,8 +234,8 @@ class StageBytes:
             nodes = [self.capture.nodes[name] for name in wanted]
             local = {node.name for node in nodes} - own
             returns = [n.name for n in nodes if n.name in own and self._is_read(n, own | local)]
-            if self.capture.loss.name in own:
-                returns.append(self.capture.loss.name)
+            if self.capture.result.name in own:
+                returns.append(self.capture.result.name)
             self._known[key] = UnitBytes(unit_trace(self._operations[one_sample], nodes, returns, runs, local))
         return self._known[key]
 

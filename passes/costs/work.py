@@ -31,7 +31,7 @@ class StepWork:
 
     @staticmethod
     def in_capture(capture: Capture, graph: BlockGraph) -> "StepWork":
-        return StepWork(graph, gradient_flow(capture), capture.loss.name)
+        return StepWork(graph, gradient_flow(capture), capture.result.name)
 
     def of(self, staged: Staged, num_microbatches: int) -> Work:
         """The work of these stages, with the frozen components' in every micro-batch."""

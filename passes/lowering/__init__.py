@@ -82,7 +82,7 @@ def _layout(step: StepGraphs, schedule: Schedule, form: Form, following: Schedul
     units = {key: unit for key, unit in step.units.items() if form == "step" or key[0] == "F"}
     if form == "prologue":
         schedule = following or _in_turn(step)
-    return Layout(units, step.border, schedule, step.sizes, step.capture.loss.name)
+    return Layout(units, step.border, schedule, step.sizes, step.capture.result.name)
 
 
 def _in_turn(step: StepGraphs) -> Schedule:

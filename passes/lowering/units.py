@@ -64,8 +64,8 @@ def make_units(
     for own, unit in drafts:
         others = {value for _, other in drafts if other is not unit for value in other.reads}
         returns = [n for n in unit.nodes if n in own and n in others and n not in stop]
-        if capture.loss.name in own:
-            returns.append(capture.loss.name)
+        if capture.result.name in own:
+            returns.append(capture.result.name)
         assert all(isinstance(capture.nodes[n].meta["val"], torch.Tensor) for n in returns), (unit.name, returns)
         units.append(replace(unit, returns=tuple(returns)))
     return tuple(units)
