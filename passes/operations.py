@@ -68,19 +68,16 @@ def call_arguments(target: Any, named: Mapping[str, Any]) -> tuple[tuple[Any, ..
     """The (args, kwargs) of a call with these arguments by schema name, without those that have their defaults."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+    in_place = True  # no argument has been left out so far
     for argument in target._schema.arguments:
         value = named.get(argument.name, _default(argument))
-        if value is _default(argument) or (argument.has_default_value() and _same(value, _default(argument))):
-            continue
-        if argument.kwarg_only or len(args) < _place(target, argument.name):
-            kwargs[argument.name] = value
-        else:
+        if argument.has_default_value() and _same(value, _default(argument)):
+            in_place = False
+        elif in_place and not argument.kwarg_only:
             args.append(value)
+        else:
+            kwargs[argument.name] = value
     return tuple(args), kwargs
-
-
-def _place(target: Any, name: str) -> int:
-    return [argument.name for argument in target._schema.arguments].index(name)
 
 
 def _same(value: Any, default: Any) -> bool:

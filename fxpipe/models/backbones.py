@@ -23,7 +23,7 @@ from fxpipe.capture import private
 from fxpipe.errors import CompileError
 from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
 
-_SAMPLE_NAMES = {"sample", "hidden_states", "input_ids"}
+_SAMPLE_NAMES = ("sample", "hidden_states", "input_ids", "x")
 _CONDITION_NAMES = {"timestep", "timestep_ratio", "micro_conds"}  # micro_conds: UVit2DModel, which knows no time
 
 
@@ -52,7 +52,7 @@ def is_backbone(model: object) -> bool:
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), Mapping):
         return False
     names = inspect.signature(model.forward).parameters.keys()
-    return bool(names & _SAMPLE_NAMES and names & _CONDITION_NAMES) and "controlnet_cond" not in names
+    return bool(names & {*_SAMPLE_NAMES} and names & _CONDITION_NAMES) and "controlnet_cond" not in names
 
 
 def example_inputs(
@@ -93,6 +93,28 @@ def prediction_of(output: Any) -> Tensor:
             f"the model returns {kind}, no tensor to compare with a target; wrap it in a step of your own"
         )
     return output
+
+
+def row_inputs(model: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
+    """The inputs of a diffusers backbone that have rows, and which dimension these are.
+
+    Of a packed image (`img_ids`) every token is a row of its own, of a signal every entry.
+
+    Raises:
+        CompileError: the model is no such backbone, or predicts something without rows.
+    """
+    name = next((name for name in _SAMPLE_NAMES if isinstance(example.get(name), Tensor)), None)
+    if name is None or not isinstance(getattr(model, "config", None), Mapping):
+        raise CompileError(
+            f"{type(model).__name__}: where its image's rows are is not known; "
+            "pass sample={name of the input: row dimension}"
+        )
+    layout = Sizes.of(model, 1, torch.float32).layout
+    layout = layout if example[name].ndim == len(layout) else layout.replace("C", "")
+    dim = next((layout.index(letter) for letter in "HNL" if letter in layout), None)
+    if dim is None or example[name].ndim != len(layout):
+        raise CompileError(f"{type(model).__name__}: its {name} {_describe(example[name])} has no rows")
+    return {name: dim}
 
 
 def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:

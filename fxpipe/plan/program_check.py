@@ -9,20 +9,31 @@ the order of *moments* that all ranks know: what is sent at a moment follows wai
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
-from fxpipe.plan.rank_program import Message, RankProgram, Reduction
+from fxpipe.plan.rank_program import Message, Reduction
+
+
+class RankGraph(Protocol):
+    """One rank's straight-line graph, of training or of sampling."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
 
 Moments = Mapping[tuple[int, int], int]
 """When a rank sends a message or starts a reduction, by (edge, rank)."""
 
 
 def check_programs(
-    programs: Sequence[RankProgram],
+    programs: Sequence[RankGraph],
     messages: Sequence[Message],
     reductions: Sequence[Reduction] = (),
     moments: Moments | None = None,
@@ -49,7 +60,7 @@ def check_programs(
 
 
 def require_programs(
-    programs: Sequence[RankProgram],
+    programs: Sequence[RankGraph],
     messages: Sequence[Message],
     reductions: Sequence[Reduction] = (),
     moments: Moments | None = None,
@@ -59,7 +70,7 @@ def require_programs(
         raise CompileError("the rank programs are wrong; please report this\n" + "\n".join(faults))
 
 
-def _by_channel(programs: Sequence[RankProgram], function: object) -> dict[tuple[int, int], list[fx.Node]]:
+def _by_channel(programs: Sequence[RankGraph], function: object) -> dict[tuple[int, int], list[fx.Node]]:
     """The sends or receives of every directed channel, in program order."""
     channels: dict[tuple[int, int], list[fx.Node]] = {}
     for program in programs:
@@ -71,7 +82,7 @@ def _by_channel(programs: Sequence[RankProgram], function: object) -> dict[tuple
 
 
 def _order_faults(
-    program: RankProgram, channel: tuple[int, int], planned: Sequence[int], found: Sequence[fx.Node]
+    program: RankGraph, channel: tuple[int, int], planned: Sequence[int], found: Sequence[fx.Node]
 ) -> Iterator[str]:
     """The first message of a channel that one end takes in another order than planned, in that end's program."""
     src, dst = channel
@@ -85,7 +96,7 @@ def _order_faults(
             return
 
 
-def _shape_faults(programs: Sequence[RankProgram], messages: Sequence[Message]) -> Iterator[str]:
+def _shape_faults(programs: Sequence[RankGraph], messages: Sequence[Message]) -> Iterator[str]:
     by_edge = {message.edge: message for message in messages}
     for program in programs:
         waits = {node.args[0] for node in program.graph.nodes if node.target is ops.wait}
@@ -99,7 +110,7 @@ def _shape_faults(programs: Sequence[RankProgram], messages: Sequence[Message]) 
                 yield f"rank {program.rank} never waits for a message\n" + _at(program, node)
 
 
-def _reduction_faults(programs: Sequence[RankProgram], reductions: Sequence[Reduction]) -> Iterator[str]:
+def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduction]) -> Iterator[str]:
     """Every rank of a reduction starts it once, over the same ranks, and waits for it; the order is the schedule's."""
     planned = {reduction.edge: reduction for reduction in reductions}
     for program in programs:
@@ -117,7 +128,7 @@ def _reduction_faults(programs: Sequence[RankProgram], reductions: Sequence[Redu
             yield f"rank {program.rank} starts the reductions {edges}, planned are {wanted}"
 
 
-def _early_faults(programs: Sequence[RankProgram], moments: Moments) -> Iterator[str]:
+def _early_faults(programs: Sequence[RankGraph], moments: Moments) -> Iterator[str]:
     """Sends, and starts of reductions, that come after a wait for what may not be there before them."""
     arrives: dict[int, int] = {}
     for (edge, _), moment in moments.items():
@@ -137,7 +148,7 @@ def _edge(node: Any) -> int:
     return int(node.args[2 if node.target is ops.recv else 3])
 
 
-def _stuck(programs: Sequence[RankProgram]) -> Iterator[str]:
+def _stuck(programs: Sequence[RankGraph]) -> Iterator[str]:
     """Run every rank until all end; what is left waits for a message that nobody can send."""
     nodes = [list(program.graph.nodes) for program in programs]
     position = [0] * len(programs)
@@ -170,7 +181,7 @@ def _can_run(node: fx.Node, sent: set[int], given: Mapping[int, int]) -> bool:
     return given[started.args[3]] == len(started.args[2])  # type: ignore[arg-type, index]
 
 
-def _at(program: RankProgram, node: fx.Node) -> str:
+def _at(program: RankGraph, node: fx.Node) -> str:
     nodes = list(program.graph.nodes)
     return _around(nodes, nodes.index(node))
 

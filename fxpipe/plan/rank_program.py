@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from fxpipe.plan.actions import Action
 
-KINDS = ("main", "skip", "conditioning", "gradient", "loss")
+KINDS = ("main", "skip", "conditioning", "gradient", "loss", "halo", "gather", "moments", "sum", "prediction")
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,9 @@ def at_numbers(call: RuleCall) -> list[Result]:
     """`index_add`, `index_copy`, `index_fill`: writes at fixed numbers along another dimension than the batch."""
     no_batch_numbers(call)
     layout = aligned(call, list(call.tensors("self", "source")))
-    if call.batched(list(call.tensors("index"))) or layout.dim in acted_dims(call.arguments, call.node.meta["val"].ndim):
+    if call.batched(list(call.tensors("index"))) or layout.dim in acted_dims(
+        call.arguments, call.node.meta["val"].ndim
+    ):
         raise Mixed("it writes samples by number")
     return moved(call, layout)
 

@@ -1,0 +1,116 @@
+"""Operations on the rows of an image that a rank program calls beside ATen's and the messages. Each is one line of it.
+
+x[rows 8:20]  = cut_rows(x, 2, ...)              a patch's rows of a value that is the same on all ranks
+edge          = edge_rows(h, 2, -1, 1)           the last row, for the patch below
+wider         = with_halo(h, up, None, ...)      the patch between its neighbours' rows, zeros at the border
+whole         = join_rows([k0, k1], k, 1, ...)   all patches' rows, and what belongs to no row
+m             = moments(h, 4)                    mean and variance of a patch's groups; `merge_moments` of all
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+Stretch = tuple[int, int, int, int, int]
+"""Entries [at, at + outer*each) of a dimension, seen as outer x each; of each copy `length` from `start` on:
+(at, outer, each, start, length)."""
+
+
+def cut_rows(value: torch.Tensor, dim: int, stretches: Sequence[Stretch]) -> torch.Tensor:
+    """A patch's entries of a dimension, one stretch after the other."""
+    taken = [_taken(value, dim, *stretch) for stretch in stretches]
+    return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
+
+
+def _taken(value: torch.Tensor, dim: int, at: int, outer: int, each: int, start: int, length: int) -> torch.Tensor:
+    if outer == 1:
+        return value.narrow(dim, at + start, length)
+    copies: torch.Tensor = value.narrow(dim, at, outer * each).unflatten(dim, (outer, each))
+    return copies.narrow(dim + 1, start, length).flatten(dim, dim + 1)
+
+
+def edge_rows(value: torch.Tensor, dim: int, start: int, count: int) -> torch.Tensor:
+    """`count` entries from `start` on, which counts from the end where it is negative."""
+    return value.narrow(dim, start % value.shape[dim], count)
+
+
+def with_halo(
+    value: torch.Tensor, up: torch.Tensor | None, down: torch.Tensor | None, dim: int, above: int, below: int,
+    fill: float,
+) -> torch.Tensor:  # fmt: skip
+    """A patch between `above` and `below` rows: its neighbours', or rows of `fill` where there is no neighbour."""
+    parts = [_border(value, dim, above, fill) if up is None else up, value]
+    parts.append(_border(value, dim, below, fill) if down is None else down)
+    return torch.cat([part for part in parts if part.shape[dim]], dim)
+
+
+def _border(value: torch.Tensor, dim: int, count: int, fill: float) -> torch.Tensor:
+    return value.new_full([*value.shape[:dim], count, *value.shape[dim + 1 :]], fill)
+
+
+def join_rows(
+    rows: Sequence[torch.Tensor], own: torch.Tensor, dim: int, parts: Sequence[tuple[int, Sequence[int]]]
+) -> torch.Tensor:
+    """A dimension whole again.
+
+    Args:
+        rows: of every patch, in order, its entries that belong to rows.
+        own: this patch's entries that belong to no row, in order.
+        parts: of the dimension, in order: (outer, entries of one copy in every patch), or (0, [entries]) for those
+            that belong to no row.
+    """
+    at, own_at, joined = [0] * len(rows), 0, []
+    for outer, sizes in parts:
+        if outer == 0:
+            joined.append(own.narrow(dim, own_at, sizes[0]))
+            own_at += sizes[0]
+            continue
+        taken = []
+        for patch, (value, size) in enumerate(zip(rows, sizes, strict=True)):
+            taken.append(value.narrow(dim, at[patch], outer * size).unflatten(dim, (outer, size)))
+            at[patch] += outer * size
+        joined.append(torch.cat(taken, dim + 1).flatten(dim, dim + 1))
+    return torch.cat(joined, dim)
+
+
+def moments(value: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """[2, samples, groups]: mean and biased variance of every group of channels, in float32 or wider."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    groups = value.reshape(value.shape[0], num_groups, -1).to(wide)
+    variance, mean = torch.var_mean(groups, -1, correction=0)
+    return torch.stack([mean, variance])
+
+
+def merge_moments(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """The moments of all patches' entries from each patch's own, `counts` entries each.
+
+    Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979), eq. 2.1;
+    in central moments, so that nothing cancels: the variance is never negative.
+    """
+    weights = [count / sum(counts) for count in counts]
+    mean = sum(w * part[0] for w, part in zip(weights, parts, strict=True))
+    variance = sum(w * (part[1] + (part[0] - mean).square()) for w, part in zip(weights, parts, strict=True))
+    return torch.stack([torch.as_tensor(mean), torch.as_tensor(variance)])
+
+
+def normalise(
+    value: torch.Tensor, merged: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Group normalisation by these moments [2, samples, groups]; `weight` and `bias` by channel."""
+    mean, variance = merged.unsqueeze(-1)
+    groups = value.reshape(value.shape[0], merged.shape[2], -1).to(merged.dtype)
+    normal = ((groups - mean) * torch.rsqrt(variance + eps)).reshape(value.shape)
+    by_channel = [-1] + [1] * (value.ndim - 2)
+    if weight is not None:
+        normal = normal * weight.reshape(by_channel)
+    if bias is not None:
+        normal = normal + bias.reshape(by_channel)
+    return normal.to(value.dtype)
+
+
+def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of all patches' parts, in their order: equal to the last bit on every rank."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

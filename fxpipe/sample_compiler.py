@@ -1,0 +1,138 @@
+"""The sampling compiler, top to bottom: a denoiser becomes one program per rank, each with a patch of the rows.
+
+capture     the denoiser in eval, without gradients    -> Capture
+rows        where the image's rows lie in every value  -> RowPlan
+patches     which rows each rank has                   -> Patch per rank
+graphs      one graph per patch, exchanges as nodes
+fresh       exchanges as messages of this step         -> SampleProgram per rank
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.analysis import Observe
+from fxpipe.capture import Capture, capture
+from fxpipe.capture.inputs import describe
+from fxpipe.errors import CompileError
+from fxpipe.models.backbones import prediction_of, row_inputs
+from fxpipe.plan.program_check import require_programs
+from fxpipe.plan.rank_program import Message, Traffic
+from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.run.sampling import predict_in_process
+from passes.rows import RowPlan, analyse
+from passes.sampling.fresh import CONSTANTS, fresh_programs
+from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patches import even_bounds, patches_of, require_units
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class SamplePrograms:
+    """The programs of all ranks for one batch size and one size of the image; `rows` says how they were found."""
+
+    model: nn.Module
+    captured: Capture
+    rows: RowPlan
+    bounds: tuple[int, ...]
+    programs: tuple[SampleProgram, ...]
+    messages: tuple[Message, ...]
+
+    def traffic(self) -> Traffic:
+        """What one call sends."""
+        return Traffic(self.messages)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The model's tensors and the graph's constants, by the programs' names."""
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {**own, **{CONSTANTS + name: tensor for name, tensor in self.captured.constants.items()}}
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """A call's tensors by the programs' names; CompileError where it is another call than the compiled one."""
+        tensors, size = self.captured.inputs.bind(args, kwargs)
+        if size != self.rows.sized.batch_size:
+            raise CompileError(f"the call has {size} samples, the programs were made for {self.rows.sized.batch_size}")
+        return {name: tensors[argument].contiguous() for name, argument in self.rows.inputs.items()}
+
+    def predict(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """Every rank's prediction, all ranks being threads of this process."""
+        return predict_in_process(self.programs, self.state(), self.bind(*args, **kwargs))
+
+
+def sample_programs(
+    model: nn.Module,
+    example: Mapping[str, Any],
+    patches: int | Sequence[int],
+    *,
+    sample: Mapping[str, int] | None = None,
+    batch_size: int | None = None,
+    device: torch.device = _CPU,
+    observe: Observe = lambda name, artefact: None,
+) -> SamplePrograms:
+    """Compile a denoiser for patches of its rows, a rank each.
+
+    Args:
+        model: predicts; its prediction is what forward returns, the first of several.
+        example: keyword arguments of one call.
+        patches: how many, or the bounds of each in units, from 0 to their number.
+        sample: the row dimension of every input that has rows; a diffusers backbone's own where left out.
+        batch_size: samples in the example; the first dimension of its first tensor where left out.
+
+    Raises:
+        CaptureError: the model cannot be captured as one graph.
+        CompileError: it can, but not be cut into these patches; names the module and what to change.
+    """
+    rows = sample if sample is not None else row_inputs(model, example)
+
+    # capture: one flat graph
+    captured = captured_denoiser(model, example, batch_size)
+    observe("capture", captured)
+
+    # rows: where they lie, what each operation needs of other patches
+    plan = analyse(captured, rows, captured.inputs.batch_size)
+    observe("rows", plan)
+
+    # patches: which rows each rank has
+    if isinstance(patches, int):
+        require_units(plan, patches)
+        patches = even_bounds(plan.units.count, patches)
+    parts = patches_of(plan, patches)
+
+    # graphs: one per patch, exchanges as nodes
+    graphs = [patch_graph(plan, patch) for patch in parts]
+    observe("patch graphs", graphs)
+
+    # fresh: exchanges as messages
+    programs, messages = fresh_programs(plan, parts, graphs, device)
+    require_programs(programs, messages)
+    observe("programs", programs)
+    return SamplePrograms(model, captured, plan, tuple(patches), programs, messages)
+
+
+def captured_denoiser(model: nn.Module, example: Mapping[str, Any], batch_size: int | None = None) -> Capture:
+    """The capture of a denoiser as it samples: in eval, without gradients; the model stays as it is."""
+    inputs, tensors = describe(model, (), example, batch_size)
+    with _sampling(model):
+        return capture(model, inputs, tensors, prediction_of)
+
+
+@contextmanager
+def _sampling(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval and no parameter requires a gradient."""
+    modes = {module: module.training for module in model.modules()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.eval()
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,127 @@
+"""Follow the image's rows through a captured denoiser: where they lie in every value, what a patch of them needs.
+
+    sample [B, C, H, W]               dim 2: rows 2            units of 2 rows, H/2 of them
+    conv, stride 2 [B, C, H/2, W]     dim 2: rows 1            halo: one row above
+    group_norm                        dim 2: rows 1            moments
+    tokens [B, H/2*W, C]              dim 1: rows W
+    cat(text, tokens) [B, T+L, C]     dim 1: whole T | rows W
+    attention(q, k, v)                dim 2: whole T | rows W  gather: k, v
+    positions [1, L, C] + tokens      dim 1: rows W            cut where they meet the rows
+
+A patch is a run of units, so one walk, over sizes that are numbers, serves every number of patches and every split.
+Nothing is assumed of an operation without a rule: it gets its operands whole, which is exact, and a note says so.
+
+layout    where rows lie in a value          follow, table   the rule of every operation, in order
+how       what a patch computes instead      rules, views, windows, products   the rules
+sized     the capture at a batch size
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from fxpipe.capture import Capture
+from fxpipe.errors import CompileError
+from passes.rows.follow import Note, Walk, placed, row_placeholders
+from passes.rows.how import Found, Same
+from passes.rows.layout import NeedRows, Result, Units
+from passes.rows.sized import Sized, at_batch_size
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """Where the rows lie in every value of `sized`, and how a patch of them computes each operation.
+
+    `coarsest` says which operation asked for units of so many rows, None where one row is a unit.
+    """
+
+    sized: Sized
+    units: Units
+    states: Mapping[str, Result]
+    found: Mapping[str, Found]
+    notes: tuple[Note, ...]
+    coarsest: str | None
+
+    def state(self, node: fx.Node) -> Result:
+        return self.states[node.name]
+
+    @cached_property
+    def inputs(self) -> Mapping[str, str]:
+        """The model's input that each input placeholder is, by name."""
+        placeholders = self.sized.graph.find_nodes(op="placeholder")
+        return {node.name: node.meta["input"] for node in placeholders if node.meta["kind"] == "input"}
+
+    def __str__(self) -> str:
+        each = f"{self.units.count} units of {self.units.each} rows"
+        return "\n".join([f"rows: {each}", *self._lines(), *(f"note: {note}" for note in self.notes)])
+
+    def _lines(self) -> list[str]:
+        lines = []
+        for name, state in self.states.items():
+            states = state if isinstance(state, tuple) else (state,)
+            how = self.found[name].how if name in self.found else Same()
+            wants = {slot[0]: placed(want) if want else "gathered" for slot, want in self._wants(name)}
+            text = [placed(one) for one in dict.fromkeys(states)] + [str(how)] * (
+                type(how).__str__ is not object.__str__
+            )
+            lines.append(f"  {name:<24} {'; '.join(text)}" + "".join(f"; {n} {w}" for n, w in wants.items()))
+        return lines
+
+    def _wants(self, name: str):  # type: ignore[no-untyped-def]
+        return self.found[name].wants.items() if name in self.found else ()
+
+
+def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int) -> RowPlan:
+    """Follow the rows of a captured denoiser.
+
+    Args:
+        rows: the row dimension of every input that has rows, by input name; the first one's entries are the rows.
+        batch_size: samples in one call.
+
+    Raises:
+        CompileError: an input is not there or has no such dimension; or the graph draws random numbers.
+    """
+    sized = at_batch_size(capture, batch_size)
+    units, coarsest = Units(_num_rows(sized, rows)), None
+    _refuse_draws(sized)
+    while True:
+        walk = Walk(units)
+        try:
+            walk.run(sized, row_placeholders(sized, rows, units))
+        except NeedRows as need:
+            assert walk.at is not None
+            units = Units(units.rows, units.each * need.times)
+            coarsest = f"module {walk.at.meta.get('path') or '(the model itself)'}: {walk.at.name}, {need.why}"
+        else:
+            states = {node.name: state for node, state in walk.states.items()}
+            found = {node.name: one for node, one in walk.found.items()}
+            return RowPlan(sized, units, states, found, tuple(walk.notes), coarsest)
+
+
+def _num_rows(sized: Sized, rows: Mapping[str, int]) -> int:
+    """Entries of the first row dimension."""
+    inputs = {n.meta["input"]: n for n in sized.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
+    sizes = []
+    for name, dim in rows.items():
+        if name not in inputs:
+            raise CompileError(
+                f"sample={dict(rows)}: {name!r} is no input that the prediction is made of, which are {[*inputs]}"
+            )
+        shape = tuple(inputs[name].meta["val"].shape)
+        if not 0 <= dim < len(shape):
+            raise CompileError(f"sample={dict(rows)}: input {name} is {list(shape)}, it has no dimension {dim}")
+        sizes.append(shape[dim])
+    if not sizes:
+        raise CompileError("sample={}: name the inputs that have rows and which dimension these are, {'sample': 2}")
+    return sizes[0]
+
+
+def _refuse_draws(sized: Sized) -> None:
+    for node in sized.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] == "draw":
+            raise CompileError(
+                f"module {node.meta.get('path') or '(the model itself)'}: forward draws random numbers ({node.name}), "
+                "which patches would draw differently; pass them as an input"
+            )

@@ -1,0 +1,113 @@
+"""Follow the rows through a graph in order, by each operation's rule; without one its operands are gathered.
+
+flip(x, [2])     no rule     x is gathered, the result is the same for all patches, and a note says so
+conv, stride 2   units of one row cannot be halved: the walk starts again with units of two
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from passes.operations import is_pointwise, operation_name
+from passes.rows.how import Found, Same
+from passes.rows.layout import NoRule, Part, Place, Result, RowCall, Rows, Units
+from passes.rows.rules import pointwise
+from passes.rows.sized import Sized
+from passes.rows.table import RULES
+
+_NO_OTHER = "no rule says what it does with rows"
+
+
+@dataclass(frozen=True)
+class Note:
+    """An operation that gets its operands whole, as nothing better is known of it."""
+
+    node: str
+    operation: str
+    module: str
+    why: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.operation}) in {self.module}: {self.why}; gathered, {self.num_bytes} bytes"
+
+
+@dataclass
+class Walk:
+    """One walk with units of one size; `states` and `found` grow."""
+
+    units: Units
+    states: dict[fx.Node, Result] = field(default_factory=dict)
+    found: dict[fx.Node, Found] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    at: fx.Node | None = None
+
+    def run(self, sized: Sized, inputs: Mapping[str, Rows]) -> None:
+        """Args: inputs: where the rows lie in placeholders, by name."""
+        for node in sized.graph.nodes:
+            self.at = node
+            if node.op == "placeholder":
+                self.states[node] = inputs.get(node.name)
+            elif node.op == "call_function":
+                self.found[node] = found = self._visit(node)
+                self.states[node] = found.state
+
+    def _visit(self, node: fx.Node) -> Found:
+        call = RowCall.of(node, self.states, self.units)
+        if call.name == "getitem":
+            state = self.states[node.args[0]]  # type: ignore[index]
+            return Found(state[node.args[1]] if isinstance(state, tuple) else None)  # type: ignore[index]
+        if not call.live:
+            return Found(call.each(None))
+        try:
+            return self._by_rule(call)
+        except NoRule as why:
+            return self._gathered(call, str(why))
+
+    def _by_rule(self, call: RowCall) -> Found:
+        rule = pointwise if is_pointwise(call.node.target) else RULES.get(call.name)
+        if rule is None:
+            raise NoRule(_NO_OTHER)
+        found = rule(call)
+        states = found.state if isinstance(found.state, tuple) else (found.state,)
+        values = call.node.meta["val"] if isinstance(call.node.meta["val"], list | tuple) else (call.node.meta["val"],)
+        for state, value in zip(states, values, strict=True):
+            if state is not None and not _fits(state, value, self.units):
+                raise NoRule("its result is not what its rule expects")
+        return found
+
+    def _gathered(self, call: RowCall, why: str) -> Found:
+        nodes = set(call.live.values())
+        values = [node.meta["val"] for node in nodes]
+        num_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        path = call.node.meta.get("path") or "(the model itself)"
+        self.notes.append(Note(call.node.name, operation_name(call.node.target), path, why, num_bytes))
+        return Found(call.each(None), Same(), dict.fromkeys(call.live))
+
+
+def _fits(state: Rows, value: torch.Tensor, units: Units) -> bool:
+    size = state.size(units.count) + sum(state.pad)
+    return 0 <= state.dim < value.ndim and value.shape[state.dim] == size
+
+
+def row_placeholders(sized: Sized, rows: Mapping[str, int], units: Units) -> dict[str, Rows]:
+    """Where the rows lie in the inputs that have some; `rows`: their row dimensions by input name."""
+    places: dict[str, Rows] = {}
+    for node in sized.graph.find_nodes(op="placeholder"):
+        dim = rows.get(node.meta.get("input", ""))
+        if dim is not None:
+            size = node.meta["val"].shape[dim]
+            inner = max(1, -(-units.each * size // units.rows))
+            places[node.name] = Rows(dim, (Part("rows", inner, 1, units.short(inner, size)),))
+    return places
+
+
+def names(nodes: Sequence[fx.Node]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def placed(state: Place) -> str:
+    """A state in words."""
+    return "the same for all patches" if state is None else str(state)

@@ -1,0 +1,64 @@
+"""A captured denoiser at one batch size: sizes are numbers, and what only computed them is gone.
+
+sym_size = x.size(0);  view = x.view(sym_size, 16)       ->       view = x.view(2, 16)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.capture import Capture
+from fxpipe.capture.sizes import concrete
+
+
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """`graph` has the names of `capture`'s; every `meta["val"]` is on the meta device, with a shape of numbers."""
+
+    graph: fx.Graph
+    capture: Capture
+    batch_size: int
+
+    @cached_property
+    def nodes(self) -> Mapping[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes}
+
+    @property
+    def result(self) -> fx.Node:
+        return self.nodes[self.capture.result.name]
+
+
+def at_batch_size(capture: Capture, batch_size: int) -> Sized:
+    """The graph for so many samples."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return env[value] if _holds_tensors(value) else concrete(value.meta["val"], batch_size)
+        return concrete(value, batch_size)
+
+    for node in capture.graph.nodes:
+        if node.op == "output":
+            graph.output(env[capture.result])
+        elif _holds_tensors(node):
+            args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
+            env[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            env[node].meta = {**node.meta, "val": _on_meta(node.meta["val"], batch_size)}
+    graph.lint()
+    return Sized(graph, capture, batch_size)
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+
+
+def _on_meta(value: Any, batch_size: int) -> Any:
+    if isinstance(value, list | tuple):
+        return [_on_meta(item, batch_size) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(concrete(tuple(value.shape), batch_size), dtype=value.dtype, device="meta")

@@ -1,0 +1,201 @@
+"""What views, joins and cuts do with rows.
+
+[B, C, H, W]    --view-->    [B, C, H*W]              rows 1     ->  rows W: the entries before and after must match
+[B, H*W, C]     --view-->    [B, H, W, C]             rows W     ->  rows 1
+[B, C, H, W]    --view-->    [B, C, H/2, 2, W]        rows 1     ->  units of 2 rows are needed; then rows 2 -> rows 1
+text, image     --cat--->    [B, T + L, C]            whole T | rows W
+[B, T + L, C]   --slice->    [B, L, C]                rows W
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from passes.operations import dimension
+from passes.rows.how import Cut, Found, Joined, Same, Shaped, Split
+from passes.rows.layout import NeedRows, NoRule, Part, Place, RowCall, Rows, Units, shape_of
+from passes.rows.rules import aligned
+
+aten = torch.ops.aten
+
+
+def view(call: RowCall) -> Found:
+    """Any change of shape that keeps the entries' order."""
+    node = next(iter(call.operands.values()))
+    state, old, new = call.rows(node), shape_of(node), tuple(call.value.shape)
+    if state is None:
+        return Found(None, Shaped(aten.reshape.default))
+    if call.arguments.get("dtype") is not None and old != new:
+        raise NoRule("it reads the memory as another type")
+    return Found(_viewed(state, old, new, call.units), Shaped(aten.reshape.default))
+
+
+def _viewed(state: Rows, old: tuple[int, ...], new: tuple[int, ...], units: Units) -> Rows:
+    before, after = math.prod(old[: state.dim]), math.prod(old[state.dim + 1 :])
+    for dim, size in enumerate(new):
+        if size == old[state.dim] and math.prod(new[:dim]) == before and math.prod(new[dim + 1 :]) == after:
+            return state.at(dim)
+    part = state.single
+    if part is None:
+        raise NoRule(f"{list(old)} -> {list(new)} takes text and rows apart")
+    found = next(_splits(part, before, after, new, units), None)
+    if found is not None:
+        return found
+    # A unit of more rows may end where a dimension of the new shape does.
+    times = [
+        math.prod(new[dim + 1 :]) // math.gcd(part.inner * after, math.prod(new[dim + 1 :])) for dim in range(len(new))
+    ]
+    for factor in sorted({t for t in times if t > 1}):
+        larger = Units(units.rows, units.each * factor)
+        size = part.size(units.count) // part.outer
+        coarse = Part("rows", part.inner * factor, part.outer, larger.short(part.inner * factor, size))
+        if larger.count > 1 and 0 <= coarse.short < coarse.inner and any(_splits(coarse, before, after, new, larger)):
+            raise NeedRows(factor, f"view {list(old)} -> {list(new)}")
+    raise NoRule(f"{list(old)} -> {list(new)} leaves no dimension to the rows")
+
+
+def _splits(part: Part, before: int, after: int, new: tuple[int, ...], units: Units) -> Iterator[Rows]:
+    """Dimensions of the new shape in which every unit is a run of whole entries."""
+    lead, tail = before * part.outer, part.inner * after
+    for dim, size in enumerate(new):
+        first, last = math.prod(new[:dim]), math.prod(new[dim + 1 :])
+        if size > 1 and lead % first == 0 and tail % last == 0 and part.short * after % last == 0:
+            split = Part("rows", tail // last, lead // first, part.short * after // last)
+            if split.size(units.count) == size:
+                yield Rows(dim, (split,))
+
+
+def permuted(call: RowCall) -> Found:
+    """Permutations of dimensions, found by doing them to a shape whose strides tell its dimensions apart."""
+    node, state = call.first()
+    probe = torch.empty([2] * len(shape_of(node)), device="meta")
+    arguments = [probe if value is node else value for value in call.arguments.values()]
+    order = [probe.stride().index(stride) for stride in call.node.target(*arguments).stride()]  # type: ignore[operator]
+    return Found(state.at(order.index(state.dim)))
+
+
+def expanded(call: RowCall) -> Found:
+    node = next(iter(call.operands.values()))
+    state = call.rows(node)
+    if state is None:
+        return Found(None, Shaped(aten.expand.default))
+    return Found(state.at(state.dim - len(shape_of(node)) + call.value.ndim), Shaped(aten.expand.default))
+
+
+def repeated(call: RowCall) -> Found:
+    """`repeat` and `tile`: copies of all rows, one after the other."""
+    node, state = call.first()
+    dim = state.dim - len(shape_of(node)) + call.value.ndim
+    times = call.value.shape[dim] // shape_of(node)[state.dim]
+    if times == 1:
+        return Found(state.at(dim))
+    if state.single is None:
+        return Found(Rows(dim, state.parts * times))
+    part = state.single
+    return Found(Rows(dim, (Part("rows", part.inner, part.outer * times, part.short),)))
+
+
+def interleaved(call: RowCall) -> Found:
+    """`repeat_interleave` by a number."""
+    node, state = call.first()
+    dim, times = call.arguments.get("dim"), call.arguments.get("repeats")
+    if dim is None or not isinstance(times, int) or call.arguments.get("output_size") is not None:
+        raise NoRule("it repeats by numbers in a tensor, or all dimensions as one")
+    if dimension(dim, len(shape_of(node))) != state.dim:
+        return Found(state)
+    parts = [Part(p.kind, p.inner * times, p.outer, p.short * times) for p in state.parts]
+    return Found(Rows(state.dim, tuple(parts)))
+
+
+def cat(call: RowCall) -> Found:
+    nodes = [node for node in call.operands.values() if shape_of(node) != (0,)]
+    if len(nodes) != len(call.operands):
+        raise NoRule("one of its operands is empty")
+    dim = dimension(call.arguments["dim"], call.value.ndim)
+    states = [call.rows(node) for node in nodes]
+    if any(state is not None and state.dim != dim for state in states):
+        place, wants = aligned(call, call.operands)
+        return Found(place.at(place.dim + call.value.ndim), wants=wants)
+    parts: list[Part] = []
+    for node, state in zip(nodes, states, strict=True):
+        parts += [Part("whole", shape_of(node)[dim])] if state is None else state.parts
+    return Found(Rows(dim, tuple(parts)), Joined())
+
+
+def pieces(call: RowCall) -> Found:
+    node, state = call.first()
+    dim = dimension(call.arguments.get("dim", 0), len(shape_of(node)))
+    if dim != state.dim:
+        return Found(call.each(state))
+    at, states = 0, list[Place]()
+    for piece in call.node.meta["val"]:
+        states.append(_within(state, at, at + piece.shape[dim], call.units))
+        at += piece.shape[dim]
+    return Found(tuple(states), Split())
+
+
+def cut(call: RowCall) -> Found:
+    """`slice` and `narrow`."""
+    node, state = call.first()
+    size, a = shape_of(node), call.arguments
+    if dimension(a["dim"], len(size)) != state.dim:
+        return Found(state)
+    if tuple(call.value.shape) == size:
+        return Found(state, Cut(0))
+    start, step = a.get("start") or 0, a.get("step", 1)
+    start = max(0, start + size[state.dim]) if start < 0 else start
+    if step != 1:
+        return _strided(call, state, start, step)
+    stop = start + call.value.shape[state.dim]
+    within = _within(state, start, stop, call.units)
+    return Found(within, Cut(start))
+
+
+def _strided(call: RowCall, state: Rows, start: int, step: int) -> Found:
+    part, size = state.plain, call.value.shape[state.dim]
+    if part is None or start >= step:
+        raise NoRule("it takes some of the rows")
+    if part.inner % step:
+        raise NeedRows(step // math.gcd(part.inner, step), f"slice of every {step}th row")
+    inner = part.inner // step
+    short = call.units.short(inner, size)
+    if not 0 <= short < inner:
+        raise NoRule("it takes some of the rows")
+    changes = {"start": start, "end": None}
+    return Found(Rows(state.dim, (Part("rows", inner, 1, short),)), Same(changes))
+
+
+def _within(state: Rows, start: int, stop: int, units: Units) -> Place:
+    """Entries [start, stop) of a dimension: None where none of them belongs to a row."""
+    at, parts = 0, list[Part]()
+    for part in state.parts:
+        size = part.size(units.count)
+        low, high = max(start - at, 0), min(stop - at, size)
+        at += size
+        if low >= high:
+            continue
+        if (low, high) != (0, size):
+            part = _cut_part(part, low, high, size)
+        parts.append(part)
+    if all(part.kind == "whole" for part in parts):
+        return None
+    return Rows(state.dim, tuple(parts))
+
+
+def _cut_part(part: Part, low: int, high: int, size: int) -> Part:
+    if part.kind == "whole":
+        return Part("whole", high - low)
+    short = part.short + size - high
+    if low or part.outer != 1 or short >= part.inner:
+        raise NoRule("it takes some of the rows")
+    return Part("rows", part.inner, 1, short)
+
+
+def picked(call: RowCall) -> Found:
+    """`select` and `unbind` along another dimension."""
+    node, state = call.first()
+    dim = dimension(call.arguments["dim"], len(shape_of(node)))
+    if dim == state.dim:
+        raise NoRule("it picks a row")
+    return Found(call.each(state.at(state.dim - (dim < state.dim))))

@@ -1,0 +1,49 @@
+"""What patches exchange, as nodes of a patch graph; a form of the step lowers them to messages.
+
+halo(x, dim, above, below, end, fill)   x between the rows of the patches above and below
+gather(x)                               x of all patches
+merged_moments(x, num_groups)           mean and variance of groups over all patches
+total(x)                                the sum over all patches
+"""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import fx
+
+from passes.rows.layout import Rows
+
+KINDS = ("halo", "gather", "moments", "sum", "prediction")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of all patches, the same in each one's graph: in `meta["exchange"]` of its node.
+
+    `value` is the captured value that is exchanged, `state` where its rows lie (of a sum: None).
+    """
+
+    name: str
+    kind: str
+    value: fx.Node
+    state: Rows | None
+
+
+def halo(value: Any, dim: int, above: int, below: int, end: int, fill: float) -> NoReturn:
+    _not_lowered()
+
+
+def gather(value: Any) -> NoReturn:
+    _not_lowered()
+
+
+def merged_moments(value: Any, num_groups: int) -> NoReturn:
+    _not_lowered()
+
+
+def total(value: Any) -> NoReturn:
+    _not_lowered()
+
+
+def _not_lowered() -> NoReturn:
+    raise AssertionError("a patch graph is to be lowered to a form before it runs")

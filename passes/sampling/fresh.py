@@ -1,0 +1,232 @@
+"""The fresh form of a step: every exchange is of this step, sent when it is made and waited for where it is first read.
+
+k_whole = gather(k)       send(k, to 1); recv_k_from_1 = recv(1, ...)      v = linear(...); send(v, to 1); ...
+                          k_from_1 = wait(recv_k_from_1); k_whole = cat([k, k_from_1], 2)
+                          attention(q, k_whole, v_whole)
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.plan import ops, row_ops
+from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_program import SampleProgram
+from passes.rows import RowPlan
+from passes.rows.layout import Rows, shape_of
+from passes.sampling.exchanges import Exchange
+from passes.sampling.patches import Patch
+
+CONSTANTS = "_constants."  # under which a program has the tensors that the trace made part of the graph
+Shapes = dict[int, tuple[int, ...]]
+
+
+def fresh_programs(
+    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device
+) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+    """One program per patch, on the rank of its number, and all messages in the order of every channel."""
+    messages = _messages(patches, graphs)
+    programs = []
+    for patch, graph in zip(patches, graphs, strict=True):
+        mine = [message for message in messages if patch.index in message.channel]
+        programs.append(_FreshWriter(plan, patches, patch, mine, device).program(graph))
+    return tuple(programs), tuple(messages)
+
+
+def exchange_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if "exchange" in node.meta]
+
+
+def _messages(patches: Sequence[Patch], graphs: Sequence[fx.Graph]) -> list[Message]:
+    """What every rank sends to every other, exchange by exchange."""
+    messages: list[Message] = []
+    for nodes in zip(*map(exchange_nodes, graphs), strict=True):
+        exchange: Exchange = nodes[0].meta["exchange"]
+        assert {node.meta["exchange"].name for node in nodes} == {exchange.name}
+        for source, node in zip(patches, nodes, strict=True):
+            for dst, shape in _sent(node, source, len(patches)).items():
+                dtype = _dtype(exchange)
+                args = (len(messages), source.index, dst, None, exchange.name, -1, exchange.kind, shape, dtype)
+                messages.append(Message(*args))
+    return messages
+
+
+def _dtype(exchange: Exchange) -> torch.dtype:
+    dtype: torch.dtype = exchange.value.meta["val"].dtype
+    return torch.promote_types(dtype, torch.float32) if exchange.kind == "moments" else dtype
+
+
+def _sent(node: fx.Node, source: Patch, num_patches: int) -> Shapes:
+    """The shapes of what a patch sends in one exchange, by receiver."""
+    exchange: Exchange = node.meta["exchange"]
+    if exchange.kind == "halo":
+        _, dim, above, below, *_ = node.args
+        shape = source.shape(exchange.value, exchange.state)
+        rows = {source.index - 1: below, source.index + 1: above}
+        return {
+            dst: (*shape[:dim], count, *shape[dim + 1 :])  # type: ignore[misc]
+            for dst, count in rows.items()
+            if count and 0 <= dst < num_patches
+        }
+    shape = tuple(node.meta["val"].shape)
+    if exchange.kind in ("gather", "prediction"):
+        assert exchange.state is not None
+        dim = exchange.state.dim
+        shape = (*shape[:dim], source.num_rows(exchange.state), *shape[dim + 1 :])
+    return {dst: shape for dst in range(num_patches) if dst != source.index}
+
+
+class _FreshWriter:
+    """One rank's graph as it grows. `_env` has a node for every node of the patch graph, or what will write one."""
+
+    def __init__(
+        self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, messages: Sequence[Message], device: torch.device
+    ) -> None:
+        self.plan, self.patches, self.patch, self.device = plan, patches, patch, device
+        self.graph = fx.Graph()
+        self.transport = self.graph.placeholder("transport")
+        self._messages: dict[tuple[str, str], list[Message]] = {}
+        for message in messages:
+            self._messages.setdefault((message.value, message.kind), []).append(message)
+        self._env: dict[fx.Node, fx.Node | Callable[[], fx.Node]] = {}
+
+    def program(self, graph: fx.Graph) -> SampleProgram:
+        inputs, state = self._placeholders(graph)
+        self._call(ops.begin, (self.transport, "predict"), "begin_predict")
+        for node in graph.nodes:
+            if "exchange" in node.meta:
+                self._env[node] = self._exchange(node)
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._read)
+                self._env[node] = self._call(node.target, args, node.name, kwargs, node)
+            elif node.op == "output":
+                self.graph.output(self._read(node.args[0]))
+        self.graph.lint()
+        return SampleProgram(self.patch.index, self.graph, inputs, state)
+
+    def _placeholders(self, graph: fx.Graph) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+        """Inputs first, then the state where the graph reads it, by its original name."""
+        inputs, state = [], {}
+        placeholders = [node for node in graph.find_nodes(op="placeholder") if node.users]
+        for node in placeholders:
+            if node.meta["kind"] == "input":
+                self._env[node] = self.graph.placeholder(node.name)
+                inputs.append(node.name)
+        for node in placeholders:
+            if node.meta["kind"] != "input":
+                name = self.plan.sized.capture.tensors.get(node.name, CONSTANTS + node.name)
+                self._env[node] = self.graph.create_node("get_attr", name, name=node.name)
+                state[name] = node.meta["val"]
+        return tuple(inputs), state
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        found = self._env[node]
+        if not isinstance(found, fx.Node):
+            found = self._env[node] = found()
+        return found
+
+    def _call(self, target: Any, args: Any, name: str, kwargs: Any = None, like: fx.Node | None = None) -> fx.Node:
+        new = self.graph.create_node("call_function", target, args, kwargs or {}, name)
+        if like is not None:
+            new.meta = {key: like.meta[key] for key in ("val", "path") if key in like.meta}
+        return new
+
+    # -- exchanges: what is sent now, and what is written when the result is first read
+
+    def _exchange(self, node: fx.Node) -> Callable[[], fx.Node]:
+        exchange: Exchange = node.meta["exchange"]
+        value = self._read(node.args[0])  # type: ignore[arg-type]
+        if exchange.kind == "halo":
+            return self._halo(node, value)
+        if exchange.kind == "moments":
+            own = self._call(row_ops.moments, (value, node.args[1]), f"{exchange.name}_own")
+            received = self._swap(exchange, lambda dst: own)
+            return lambda: self._merged(node, own, received())
+        if exchange.kind == "sum":
+            received = self._swap(exchange, lambda dst: value)
+            parts = lambda: self._ordered(value, received())  # noqa: E731
+            return lambda: self._call(row_ops.add_up, (parts(),), node.name, None, node)
+        assert exchange.state is not None
+        own = self._rows_of(value, exchange.name, exchange.state)
+        received = self._swap(exchange, lambda dst: own)
+        return lambda: self._whole(node, value, own, received())
+
+    def _swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
+        """Send to every rank that waits for it, post what comes; calling the result waits, and gives it by rank."""
+        name, posted = exchange.name, dict[int, fx.Node]()
+        messages = self._messages.get((name, exchange.kind), ())
+        for message in messages:
+            if message.src == self.patch.index:
+                args = (self.transport, value_for(message.dst), message.dst, message.edge)
+                sent = self._call(ops.send, args, f"send_{name}_to_{message.dst}")
+                sent.meta["message"] = message
+        for message in messages:
+            if message.dst == self.patch.index:
+                wire = (message.src, message.edge, list(message.shape), message.dtype, str(self.device))
+                posted[message.src] = self._call(ops.recv, (self.transport, *wire), f"recv_{name}_from_{message.src}")
+                posted[message.src].meta["message"] = message
+        return lambda: {src: self._call(ops.wait, (node,), f"{name}_from_{src}") for src, node in posted.items()}
+
+    def _ordered(self, own: fx.Node, received: dict[int, fx.Node]) -> list[fx.Node]:
+        return [received.get(patch.index, own) for patch in self.patches]
+
+    def _halo(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
+        _, dim, above, below, end, fill = node.args
+        exchange: Exchange = node.meta["exchange"]
+
+        def edge(dst: int) -> fx.Node:
+            first = dst < self.patch.index
+            args = (value, dim, 0, below) if first else (value, dim, -above, above)  # type: ignore[operator]
+            return self._call(row_ops.edge_rows, args, f"{exchange.name}_{'first' if first else 'last'}")
+
+        received = self._swap(exchange, edge)
+
+        def finish() -> fx.Node:
+            come = received()
+            up, down = come.get(self.patch.index - 1), come.get(self.patch.index + 1)
+            last = self.patch.index == len(self.patches) - 1
+            args = (value, up, down, dim, above, end if last else below, fill)
+            return self._call(row_ops.with_halo, args, node.name, None, node)
+
+        return finish
+
+    def _merged(self, node: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
+        exchange: Exchange = node.meta["exchange"]
+        assert exchange.state is not None
+        entries = math.prod(shape_of(exchange.value)) // exchange.state.size(self.patch.count)
+        entries //= math.prod(node.meta["val"].shape[1:])
+        counts = [entries * patch.size(exchange.state) for patch in self.patches]
+        return self._call(row_ops.merge_moments, (self._ordered(own, received), counts), node.name, None, node)
+
+    def _rows_of(self, value: fx.Node, name: str, state: Rows) -> fx.Node:
+        """What of a value belongs to rows."""
+        if state.all_rows:
+            return value
+        at, stretches = 0, []
+        for part in state.parts:
+            size = part.outer * self.patch.of_part(part)
+            if part.kind == "rows":
+                stretches.append((at, 1, size, 0, size))
+            at += size
+        return self._call(row_ops.cut_rows, (value, state.dim, stretches), f"{name}_rows")
+
+    def _whole(self, node: fx.Node, value: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
+        state = node.meta["exchange"].state
+        rows = self._ordered(own, received)
+        if state.plain is not None:
+            return self._call(torch.ops.aten.cat.default, (rows, state.dim), node.name, None, node)
+        parts, at, stretches = [], 0, []
+        for part in state.parts:
+            size = self.patch.of_part(part)
+            sizes = [patch.of_part(part) for patch in self.patches]
+            parts.append((part.outer, sizes) if part.kind == "rows" else (0, [size]))
+            if part.kind == "whole":
+                stretches.append((at, 1, size, 0, size))
+            at += part.outer * size
+        other = value
+        if stretches:
+            other = self._call(row_ops.cut_rows, (value, state.dim, stretches), f"{node.name}_other")
+        return self._call(row_ops.join_rows, (rows, other, state.dim, parts), node.name, None, node)

@@ -1,0 +1,121 @@
+"""Patches: runs of units, and how much of every value each of them has.
+
+9 units of 4 rows, 2 short: 34 rows       bounds 0 4 9       patch 0: rows 0:16, patch 1: rows 16:34
+at half the rows, 9 units of 2, 1 short                      patch 0: rows 0:8,  patch 1: rows 8:17
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe.errors import CompileError
+from fxpipe.plan.row_ops import Stretch
+from passes.rows import RowPlan
+from passes.rows.how import Window
+from passes.rows.layout import Part, Place, Rows, shape_of
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Units [first, stop) of `count`."""
+
+    index: int
+    first: int
+    stop: int
+    count: int
+
+    def of_part(self, part: Part) -> int:
+        """Entries of one copy of a part."""
+        if part.kind == "whole":
+            return part.inner
+        return (self.stop - self.first) * part.inner - (part.short if self.stop == self.count else 0)
+
+    def size(self, state: Rows) -> int:
+        return sum(part.outer * self.of_part(part) for part in state.parts)
+
+    def num_rows(self, state: Rows) -> int:
+        """Entries that belong to rows."""
+        return sum(part.outer * self.of_part(part) for part in state.parts if part.kind == "rows")
+
+    def shape(self, node: fx.Node, state: Place) -> list[int]:
+        """The shape of a captured value in this patch."""
+        shape = list(shape_of(node))
+        if state is not None:
+            shape[state.dim] = self.size(state)
+        return shape
+
+    def stretches(self, state: Rows) -> list[Stretch]:
+        """This patch's entries of the whole dimension."""
+        at, found = 0, list[Stretch]()
+        for part in state.parts:
+            size = part.size(self.count)
+            start = self.first * part.inner if part.kind == "rows" else 0
+            found.append((at, part.outer, size // part.outer, start, self.of_part(part)))
+            at += size
+        return found
+
+    def local(self, state: Rows, entry: int) -> int:
+        """Where an entry that begins a part, or lies in a whole one, is in this patch."""
+        at, here = 0, 0
+        for part in state.parts:
+            size = part.size(self.count)
+            if entry < at + size:
+                return here + (entry - at)
+            at, here = at + size, here + part.outer * self.of_part(part)
+        return here
+
+
+def even_bounds(count: int, num_patches: int) -> tuple[int, ...]:
+    """Bounds of patches whose units differ by one at most, the larger ones first."""
+    small, extra = divmod(count, num_patches)
+    bounds = [0]
+    for index in range(num_patches):
+        bounds.append(bounds[-1] + small + (index < extra))
+    return tuple(bounds)
+
+
+def patches_of(plan: RowPlan, bounds: Sequence[int]) -> list[Patch]:
+    """The patches between these bounds, from 0 to the number of units.
+
+    Raises:
+        CompileError: one of them has no unit, or fewer rows than its neighbour needs of it somewhere.
+    """
+    count = plan.units.count
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or sorted(set(bounds)) != list(bounds):
+        raise CompileError(f"bounds {list(bounds)} are no patches of {_units(plan)}: from 0 to {count}, each larger")
+    patches = [Patch(i, a, b, count) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    _require_halos(plan, patches)
+    return patches
+
+
+def require_units(plan: RowPlan, num_patches: int) -> None:
+    """Refuse more patches than units."""
+    if plan.units.count < num_patches:
+        why = f" ({plan.coarsest})" if plan.coarsest else ""
+        raise CompileError(
+            f"{num_patches} patches of {_units(plan)}{why}: every patch needs one; use {plan.units.count} patches or "
+            "fewer, or a larger image"
+        )
+
+
+def _units(plan: RowPlan) -> str:
+    return f"{plan.units.count} units of {plan.units.each} of {plan.units.rows} rows"
+
+
+def _require_halos(plan: RowPlan, patches: Sequence[Patch]) -> None:
+    """Refuse a patch that has fewer rows than a neighbour asks of it."""
+    for name, found in plan.found.items():
+        if not isinstance(found.how, Window):
+            continue
+        node = plan.sized.nodes[name]
+        state = plan.state(node.all_input_nodes[0])
+        assert isinstance(state, Rows)
+        for patch in patches:
+            asked = max(found.how.above * (patch is not patches[-1]), found.how.below * (patch is not patches[0]))
+            if patch.size(state) < asked:
+                raise CompileError(
+                    f"module {node.meta.get('path') or '(the model itself)'}: {node.target} ({name}) reads {asked} "
+                    f"rows of patch {patch.index}, which has {patch.size(state)} there; use fewer patches, larger "
+                    "ones, or a larger image"
+                )
