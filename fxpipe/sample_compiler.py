@@ -42,6 +42,11 @@ class SamplePrograms:
     bounds: tuple[int, ...]
     programs: tuple[SampleProgram, ...]
     messages: tuple[Message, ...]
+    device: torch.device = _CPU
+
+    def cut(self, patches: int | Sequence[int]) -> "SamplePrograms":
+        """Other patches, of the same trace."""
+        return _lowered(self.model, self.captured, self.rows, patches, self.device)
 
     def traffic(self) -> Traffic:
         """What one call sends."""
@@ -97,6 +102,14 @@ def sample_programs(
     plan = analyse(captured, rows, captured.inputs.batch_size)
     observe("rows", plan)
 
+    return _lowered(model, captured, plan, patches, device, observe)
+
+
+def _lowered(
+    model: nn.Module, captured: Capture, plan: RowPlan, patches: int | Sequence[int], device: torch.device,
+    observe: Observe = lambda name, artefact: None,
+) -> SamplePrograms:  # fmt: skip
+    """The back half: what of one trace every number of patches has of its own."""
     # patches: which rows each rank has
     if isinstance(patches, int):
         require_units(plan, patches)
@@ -111,7 +124,7 @@ def sample_programs(
     programs, messages = fresh_programs(plan, parts, graphs, device)
     require_programs(programs, messages)
     observe("programs", programs)
-    return SamplePrograms(model, captured, plan, tuple(patches), programs, messages)
+    return SamplePrograms(model, captured, plan, tuple(patches), programs, messages, device)
 
 
 def captured_denoiser(model: nn.Module, example: Mapping[str, Any], batch_size: int | None = None) -> Capture:

@@ -99,7 +99,7 @@ def normalise(
     """Group normalisation by these moments [2, samples, groups]; `weight` and `bias` by channel."""
     mean, variance = merged.unsqueeze(-1)
     groups = value.reshape(value.shape[0], merged.shape[2], -1).to(merged.dtype)
-    normal = ((groups - mean) * torch.rsqrt(variance + eps)).reshape(value.shape)
+    normal: torch.Tensor = ((groups - mean) * torch.rsqrt(variance + eps)).reshape(value.shape)
     by_channel = [-1] + [1] * (value.ndim - 2)
     if weight is not None:
         normal = normal * weight.reshape(by_channel)
@@ -114,3 +114,13 @@ def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def power(value: torch.Tensor, exponent: float) -> torch.Tensor:
+    """In float32 or wider, where squares of half precision have room."""
+    return value.to(torch.promote_types(value.dtype, torch.float32)).pow(exponent)
+
+
+def root(value: torch.Tensor, exponent: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm whose power a sum over patches is."""
+    return value.pow(1 / exponent).to(dtype)

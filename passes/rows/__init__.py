@@ -12,11 +12,11 @@ A patch is a run of units, so one walk, over sizes that are numbers, serves ever
 Nothing is assumed of an operation without a rule: it gets its operands whole, which is exact, and a note says so.
 
 layout    where rows lie in a value          follow, table   the rule of every operation, in order
-how       what a patch computes instead      rules, views, windows, products   the rules
+how       what a patch computes instead      rules, views, stretches, windows, products   the rules
 sized     the capture at a batch size
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from passes.rows.follow import Note, Walk, placed, row_placeholders
 from passes.rows.how import Found, Same
-from passes.rows.layout import NeedRows, Result, Units
+from passes.rows.layout import NeedRows, Place, Result, Slot, Units
 from passes.rows.sized import Sized, at_batch_size
 
 
@@ -69,7 +69,7 @@ class RowPlan:
             lines.append(f"  {name:<24} {'; '.join(text)}" + "".join(f"; {n} {w}" for n, w in wants.items()))
         return lines
 
-    def _wants(self, name: str):  # type: ignore[no-untyped-def]
+    def _wants(self, name: str) -> Iterable[tuple[Slot, Place]]:
         return self.found[name].wants.items() if name in self.found else ()
 
 
@@ -103,7 +103,7 @@ def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int) -> RowPl
 def _num_rows(sized: Sized, rows: Mapping[str, int]) -> int:
     """Entries of the first row dimension."""
     inputs = {n.meta["input"]: n for n in sized.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"}
-    sizes = []
+    sizes = list[int]()
     for name, dim in rows.items():
         if name not in inputs:
             raise CompileError(

@@ -4,7 +4,7 @@ flip(x, [2])     no rule     x is gathered, the result is the same for all patch
 conv, stride 2   units of one row cannot be halved: the walk starts again with units of two
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -102,10 +102,6 @@ def row_placeholders(sized: Sized, rows: Mapping[str, int], units: Units) -> dic
             inner = max(1, -(-units.each * size // units.rows))
             places[node.name] = Rows(dim, (Part("rows", inner, 1, units.short(inner, size)),))
     return places
-
-
-def names(nodes: Sequence[fx.Node]) -> list[str]:
-    return [node.name for node in nodes]
 
 
 def placed(state: Place) -> str:

@@ -58,9 +58,10 @@ class Moments:
 
 @dataclass(frozen=True)
 class Summed:
-    """Each patch's sum over its own rows, added up; a `mean` is weighted by the share of rows."""
+    """Each patch's sum over its own rows, added up; a `mean` is weighted by the share of rows, of a norm the powers."""
 
     mean: bool = False
+    power: float = 1
 
     def __str__(self) -> str:
         return "sum"
@@ -92,7 +93,14 @@ class Cut:
     start: int
 
 
-How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut
+@dataclass(frozen=True)
+class Written:
+    """Values written over the entries of the rows' dimension from `start` on, which are whole parts."""
+
+    start: int
+
+
+How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut | Written
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,18 @@ def reduction(call: RowCall) -> Found:
     return Found(None, Summed(mean=call.name == "mean"))
 
 
+def norm(call: RowCall) -> Found:
+    """Norms of vectors; over the rows, powers are added up."""
+    node, state = call.first()
+    a = call.arguments
+    order = a.get("ord", a.get("p"))
+    if state.dim not in acted_dims(a, len(shape_of(node))):
+        return along(call)
+    if not state.all_rows or not isinstance(order, int | float) or not 0 < order < float("inf") or a.get("dtype"):
+        raise NoRule("it acts along the rows")
+    return Found(None, Summed(power=order))
+
+
 def group_norm(call: RowCall) -> Found:
     return _normalised(call, Moments(call.arguments["num_groups"]))
 
@@ -94,7 +106,7 @@ def batch_norm(call: RowCall) -> Found:
 
 
 def _normalised(call: RowCall, how: How) -> Found:
-    node, state = call.first()
+    _, state = call.first()
     if state.dim == 0:  # rows are samples of it
         return Found(state)
     if state.dim == 1 or not state.all_rows:
@@ -119,26 +131,3 @@ def stack(call: RowCall) -> Found:
     ndim = call.value.ndim
     new, dim = call.arguments["dim"] % ndim, place.dim + ndim - 1
     return Found(place.at(dim + (dim >= new)), wants=wants)
-
-
-def written(call: RowCall) -> Found:
-    """`slice_scatter`, `select_scatter`: values written along a dimension that is not the rows'."""
-    base, src = call.arguments["self"], call.arguments["src"]
-    dim = call.arguments["dim"] % len(shape_of(base))
-    gone = 0 if call.name == "slice_scatter" else 1
-    places = set[Rows]()
-    for node, less in ((base, 0), (src, gone)):
-        state = call.rows(node)
-        if state is not None:
-            places.add(state.at(state.dim + (less and state.dim >= dim)))
-    if len(places) != 1:
-        raise NoRule("its operands hold the rows in different places")
-    (place,) = places
-    if place.dim == dim:
-        raise NoRule("it writes among the rows")
-    wants: dict[Slot, Place] = {}
-    if call.rows(base) is None:
-        wants["self", None] = place
-    if call.rows(src) is None:
-        wants["src", None] = place.at(place.dim - (gone and place.dim > dim))
-    return Found(place, wants=wants)

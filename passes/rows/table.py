@@ -12,7 +12,7 @@ from passes.operations import (
     UNSAFE_PIECES,
     VIEWS,
 )
-from passes.rows import products, rules, views, windows
+from passes.rows import products, rules, stretches, views, windows
 from passes.rows.layout import RowCall
 from passes.rows.rules import Rule, trailing
 
@@ -33,13 +33,14 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(PERMUTATIONS, views.permuted),
     **dict.fromkeys(EXPANSIONS, views.expanded),
     **dict.fromkeys(FACTORIES, rules.factory),
-    **dict.fromkeys(PIECES | UNSAFE_PIECES, views.pieces),
+    **dict.fromkeys(PIECES | UNSAFE_PIECES, stretches.pieces),
     **dict.fromkeys(PRODUCTS, products.matmul),
     **_names("select unbind", views.picked),
-    **_names("slice narrow", views.cut),
+    **_names("slice narrow", stretches.cut),
     **_names("repeat tile", views.repeated),
-    **_names("cat concat", views.cat),
+    **_names("cat concat", stretches.cat),
     **_names("sum mean", rules.reduction),
+    **_names("linalg_vector_norm norm", rules.norm),
     **_names("layer_norm rms_norm native_layer_norm", trailing(_normalized)),
     **_names("linear view_as_complex", trailing(lambda call: 1)),
     **_names("view_as_real", trailing(lambda call: 0)),
@@ -49,7 +50,7 @@ RULES: dict[str, Rule] = {
     **_names("upsample_nearest1d upsample_nearest2d upsample_nearest3d", windows.nearest),
     **_names("pixel_shuffle pixel_unshuffle", windows.shuffled),
     **_names("pad constant_pad_nd", windows.padded),
-    **_names("slice_scatter select_scatter", rules.written),
+    **_names("slice_scatter select_scatter", stretches.written),
     "repeat_interleave": views.interleaved,
     "stack": rules.stack,
     "group_norm": rules.group_norm,

@@ -1,10 +1,9 @@
-"""What views, joins and cuts do with rows.
+"""What views do with rows.
 
 [B, C, H, W]    --view-->    [B, C, H*W]              rows 1     ->  rows W: the entries before and after must match
 [B, H*W, C]     --view-->    [B, H, W, C]             rows W     ->  rows 1
 [B, C, H, W]    --view-->    [B, C, H/2, 2, W]        rows 1     ->  units of 2 rows are needed; then rows 2 -> rows 1
-text, image     --cat--->    [B, T + L, C]            whole T | rows W
-[B, T + L, C]   --slice->    [B, L, C]                rows W
+[B, rows, C]    --repeat->   [B, 2*rows, C]           rows 1     ->  2 x rows 1
 """
 
 import math
@@ -13,9 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from passes.operations import dimension
-from passes.rows.how import Cut, Found, Joined, Same, Shaped, Split
-from passes.rows.layout import NeedRows, NoRule, Part, Place, RowCall, Rows, Units, shape_of
-from passes.rows.rules import aligned
+from passes.rows.how import Found, Shaped
+from passes.rows.layout import NeedRows, NoRule, Part, RowCall, Rows, Units, shape_of
 
 aten = torch.ops.aten
 
@@ -106,90 +104,6 @@ def interleaved(call: RowCall) -> Found:
         return Found(state)
     parts = [Part(p.kind, p.inner * times, p.outer, p.short * times) for p in state.parts]
     return Found(Rows(state.dim, tuple(parts)))
-
-
-def cat(call: RowCall) -> Found:
-    nodes = [node for node in call.operands.values() if shape_of(node) != (0,)]
-    if len(nodes) != len(call.operands):
-        raise NoRule("one of its operands is empty")
-    dim = dimension(call.arguments["dim"], call.value.ndim)
-    states = [call.rows(node) for node in nodes]
-    if any(state is not None and state.dim != dim for state in states):
-        place, wants = aligned(call, call.operands)
-        return Found(place.at(place.dim + call.value.ndim), wants=wants)
-    parts: list[Part] = []
-    for node, state in zip(nodes, states, strict=True):
-        parts += [Part("whole", shape_of(node)[dim])] if state is None else state.parts
-    return Found(Rows(dim, tuple(parts)), Joined())
-
-
-def pieces(call: RowCall) -> Found:
-    node, state = call.first()
-    dim = dimension(call.arguments.get("dim", 0), len(shape_of(node)))
-    if dim != state.dim:
-        return Found(call.each(state))
-    at, states = 0, list[Place]()
-    for piece in call.node.meta["val"]:
-        states.append(_within(state, at, at + piece.shape[dim], call.units))
-        at += piece.shape[dim]
-    return Found(tuple(states), Split())
-
-
-def cut(call: RowCall) -> Found:
-    """`slice` and `narrow`."""
-    node, state = call.first()
-    size, a = shape_of(node), call.arguments
-    if dimension(a["dim"], len(size)) != state.dim:
-        return Found(state)
-    if tuple(call.value.shape) == size:
-        return Found(state, Cut(0))
-    start, step = a.get("start") or 0, a.get("step", 1)
-    start = max(0, start + size[state.dim]) if start < 0 else start
-    if step != 1:
-        return _strided(call, state, start, step)
-    stop = start + call.value.shape[state.dim]
-    within = _within(state, start, stop, call.units)
-    return Found(within, Cut(start))
-
-
-def _strided(call: RowCall, state: Rows, start: int, step: int) -> Found:
-    part, size = state.plain, call.value.shape[state.dim]
-    if part is None or start >= step:
-        raise NoRule("it takes some of the rows")
-    if part.inner % step:
-        raise NeedRows(step // math.gcd(part.inner, step), f"slice of every {step}th row")
-    inner = part.inner // step
-    short = call.units.short(inner, size)
-    if not 0 <= short < inner:
-        raise NoRule("it takes some of the rows")
-    changes = {"start": start, "end": None}
-    return Found(Rows(state.dim, (Part("rows", inner, 1, short),)), Same(changes))
-
-
-def _within(state: Rows, start: int, stop: int, units: Units) -> Place:
-    """Entries [start, stop) of a dimension: None where none of them belongs to a row."""
-    at, parts = 0, list[Part]()
-    for part in state.parts:
-        size = part.size(units.count)
-        low, high = max(start - at, 0), min(stop - at, size)
-        at += size
-        if low >= high:
-            continue
-        if (low, high) != (0, size):
-            part = _cut_part(part, low, high, size)
-        parts.append(part)
-    if all(part.kind == "whole" for part in parts):
-        return None
-    return Rows(state.dim, tuple(parts))
-
-
-def _cut_part(part: Part, low: int, high: int, size: int) -> Part:
-    if part.kind == "whole":
-        return Part("whole", high - low)
-    short = part.short + size - high
-    if low or part.outer != 1 or short >= part.inner:
-        raise NoRule("it takes some of the rows")
-    return Part("rows", part.inner, 1, short)
 
 
 def picked(call: RowCall) -> Found:

@@ -131,7 +131,7 @@ def nearest(call: RowCall) -> Found:
     """Upsampling by copies of rows, seen by doing it to the rows' numbers; the last copies may be missing."""
     node, _ = call.first()
     shape = shape_of(node)
-    state, part, place = _plain(call, len(shape) - 2)
+    state, part, _ = _plain(call, len(shape) - 2)
     size, before = call.value.shape[state.dim], shape[state.dim]
     times = -(-size // before)
     numbers = torch.arange(float(before)).reshape([-1, *[1] * (len(shape) - 1 - state.dim)]).expand([1, 1, *shape[2:]])

@@ -13,14 +13,13 @@ from torch import fx
 
 from passes.rows.layout import Rows
 
-KINDS = ("halo", "gather", "moments", "sum", "prediction")
-
 
 @dataclass(frozen=True)
 class Exchange:
     """One exchange of all patches, the same in each one's graph: in `meta["exchange"]` of its node.
 
-    `value` is the captured value that is exchanged, `state` where its rows lie (of a sum: None).
+    `kind`: "halo", "gather", "moments", "sum" or "prediction" (the gather of the result). `value` is the captured value
+    that is exchanged, `state` where its rows lie (of a sum: None).
     """
 
     name: str

@@ -18,65 +18,22 @@ from fxpipe.plan.sample_program import SampleProgram
 from passes.rows import RowPlan
 from passes.rows.layout import Rows, shape_of
 from passes.sampling.exchanges import Exchange
+from passes.sampling.messages import messages_of
 from passes.sampling.patches import Patch
 
 CONSTANTS = "_constants."  # under which a program has the tensors that the trace made part of the graph
-Shapes = dict[int, tuple[int, ...]]
 
 
 def fresh_programs(
     plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device
 ) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
     """One program per patch, on the rank of its number, and all messages in the order of every channel."""
-    messages = _messages(patches, graphs)
+    messages = messages_of(patches, graphs)
     programs = []
     for patch, graph in zip(patches, graphs, strict=True):
         mine = [message for message in messages if patch.index in message.channel]
         programs.append(_FreshWriter(plan, patches, patch, mine, device).program(graph))
     return tuple(programs), tuple(messages)
-
-
-def exchange_nodes(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if "exchange" in node.meta]
-
-
-def _messages(patches: Sequence[Patch], graphs: Sequence[fx.Graph]) -> list[Message]:
-    """What every rank sends to every other, exchange by exchange."""
-    messages: list[Message] = []
-    for nodes in zip(*map(exchange_nodes, graphs), strict=True):
-        exchange: Exchange = nodes[0].meta["exchange"]
-        assert {node.meta["exchange"].name for node in nodes} == {exchange.name}
-        for source, node in zip(patches, nodes, strict=True):
-            for dst, shape in _sent(node, source, len(patches)).items():
-                dtype = _dtype(exchange)
-                args = (len(messages), source.index, dst, None, exchange.name, -1, exchange.kind, shape, dtype)
-                messages.append(Message(*args))
-    return messages
-
-
-def _dtype(exchange: Exchange) -> torch.dtype:
-    dtype: torch.dtype = exchange.value.meta["val"].dtype
-    return torch.promote_types(dtype, torch.float32) if exchange.kind == "moments" else dtype
-
-
-def _sent(node: fx.Node, source: Patch, num_patches: int) -> Shapes:
-    """The shapes of what a patch sends in one exchange, by receiver."""
-    exchange: Exchange = node.meta["exchange"]
-    if exchange.kind == "halo":
-        _, dim, above, below, *_ = node.args
-        shape = source.shape(exchange.value, exchange.state)
-        rows = {source.index - 1: below, source.index + 1: above}
-        return {
-            dst: (*shape[:dim], count, *shape[dim + 1 :])  # type: ignore[misc]
-            for dst, count in rows.items()
-            if count and 0 <= dst < num_patches
-        }
-    shape = tuple(node.meta["val"].shape)
-    if exchange.kind in ("gather", "prediction"):
-        assert exchange.state is not None
-        dim = exchange.state.dim
-        shape = (*shape[:dim], source.num_rows(exchange.state), *shape[dim + 1 :])
-    return {dst: shape for dst in range(num_patches) if dst != source.index}
 
 
 class _FreshWriter:
@@ -147,8 +104,7 @@ class _FreshWriter:
             return lambda: self._merged(node, own, received())
         if exchange.kind == "sum":
             received = self._swap(exchange, lambda dst: value)
-            parts = lambda: self._ordered(value, received())  # noqa: E731
-            return lambda: self._call(row_ops.add_up, (parts(),), node.name, None, node)
+            return lambda: self._call(row_ops.add_up, (self._ordered(value, received()),), node.name, None, node)
         assert exchange.state is not None
         own = self._rows_of(value, exchange.name, exchange.state)
         received = self._swap(exchange, lambda dst: own)

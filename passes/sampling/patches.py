@@ -6,6 +6,7 @@ at half the rows, 9 units of 2, 1 short                      patch 0: rows 0:8, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
@@ -84,7 +85,7 @@ def patches_of(plan: RowPlan, bounds: Sequence[int]) -> list[Patch]:
     count = plan.units.count
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or sorted(set(bounds)) != list(bounds):
         raise CompileError(f"bounds {list(bounds)} are no patches of {_units(plan)}: from 0 to {count}, each larger")
-    patches = [Patch(i, a, b, count) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    patches = [Patch(i, a, b, count) for i, (a, b) in enumerate(pairwise(bounds))]
     _require_halos(plan, patches)
     return patches
 

@@ -1,0 +1,102 @@
+"""Writing one patch's graph: the node of every captured value, and values cut to the patch or gathered where needed.
+
+wanted(positions, rows)    the same for all patches, cut      cut_rows(positions, 1, ...)
+wanted(k, None)            this patch's, gathered             gather(k)
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.plan import row_ops
+from passes.operations import call_arguments
+from passes.rows import RowPlan
+from passes.rows.layout import Place, Rows, shape_of
+from passes.sampling import exchanges
+from passes.sampling.exchanges import Exchange
+from passes.sampling.patches import Patch
+
+
+class PatchWriter:
+    """The graph as it grows; `here` has the node of each captured value as this patch holds it."""
+
+    def __init__(self, plan: RowPlan, patch: Patch) -> None:
+        self.plan, self.patch, self.graph = plan, patch, fx.Graph()
+        self.here: dict[fx.Node, fx.Node] = {}
+        self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
+        self._whole: dict[fx.Node, fx.Node] = {}
+
+    # -- nodes
+
+    def placeholder(self, node: fx.Node) -> None:
+        new = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        state = self.plan.state(node)
+        assert not isinstance(state, tuple)
+        self.here[node] = new if state is None else self._cut_rows(node, new, state)
+
+    def output(self, result: fx.Node) -> None:
+        self.graph.output(self.wanted(result, None, "prediction"))
+
+    def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """The node that stands for a captured one."""
+        new = self.graph.create_node("call_function", target, args, kwargs or {}, node.name)
+        new.meta = {"path": node.meta.get("path", ""), "val": self._value(node)}
+        self.here[node] = new
+        return new
+
+    def emit_call(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
+        return self.emit(node, target, *call_arguments(target, arguments))
+
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, shape: Any = None) -> fx.Node:
+        """A node beside the one that stands for a captured node."""
+        new = self.graph.create_node("call_function", target, args, name=f"{node.name}_{name}")
+        value = node.meta["val"]
+        new.meta = {"path": node.meta.get("path", ""), "val": meta(shape or shape_of(node), value.dtype)}
+        return new
+
+    def _value(self, node: fx.Node) -> Any:
+        values, state = node.meta["val"], self.plan.state(node)
+        if not isinstance(values, list | tuple):
+            assert not isinstance(state, tuple)
+            return meta(self.patch.shape(node, state), values.dtype)
+        states = state if isinstance(state, tuple) else (state,) * len(values)
+        return [_local(value, one, self.patch) for value, one in zip(values, states, strict=True)]
+
+    # -- operands
+
+    def wanted(self, node: fx.Node, want: Place, kind: str = "gather") -> fx.Node:
+        """A captured value as it is wanted: as it is here, cut to the patch, or whole."""
+        state, here = self.plan.state(node), self.here[node]
+        assert not isinstance(state, tuple)
+        if state == want:
+            return here
+        if state is None:
+            assert want is not None
+            if (node, want) not in self._cut:
+                self._cut[node, want] = self._cut_rows(node, here, want)
+            return self._cut[node, want]
+        assert want is None
+        if node not in self._whole:
+            whole = self.add(node, exchanges.gather, (here,), "whole")
+            whole.meta["exchange"] = Exchange(node.name, kind, node, state)
+            self._whole[node] = whole
+        return self._whole[node]
+
+    def _cut_rows(self, node: fx.Node, here: fx.Node, state: Rows) -> fx.Node:
+        args = (here, state.dim, self.patch.stretches(state))
+        return self.add(node, row_ops.cut_rows, args, "cut", self.patch.shape(node, state))
+
+
+def meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _local(value: Any, state: Place, patch: Patch) -> Any:
+    if not isinstance(value, torch.Tensor) or state is None:
+        return value
+    shape = list(value.shape)
+    shape[state.dim] = patch.size(state)
+    return meta(shape, value.dtype)
