@@ -30,17 +30,16 @@ def _taken(value: torch.Tensor, dim: int, at: int, outer: int, each: int, start:
 
 
 def edge_rows(value: torch.Tensor, dim: int, start: int, count: int) -> torch.Tensor:
-    """`count` entries from `start` on, which counts from the end where it is negative."""
-    return value.narrow(dim, start % value.shape[dim], count)
+    """`count` rows from `start` on, for another patch."""
+    return value.narrow(dim, start, count)
 
 
 def with_halo(
-    value: torch.Tensor, up: torch.Tensor | None, down: torch.Tensor | None, dim: int, above: int, below: int,
+    value: torch.Tensor, up: Sequence[torch.Tensor], down: Sequence[torch.Tensor], dim: int, above: int, below: int,
     fill: float,
 ) -> torch.Tensor:  # fmt: skip
-    """A patch between `above` and `below` rows: its neighbours', or rows of `fill` where there is no neighbour."""
-    parts = [_border(value, dim, above, fill) if up is None else up, value]
-    parts.append(_border(value, dim, below, fill) if down is None else down)
+    """A patch between rows of others, and outside of these `above` and `below` rows of `fill`: the image's border."""
+    parts = [_border(value, dim, above, fill), *up, value, *down, _border(value, dim, below, fill)]
     return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 

@@ -7,7 +7,7 @@ k_whole = gather(k)       send(k, to 1); recv_k_from_1 = recv(1, ...)      v = l
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from fxpipe.plan.sample_program import SampleProgram
 from passes.rows import RowPlan
 from passes.rows.layout import Rows, shape_of
 from passes.sampling.exchanges import Exchange
-from passes.sampling.messages import messages_of
+from passes.sampling.messages import halo_of, messages_of
 from passes.sampling.patches import Patch
 
 CONSTANTS = "_constants."  # under which a program has the tensors that the trace made part of the graph
@@ -130,22 +130,23 @@ class _FreshWriter:
         return [received.get(patch.index, own) for patch in self.patches]
 
     def _halo(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
-        _, dim, above, below, end, fill = node.args
+        _, dim, above, below, end, fill = cast(tuple[Any, int, int, int, int, float], node.args)
         exchange: Exchange = node.meta["exchange"]
+        mine, last = self.patch.index, self.patch.index == len(self.patches) - 1
 
         def edge(dst: int) -> fx.Node:
-            first = dst < self.patch.index
-            args = (value, dim, 0, below) if first else (value, dim, -above, above)  # type: ignore[operator]
-            return self._call(row_ops.edge_rows, args, f"{exchange.name}_{'first' if first else 'last'}")
+            start, count = halo_of(node, self.patches[dst], self.patches)[mine]
+            return self._call(row_ops.edge_rows, (value, dim, start, count), f"{exchange.name}_for_{dst}")
 
         received = self._swap(exchange, edge)
 
         def finish() -> fx.Node:
-            come = received()
-            up, down = come.get(self.patch.index - 1), come.get(self.patch.index + 1)
-            last = self.patch.index == len(self.patches) - 1
-            args = (value, up, down, dim, above, end if last else below, fill)
-            return self._call(row_ops.with_halo, args, node.name, None, node)
+            come, sizes = received(), halo_of(node, self.patch, self.patches)
+            up, down = ([src for src in come if (src < mine) == before] for before in (True, False))
+            above_it = above - sum(sizes[src][1] for src in up)
+            below_it = end if last else below - sum(sizes[src][1] for src in down)
+            parts = [come[src] for src in up], [come[src] for src in down]
+            return self._call(row_ops.with_halo, (value, *parts, dim, above_it, below_it, fill), node.name, None, node)
 
         return finish
 

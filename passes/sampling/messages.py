@@ -1,6 +1,6 @@
 """The messages of a step: what every patch sends to every other, exchange by exchange.
 
-halo       to the patch above its first `below` rows, to the one below its last `above`
+halo       to the patch below its last rows, to the one above its first; to further ones where patches are small
 gather     to everyone what of the value belongs to rows: the rest is there already
 moments    to everyone mean and variance of its own entries, in float32 or wider
 sum        to everyone its part
@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.plan.rank_program import Message
 from passes.rows.layout import shape_of
 from passes.sampling.exchanges import Exchange
-from passes.sampling.patches import Patch
+from passes.sampling.patches import Patch, neighbours
 
 Shapes = dict[int, tuple[int, ...]]
 
@@ -30,25 +30,35 @@ def messages_of(patches: Sequence[Patch], graphs: Sequence[fx.Graph]) -> list[Me
         exchange: Exchange = nodes[0].meta["exchange"]
         assert {node.meta["exchange"].name for node in nodes} == {exchange.name}
         for source, node in zip(patches, nodes, strict=True):
-            for dst, shape in _sent(node, source, len(patches)).items():
+            for dst, shape in _sent(node, source, patches).items():
                 dtype = node.meta["val"].dtype
                 args = (len(messages), source.index, dst, None, exchange.name, -1, exchange.kind, shape, dtype)
                 messages.append(Message(*args))
     return messages
 
 
-def _sent(node: fx.Node, source: Patch, num_patches: int) -> Shapes:
+def _sent(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     """The shapes of what a patch sends in one exchange, by receiver."""
     exchange: Exchange = node.meta["exchange"]
     if exchange.kind == "halo":
-        above, below = cast(tuple[int, int], node.args[2:4])
-        rows = {source.index - 1: below, source.index + 1: above}
-        return {dst: _with(exchange, n) for dst, n in rows.items() if n and 0 <= dst < num_patches}
+        return {
+            patch.index: _with(exchange, halo_of(node, patch, patches)[source.index][1])
+            for patch in patches
+            if source.index in halo_of(node, patch, patches)
+        }
     shape = tuple(node.meta["val"].shape)
     if exchange.kind in ("gather", "prediction"):
         assert exchange.state is not None
         shape = _with(exchange, source.num_rows(exchange.state))
-    return {dst: shape for dst in range(num_patches) if dst != source.index}
+    return {dst: shape for dst in range(len(patches)) if dst != source.index}
+
+
+def halo_of(node: fx.Node, patch: Patch, patches: Sequence[Patch]) -> dict[int, tuple[int, int]]:
+    """What a patch reads of others in a halo: (from which of its rows on, how many), by their number."""
+    exchange: Exchange = node.meta["exchange"]
+    above, below = cast(tuple[int, int], node.args[2:4])
+    assert exchange.state is not None
+    return neighbours(patches, patch, exchange.state, above, below)
 
 
 def _with(exchange: Exchange, num_rows: int) -> tuple[int, ...]:

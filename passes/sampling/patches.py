@@ -13,7 +13,6 @@ from torch import fx
 from fxpipe.errors import CompileError
 from fxpipe.plan.row_ops import Stretch
 from passes.rows import RowPlan
-from passes.rows.how import Window
 from passes.rows.layout import Part, Place, Rows, shape_of
 
 
@@ -34,6 +33,12 @@ class Patch:
 
     def size(self, state: Rows) -> int:
         return sum(part.outer * self.of_part(part) for part in state.parts)
+
+    def span(self, state: Rows) -> tuple[int, int]:
+        """Its rows [start, stop) of a dimension of rows in their order."""
+        assert state.plain is not None
+        start = self.first * state.plain.inner
+        return start, start + self.size(state)
 
     def num_rows(self, state: Rows) -> int:
         """Entries that belong to rows."""
@@ -80,14 +85,12 @@ def patches_of(plan: RowPlan, bounds: Sequence[int]) -> list[Patch]:
     """The patches between these bounds, from 0 to the number of units.
 
     Raises:
-        CompileError: one of them has no unit, or fewer rows than its neighbour needs of it somewhere.
+        CompileError: they leave units out, or one of them has none.
     """
     count = plan.units.count
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or sorted(set(bounds)) != list(bounds):
         raise CompileError(f"bounds {list(bounds)} are no patches of {_units(plan)}: from 0 to {count}, each larger")
-    patches = [Patch(i, a, b, count) for i, (a, b) in enumerate(pairwise(bounds))]
-    _require_halos(plan, patches)
-    return patches
+    return [Patch(i, a, b, count) for i, (a, b) in enumerate(pairwise(bounds))]
 
 
 def require_units(plan: RowPlan, num_patches: int) -> None:
@@ -104,19 +107,15 @@ def _units(plan: RowPlan) -> str:
     return f"{plan.units.count} units of {plan.units.each} of {plan.units.rows} rows"
 
 
-def _require_halos(plan: RowPlan, patches: Sequence[Patch]) -> None:
-    """Refuse a patch that has fewer rows than a neighbour asks of it."""
-    for name, found in plan.found.items():
-        if not isinstance(found.how, Window):
-            continue
-        node = plan.sized.nodes[name]
-        state = plan.state(node.all_input_nodes[0])
-        assert isinstance(state, Rows)
-        for patch in patches:
-            asked = max(found.how.above * (patch is not patches[-1]), found.how.below * (patch is not patches[0]))
-            if patch.size(state) < asked:
-                raise CompileError(
-                    f"module {node.meta.get('path') or '(the model itself)'}: {node.target} ({name}) reads {asked} "
-                    f"rows of patch {patch.index}, which has {patch.size(state)} there; use fewer patches, larger "
-                    "ones, or a larger image"
-                )
+def neighbours(
+    patches: Sequence[Patch], patch: Patch, state: Rows, above: int, below: int
+) -> dict[int, tuple[int, int]]:
+    """What a patch reads of others around its rows: (from which of its rows on, how many), by their number."""
+    start, stop = patch.span(state)
+    found = {}
+    for other in patches:
+        first, last = other.span(state)
+        low, high = max(first, start - above), min(last, stop + below)
+        if other.index != patch.index and low < high:
+            found[other.index] = low - first, high - low
+    return found

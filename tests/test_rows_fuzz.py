@@ -1,0 +1,40 @@
+"""Random small networks over random patches: what they predict is what one device predicts."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.sample_compiler import sample_programs
+from tests.row_nets import LAYERS, RowNet
+
+NAMES = st.lists(st.sampled_from([*LAYERS, "save", "add"]), min_size=1, max_size=7)
+
+
+def check(names: list[str], height: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    net = RowNet(names, height, width).eval()
+    if not net.layers:
+        return
+    example = net.example(height, width)
+    with torch.no_grad():
+        wanted = net(**example)
+    programs = sample_programs(net, example, 1, sample={"x": 2})
+    count, choose = programs.rows.units.count, random.Random(seed)
+    for num_patches in {2, min(4, count)} if count > 1 else ():
+        bounds = (0, *sorted(choose.sample(range(1, count), num_patches - 1)), count)
+        for found in programs.cut(bounds).predict(**example):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer(name: str) -> None:
+    check(["conv3", name, "conv3"], 12, 8, 0)
+
+
+@settings(max_examples=15)
+@given(NAMES, st.integers(5, 21), st.integers(4, 9), st.integers(0, 1000))
+def test_random_networks(names: list[str], height: int, width: int, seed: int) -> None:
+    check(names, height, width, seed)
