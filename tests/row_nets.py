@@ -147,7 +147,8 @@ LAYERS: dict[str, Callable[[int, int], Layer]] = {
     "layer norm": of(lambda: Layer(layer_normed, nn.LayerNorm(C))),
     "response norm": of(lambda: Layer(response_normed)),
     "whole norm": lambda height, width: plain(nn.LayerNorm([C, height, width])),
-    "standardised": of(lambda: function(lambda x: (x - x.mean((1, 2, 3), keepdim=True)) / (1 + x.std((2, 3), keepdim=True)))),
+    "centred": of(lambda: function(lambda x: (x - x.mean((1, 2, 3), keepdim=True)))),
+    "scaled": of(lambda: function(lambda x: x / (1 + x.std((2, 3), keepdim=True)))),
     "attention": qkv(attention),
     "joint attention": qkv(joint_attention),
     "written attention": qkv(written_attention, bias=torch.zeros(1)),
@@ -182,7 +183,7 @@ LAYERS: dict[str, Callable[[int, int], Layer]] = {
 
 
 class RowNet(nn.Module):
-    """Layers by name, those that fit; after a layer named "save" (or "add"), its input is kept (or added where it fits)."""
+    """Layers by name, those that fit. "save" keeps the value there, "add" adds the first kept one of its shape."""
 
     def __init__(self, names: Sequence[str], height: int, width: int) -> None:
         super().__init__()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxpipe.errors import CompileError
 from passes.operations import is_pointwise, operation_name
-from passes.rows.how import Found, Same
+from passes.rows.how import Found, Same, Whole
 from passes.rows.layout import NoRule, Part, Place, Result, RowCall, Rows, Units
 from passes.rows.rules import pointwise
 from passes.rows.sized import Sized
@@ -84,7 +85,23 @@ class Walk:
         num_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         path = call.node.meta.get("path") or "(the model itself)"
         self.notes.append(Note(call.node.name, operation_name(call.node.target), path, why, num_bytes))
+        share = _share(call)
+        if share is not None:
+            return Found(share, Whole(), dict.fromkeys(call.live))
         return Found(call.each(None), Same(), dict.fromkeys(call.live))
+
+
+def _share(call: RowCall) -> Rows | None:
+    """How the result of whole operands may be cut: any way is right, the one in proportion meets the others again."""
+    node = next(iter(call.live.values()))
+    state, value = call.states[node], call.node.meta["val"]
+    if not isinstance(value, torch.Tensor) or not isinstance(state, Rows) or state.plain is None:
+        return None
+    if value.ndim != node.meta["val"].ndim:
+        return None
+    inner = -(-value.shape[state.dim] // call.units.count)
+    short = call.units.short(inner, value.shape[state.dim])
+    return Rows(state.dim, (Part("rows", inner, 1, short),)) if 0 <= short < inner else None
 
 
 def _fits(state: Rows, value: torch.Tensor, units: Units) -> bool:
@@ -99,8 +116,15 @@ def row_placeholders(sized: Sized, rows: Mapping[str, int], units: Units) -> dic
         dim = rows.get(node.meta.get("input", ""))
         if dim is not None:
             size = node.meta["val"].shape[dim]
-            inner = max(1, -(-units.each * size // units.rows))
-            places[node.name] = Rows(dim, (Part("rows", inner, 1, units.short(inner, size)),))
+            inner = -(-units.each * size // units.rows)
+            short = units.short(inner, size)
+            if not 0 <= short < inner:
+                raise CompileError(
+                    f"input {node.meta['input']} has {size} entries in dimension {dim}, which {units.count} units of "
+                    f"{units.each} of {units.rows} rows cannot share; leave it out of sample=, it is cut where it "
+                    "meets the rows"
+                )
+            places[node.name] = Rows(dim, (Part("rows", inner, 1, short),))
     return places
 
 

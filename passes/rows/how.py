@@ -100,7 +100,12 @@ class Written:
     start: int
 
 
-How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut | Written
+@dataclass(frozen=True)
+class Whole:
+    """The captured operation on whole operands; of its result the patch goes on with its own share."""
+
+
+How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut | Written | Whole
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe.plan import row_ops
 from passes.operations import bound_arguments, call_arguments
 from passes.rows import RowPlan
-from passes.rows.how import Cut, Found, Joined, Moments, Resized, Same, Shaped, Split, Summed, Window, Written
+from passes.rows.how import Cut, Found, Joined, Moments, Resized, Same, Shaped, Split, Summed, Whole, Window, Written
 from passes.rows.layout import Rows, Slot, operands_of, shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
@@ -188,6 +188,15 @@ def _written(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
     writer.emit(node, aten.slice_scatter.default, args)
 
 
+def _whole(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+    assert isinstance(found.state, Rows)
+    args, kwargs = call_arguments(node.target, arguments)
+    whole = writer.graph.create_node("call_function", node.target, args, kwargs, f"{node.name}_whole")
+    whole.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
+    writer.whole[node] = whole
+    writer.here[node] = writer.cut_rows(node, whole, found.state)
+
+
 def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
     writer.emit_call(node, node.target, arguments)
 
@@ -195,5 +204,5 @@ def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
 _WAYS: dict[type, Callable[[PatchWriter, fx.Node, Found, dict[str, Any]], None]] = {
     Same: _same, Shaped: _shaped, Window: _window, Moments: _moments, Summed: _summed, Resized: _resized,
     Joined: _joined, Split: _split, Cut: _cut,
-    Written: _written,
+    Written: _written, Whole: _whole,
 }  # fmt: skip

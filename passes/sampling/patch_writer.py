@@ -26,7 +26,7 @@ class PatchWriter:
         self.plan, self.patch, self.graph = plan, patch, fx.Graph()
         self.here: dict[fx.Node, fx.Node] = {}
         self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
-        self._whole: dict[fx.Node, fx.Node] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
 
     # -- nodes
 
@@ -35,7 +35,7 @@ class PatchWriter:
         new.meta = dict(node.meta)
         state = self.plan.state(node)
         assert not isinstance(state, tuple)
-        self.here[node] = new if state is None else self._cut_rows(node, new, state)
+        self.here[node] = new if state is None else self.cut_rows(node, new, state)
 
     def output(self, result: fx.Node) -> None:
         self.graph.output(self.wanted(result, None, "prediction"))
@@ -76,16 +76,16 @@ class PatchWriter:
         if state is None:
             assert want is not None
             if (node, want) not in self._cut:
-                self._cut[node, want] = self._cut_rows(node, here, want)
+                self._cut[node, want] = self.cut_rows(node, here, want)
             return self._cut[node, want]
         assert want is None
-        if node not in self._whole:
+        if node not in self.whole:
             whole = self.add(node, exchanges.gather, (here,), "whole")
             whole.meta["exchange"] = Exchange(node.name, kind, node, state)
-            self._whole[node] = whole
-        return self._whole[node]
+            self.whole[node] = whole
+        return self.whole[node]
 
-    def _cut_rows(self, node: fx.Node, here: fx.Node, state: Rows) -> fx.Node:
+    def cut_rows(self, node: fx.Node, here: fx.Node, state: Rows) -> fx.Node:
         args = (here, state.dim, self.patch.stretches(state))
         return self.add(node, row_ops.cut_rows, args, "cut", self.patch.shape(node, state))
 

@@ -1,0 +1,135 @@
+"""Row analysis and patch graphs as text: what goes in, an arrow, what comes out; what is refused, and why."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxpipe.errors import CompileError
+from fxpipe.models.backbones import prediction_of
+from fxpipe.sample_compiler import captured_denoiser, sample_programs
+from passes.rows import RowPlan, analyse
+from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patches import patches_of
+from passes.sampling.times import CALL, PATCH, STEP, binding_times
+
+ARROW = "\n\n  |\n  v\n\n"
+Golden = Callable[[str, str], None]
+
+
+class Denoiser(nn.Module):
+    """A level down and up, text and image in one attention, a norm, and something that no rule follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4)
+        self.qkv, self.up = nn.Linear(4, 12), nn.ConvTranspose2d(4, 2, 4, 2, 1)
+        self.time, self.place = nn.Linear(4, 4), nn.Parameter(torch.randn(1, 20, 4))
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        h = F.silu(self.norm(self.down(x))) + self.time(time)[:, :, None, None]
+        tokens = h.flatten(2).transpose(1, 2) + self.place
+        q, k, v = self.qkv(torch.cat([text, tokens], 1)).chunk(3, -1)
+        tokens = tokens + F.scaled_dot_product_attention(q, k, v)[:, text.shape[1] :]
+        h = tokens.transpose(1, 2).reshape(h.shape)
+        return self.up(h + h.flip(2))  # type: ignore[no-any-return]
+
+
+def example(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    shapes = {"x": (2, 2, 10, 8), "time": (2, 4), "text": (2, 3, 4)}
+    return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def plan_of(model: nn.Module, call: dict[str, Any], rows: dict[str, int]) -> RowPlan:
+    return analyse(captured_denoiser(model, call), rows, 2)
+
+
+def listed(graph: torch.fx.Graph) -> str:
+    """A graph's calls, with the shapes they give in the patch."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
+            value = node.meta["val"]
+            shapes = [list(v.shape) for v in (value if isinstance(value, list) else [value])]
+            arguments = ", ".join(str(a) for a in node.args)
+            lines.append(f"{node.name} {shapes[0]} = {name.removeprefix('aten.')}({arguments})")
+    return "\n".join(lines)
+
+
+def test_rows_and_patches(golden: Golden) -> None:
+    plan = plan_of(Denoiser(), example(), {"x": 2})
+    golden("passes/rows.txt", listed(plan.sized.graph) + ARROW + f"{plan}\n")
+    first, *_ = patches_of(plan, [0, 2, 5])
+    golden("passes/patch_graph.txt", listed(patch_graph(plan, first)) + "\n")
+
+
+def test_a_rank_program_is_a_few_lines_of_messages(golden: Golden) -> None:
+    programs = sample_programs(Denoiser(), example(), [0, 2, 5], sample={"x": 2})
+    golden("passes/fresh.txt", "\n".join(map(str, programs.programs[0].graph.nodes)) + f"\n\n{programs.traffic()}\n")
+
+
+def test_what_is_known_when() -> None:
+    plan = plan_of(Denoiser(), example(), {"x": 2})
+    times = binding_times(plan.sized, {"x": PATCH, "text": CALL, "time": STEP})
+    by_module = {node.meta["path"]: times[node.name] for node in plan.sized.graph.nodes if node.op == "call_function"}
+    assert (by_module["time"], by_module["down"], times["text"]) == (STEP, PATCH, CALL)
+    assert times[plan.sized.result.name] == PATCH
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 5), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5), (0, 5)])
+def test_it_predicts_the_same(bounds: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, call = Denoiser().double(), example(torch.float64)
+    with torch.no_grad():
+        wanted = prediction_of(model(**call))
+    for found in sample_programs(model, call, bounds, sample={"x": 2}).predict(**call):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = Denoiser().train()
+    model.down.eval()
+    sample_programs(model, example(), 2, sample={"x": 2})
+    assert (model.training, model.norm.training, model.down.training) == (True, True, False)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_exchanged_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, x = nn.GroupNorm(2, 4).to(dtype), (100 + torch.randn(2, 4, 8, 8)).to(dtype)
+    programs = sample_programs(norm, {"input": x}, 2, sample={"input": 2})
+    assert {m.dtype for m in programs.messages if m.kind == "moments"} == {torch.float32}
+    torch.testing.assert_close(programs.predict(input=x)[0], norm(x).detach())
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+X = {"x": torch.randn(2, 2, 10, 8)}
+REFUSED: dict[str, Callable[[], object]] = {
+    "more patches than units": lambda: sample_programs(Denoiser(), example(), 6, sample={"x": 2}),
+    "bounds": lambda: sample_programs(Denoiser(), example(), [0, 2, 4], sample={"x": 2}),
+    "unknown input": lambda: sample_programs(Denoiser(), example(), 2, sample={"y": 2}),
+    "no such dimension": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 4}),
+    "no rows named": lambda: sample_programs(Denoiser(), example(), 2, sample={}),
+    "rows unknown": lambda: sample_programs(Denoiser(), example(), 2),
+    "other rows": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 2, "text": 1}),
+    "draws": lambda: sample_programs(Noisy(), X, 2, sample={"x": 2}),
+    "another call": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 2}).predict(**X),
+}
+
+
+def test_refusals(golden: Golden) -> None:
+    texts = []
+    for name, call in REFUSED.items():
+        with pytest.raises(CompileError) as refusal:
+            call()
+        texts.append(f"{name}: {refusal.value}")
+    golden("passes/rows_refusals.txt", "\n\n".join(texts) + "\n")
