@@ -34,19 +34,35 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class SamplePrograms:
-    """The programs of all ranks for one batch size and one size of the image; `rows` says how they were found."""
+    """The programs of all ranks for one batch size and one size of the image; `rows` says how they were found.
+
+    `sample` has the row dimensions of inputs; patches lie between `bounds`, in units.
+    """
 
     model: nn.Module
     captured: Capture
     rows: RowPlan
+    sample: Mapping[str, int]
     bounds: tuple[int, ...]
     programs: tuple[SampleProgram, ...]
     messages: tuple[Message, ...]
     device: torch.device = _CPU
 
+    def of_batch(self, batch_size: int) -> "SamplePrograms":
+        """The same for another number of samples, of the same trace.
+
+        Raises:
+            CompileError: it holds for one batch size only.
+        """
+        if not self.captured.batch and batch_size != self.captured.inputs.batch_size:
+            why = next(iter(self.captured.notes), "it was traced with a batch of one sample")
+            raise CompileError(f"no programs for {batch_size} samples: {why}")
+        plan = analyse(self.captured, self.sample, batch_size)
+        return _lowered(self.model, self.captured, plan, self.sample, self.bounds, self.device)
+
     def cut(self, patches: int | Sequence[int]) -> "SamplePrograms":
         """Other patches, of the same trace."""
-        return _lowered(self.model, self.captured, self.rows, patches, self.device)
+        return _lowered(self.model, self.captured, self.rows, self.sample, patches, self.device)
 
     def traffic(self) -> Traffic:
         """What one call sends."""
@@ -54,7 +70,8 @@ class SamplePrograms:
 
     def state(self) -> dict[str, torch.Tensor]:
         """The model's tensors and the graph's constants, by the programs' names."""
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        named = (self.model.named_parameters, self.model.named_buffers)
+        own = dict(item for names in named for item in names(remove_duplicate=False))
         return {**own, **{CONSTANTS + name: tensor for name, tensor in self.captured.constants.items()}}
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -102,11 +119,12 @@ def sample_programs(
     plan = analyse(captured, rows, captured.inputs.batch_size)
     observe("rows", plan)
 
-    return _lowered(model, captured, plan, patches, device, observe)
+    return _lowered(model, captured, plan, rows, patches, device, observe)
 
 
 def _lowered(
-    model: nn.Module, captured: Capture, plan: RowPlan, patches: int | Sequence[int], device: torch.device,
+    model: nn.Module, captured: Capture, plan: RowPlan, sample: Mapping[str, int], patches: int | Sequence[int],
+    device: torch.device,
     observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:  # fmt: skip
     """The back half: what of one trace every number of patches has of its own."""
@@ -124,7 +142,7 @@ def _lowered(
     programs, messages = fresh_programs(plan, parts, graphs, device)
     require_programs(programs, messages)
     observe("programs", programs)
-    return SamplePrograms(model, captured, plan, tuple(patches), programs, messages, device)
+    return SamplePrograms(model, captured, plan, sample, tuple(patches), programs, messages, device)
 
 
 def captured_denoiser(model: nn.Module, example: Mapping[str, Any], batch_size: int | None = None) -> Capture:

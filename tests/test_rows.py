@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,9 +108,60 @@ def test_norms_of_half_precision_are_exchanged_in_float32(dtype: torch.dtype) ->
     torch.testing.assert_close(programs.predict(input=x)[0], norm(x).detach())
 
 
+def test_one_trace_serves_every_batch_size() -> None:
+    torch.manual_seed(0)
+    model, call = Denoiser().double(), example(torch.float64)
+    programs = sample_programs(model, call, 2, sample={"x": 2})
+    other = {name: torch.cat([value, value.flip(0), value[:1]]) for name, value in call.items()}
+    with torch.no_grad():
+        wanted = prediction_of(model(**other))
+    torch.testing.assert_close(programs.of_batch(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
+    alone = sample_programs(model, {name: value[:1] for name, value in call.items()}, 2, sample={"x": 2})
+    with pytest.raises(CompileError, match="no programs for 2 samples"):
+        alone.of_batch(2)
+
+
+def test_what_would_need_all_rows_in_one_unit_is_gathered() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(2, 3, 8, stride=8).double(), torch.randn(2, 2, 8, 16, dtype=torch.float64)
+    programs = sample_programs(model, {"input": x}, 8, sample={"input": 2})
+    assert [note.why for note in programs.rows.notes] == ["stride 8: one unit would have all rows"]
+    torch.testing.assert_close(programs.predict(input=x)[7], model(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_sdxl_sends_what_was_worked_out_by_hand() -> None:
+    """At 1024, of one sample in float16: 140 keys and values, 40 convolutions with halos, 46 norms."""
+    with torch.device("meta"):
+        model = diffusers.UNet2DConditionModel(
+            sample_size=128, block_out_channels=(320, 640, 1280), transformer_layers_per_block=(1, 2, 10),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
+            cross_attention_dim=2048, addition_embed_type="text_time", addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816, use_linear_projection=True,
+        ).half()  # fmt: skip
+        half = {"dtype": torch.float16}
+        call = {
+            "sample": torch.empty(1, 4, 128, 128, **half), "timestep": torch.tensor(1),
+            "encoder_hidden_states": torch.empty(1, 77, 2048, **half),
+            "added_cond_kwargs": {"text_embeds": torch.empty(1, 1280, **half), "time_ids": torch.empty(1, 6, **half)},
+        }  # fmt: skip
+    programs = sample_programs(model, call, 8, sample={"sample": 2}, batch_size=1)
+    assert (programs.rows.units.count, programs.rows.units.each, programs.rows.notes) == (32, 4, ())
+    kinds = ("gather", "halo", "moments")
+    assert [len({m.value for m in programs.messages if m.kind == kind}) for kind in kinds] == [140, 40, 46]
+    sent = programs.traffic().kinds
+    assert sent["gather"] == 7 * 419_430_400  # all have all in the end, each had an eighth
+    assert sent["halo"] == 7 * 8_030_208  # over seven borders
+
+
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
+
+
+class Strided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * 2).as_strided(x.shape, x.stride())
 
 
 X = {"x": torch.randn(2, 2, 10, 8)}
@@ -121,6 +173,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "no rows named": lambda: sample_programs(Denoiser(), example(), 2, sample={}),
     "rows unknown": lambda: sample_programs(Denoiser(), example(), 2),
     "other rows": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 2, "text": 1}),
+    "strides": lambda: sample_programs(Strided(), X, 2, sample={"x": 2}),
     "draws": lambda: sample_programs(Noisy(), X, 2, sample={"x": 2}),
     "another call": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 2}).predict(**X),
 }

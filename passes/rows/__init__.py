@@ -24,6 +24,7 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
+from passes.operations import operation_name
 from passes.rows.follow import Note, Walk, placed, row_placeholders
 from passes.rows.how import Found, Same
 from passes.rows.layout import NeedRows, Place, Result, Slot, Units
@@ -85,7 +86,7 @@ def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int) -> RowPl
     """
     sized = at_batch_size(capture, batch_size)
     units, coarsest = Units(_num_rows(sized, rows)), None
-    _refuse_draws(sized)
+    _refuse_unsafe(sized)
     while True:
         walk = Walk(units)
         try:
@@ -118,10 +119,17 @@ def _num_rows(sized: Sized, rows: Mapping[str, int]) -> int:
     return sizes[0]
 
 
-def _refuse_draws(sized: Sized) -> None:
-    for node in sized.graph.find_nodes(op="placeholder"):
-        if node.meta["kind"] == "draw":
+def _refuse_unsafe(sized: Sized) -> None:
+    """Refuse what gathering its operands does not make right: random draws, and reads of memory by strides."""
+    for node in sized.graph.nodes:
+        path = f"module {node.meta.get('path') or '(the model itself)'}"
+        if node.meta.get("kind") == "draw":
             raise CompileError(
-                f"module {node.meta.get('path') or '(the model itself)'}: forward draws random numbers ({node.name}), "
-                "which patches would draw differently; pass them as an input"
+                f"{path}: forward draws random numbers ({node.name}), which patches would draw differently; pass them "
+                "as an input"
+            )
+        if operation_name(node.target).startswith("as_strided"):
+            raise CompileError(
+                f"{path}: {node.target} ({node.name}) reads memory by strides, which patches lay out differently; use "
+                "views, unfold or indexing"
             )

@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe.errors import CompileError
 from passes.operations import is_pointwise, operation_name
 from passes.rows.how import Found, Same, Whole
-from passes.rows.layout import NoRule, Part, Place, Result, RowCall, Rows, Units
+from passes.rows.layout import NeedRows, NoRule, Part, Place, Result, RowCall, Rows, Units
 from passes.rows.rules import pointwise
 from passes.rows.sized import Sized
 from passes.rows.table import RULES
@@ -66,6 +66,10 @@ class Walk:
             return self._by_rule(call)
         except NoRule as why:
             return self._gathered(call, str(why))
+        except NeedRows as need:
+            if Units(self.units.rows, self.units.each * need.times).count > 1:
+                raise
+            return self._gathered(call, f"{need.why}: one unit would have all rows")
 
     def _by_rule(self, call: RowCall) -> Found:
         rule = pointwise if is_pointwise(call.node.target) else RULES.get(call.name)

@@ -14,6 +14,13 @@ from torch import fx
 from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
 
+aten = torch.ops.aten
+# What is gathered or cut lies in memory in another way than what was traced.
+_FOR_ANY_STRIDES: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Sized:
@@ -46,7 +53,8 @@ def at_batch_size(capture: Capture, batch_size: int) -> Sized:
             graph.output(env[capture.result])
         elif _holds_tensors(node):
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
-            env[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            target = _FOR_ANY_STRIDES.get(node.target, node.target)
+            env[node] = graph.create_node(node.op, target, args, kwargs, node.name)
             env[node].meta = {**node.meta, "val": _on_meta(node.meta["val"], batch_size)}
     graph.lint()
     return Sized(graph, capture, batch_size)
