@@ -12,5 +12,8 @@ planning              case          a costed step on its machines
                       step_ops      a placement and an order as what every rank does, to be simulated
                       fill          frozen work of the next batch among the actions of this one
 making programs       lowering      stage graphs, messages, one program per rank
+sampling              rows          where an image's rows lie in a denoiser's values, what a patch needs of others
+                      sampling      patches of rows: one graph each, their exchanges, one program per rank
+                      operations    names and arguments of ATen's operations, for whoever follows something through them
 beside it             comparison    what other ways to train the same step would take
 """

@@ -125,6 +125,8 @@ LAYERS: dict[str, Callable[[int, int], Layer]] = {
     "conv3 wide padding": conv(3, padding=3),
     "conv3 circular": conv(3, padding=1, padding_mode="circular"),
     "conv3 reflect": conv(3, padding=1, padding_mode="reflect"),
+    "conv3 replicate": conv(3, padding=1, padding_mode="replicate"),
+    "conv5 reflect stride 2": conv(5, padding=2, padding_mode="reflect", stride=2),
     "conv3 asymmetric": of(lambda: Layer(lambda m, x, t: m.of[0](F.pad(x, (0, 1, 0, 1))), nn.Conv2d(C, C, 3, 2))),
     "transposed 2": of(lambda: plain(nn.ConvTranspose2d(C, C, 2, 2))),
     "transposed 3": of(lambda: plain(nn.ConvTranspose2d(C, C, 3, 2, 1, 1))),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpipe.errors import CompileError
 from fxpipe.sample_compiler import sample_programs
 from tests.row_nets import LAYERS, RowNet
 
@@ -25,7 +26,13 @@ def check(names: list[str], height: int, width: int, seed: int) -> None:
     count, choose = programs.rows.units.count, random.Random(seed)
     for num_patches in {2, min(4, count)} if count > 1 else ():
         bounds = (0, *sorted(choose.sample(range(1, count), num_patches - 1)), count)
-        for found in programs.cut(bounds).predict(**example):
+        try:
+            patched = programs.cut(bounds)
+        except CompileError as refusal:
+            if "of its own rows" not in str(refusal):  # a border patch too small to be reflected
+                raise
+            continue
+        for found in patched.predict(**example):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max()))
 
 

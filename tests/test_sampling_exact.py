@@ -36,7 +36,8 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 def uneven(count: int) -> list[tuple[int, ...]]:
     """Bounds of two and three patches of different sizes."""
-    return [(0, 1, count), (0, count // 2, count - 1, count)] if count >= 4 else [(0, 1, count)]
+    few = max(1, count // 5)
+    return [(0, few, count), (0, count // 2, count - few, count)] if count >= 4 else [(0, 1, count)]
 
 
 def notes_of(programs: SamplePrograms) -> list[str]:

@@ -36,15 +36,24 @@ def edge_rows(value: torch.Tensor, dim: int, start: int, count: int) -> torch.Te
 
 def with_halo(
     value: torch.Tensor, up: Sequence[torch.Tensor], down: Sequence[torch.Tensor], dim: int, above: int, below: int,
-    fill: float,
+    fill: float | str,
 ) -> torch.Tensor:  # fmt: skip
-    """A patch between rows of others, and outside of these `above` and `below` rows of `fill`: the image's border."""
-    parts = [_border(value, dim, above, fill), *up, value, *down, _border(value, dim, below, fill)]
+    """A patch between rows of others; outside of these, at the image's border, `above` and `below` rows more.
+
+    `fill`: a number, or how these are made of the patch's own rows: "reflect" or "replicate".
+    """
+    last = value.shape[dim] - 1
+    top = [0] * above if fill == "replicate" else list(range(above, 0, -1))
+    bottom = [last] * below if fill == "replicate" else list(range(last - 1, last - 1 - below, -1))
+    parts = [_border(value, dim, top, fill), *up, value, *down, _border(value, dim, bottom, fill)]
     return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 
-def _border(value: torch.Tensor, dim: int, count: int, fill: float) -> torch.Tensor:
-    return value.new_full([*value.shape[:dim], count, *value.shape[dim + 1 :]], fill)
+def _border(value: torch.Tensor, dim: int, copied: Sequence[int], fill: float | str) -> torch.Tensor:
+    """Rows outside of the image: copies of these, or filled with a number."""
+    if isinstance(fill, str):
+        return value.index_select(dim, torch.tensor(copied, dtype=torch.long, device=value.device))
+    return value.new_full([*value.shape[:dim], len(copied), *value.shape[dim + 1 :]], fill)
 
 
 def join_rows(

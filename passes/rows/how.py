@@ -30,8 +30,9 @@ class Shaped:
 class Window:
     """Every row of the result reads rows around its own: the operand with `above` and `below` of the neighbours.
 
-    At the image's borders these are `fill`: `above` of them above, `end` below. `target` has the arguments of the
-    captured operation, some changed so that it pads no rows itself; of its result the rows from `skip` on are kept.
+    At the image's borders these are `fill` (a number, "reflect" or "replicate"): `above` of them above, `end` below.
+    `target` has the arguments of the captured operation, some changed so that it pads no rows itself; of its result the
+    rows from `skip` on are kept.
     """
 
     above: int
@@ -39,7 +40,7 @@ class Window:
     end: int
     target: Any
     changes: Mapping[str, Any]
-    fill: float = 0.0
+    fill: float | str = 0.0
     skip: int = 0
 
     def __str__(self) -> str:

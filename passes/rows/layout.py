@@ -58,11 +58,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """Dimension `dim` is its parts one after the other. `pad`: zeros above and below that are not there yet."""
+    """Dimension `dim` is its parts one after the other.
+
+    `pad`: rows above and below that are not there yet, made as `mode` of `torch.nn.functional.pad` says.
+    """
 
     dim: int
     parts: tuple[Part, ...]
     pad: tuple[int, int] = (0, 0)
+    mode: str = "constant"
 
     def at(self, dim: int) -> "Rows":
         return replace(self, dim=dim)

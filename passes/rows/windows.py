@@ -38,7 +38,7 @@ def _each(value: Any, spatial: int) -> list[int]:
 
 def _window(
     call: RowCall, state: Rows, kernel: int, stride: int, dilation: int, top: int, target: Any,
-    changes: dict[str, Any], fill: float = 0.0,
+    changes: dict[str, Any], fill: float | str = 0.0,
 ) -> Found:  # fmt: skip
     """An operation whose row j reads rows from j*stride - top on."""
     part, reach = state.parts[0], dilation * (kernel - 1)
@@ -64,7 +64,8 @@ def convolution(call: RowCall) -> Found:
     padding = _padding(a["padding"], kernel, dilation, place)
     changes = {"padding": [0 if dim == place else p for dim, p in enumerate(padding)]}
     top = padding[place] + state.pad[0]
-    return _window(call, state, kernel[place], stride[place], dilation[place], top, _CONV[call.name], changes)
+    fill = 0.0 if state.mode == "constant" else state.mode
+    return _window(call, state, kernel[place], stride[place], dilation[place], top, _CONV[call.name], changes, fill)
 
 
 def _padding(given: Any, kernel: tuple[int, ...], dilation: list[int], place: int) -> list[int]:
@@ -113,18 +114,29 @@ def transposed(call: RowCall) -> Found:
 
 
 def padded(call: RowCall) -> Found:
-    """Zeros around the rows are left to the convolutions that read them; elsewhere the operation is as it is."""
+    """Rows around the rows are left to the convolutions that read them; elsewhere the operation is as it is."""
     node, state = call.first()
     pad, ndim = list(call.arguments["pad"]), len(shape_of(node))
     place = 2 * (ndim - 1 - state.dim)
     if place >= len(pad) or pad[place : place + 2] == [0, 0]:
         return Found(state)
-    zeros = call.arguments.get("mode", "constant") == "constant" and call.arguments.get("value") in (None, 0)
-    read = [RowCall.of(user, call.states, call.units).name in CONVOLUTIONS for user in call.node.users]
-    if not zeros or not all(read) or state.plain is None or min(pad[place : place + 2]) < 0 or state.dim < 2:
+    mode = call.arguments.get("mode", "constant")
+    if mode not in ("constant", "reflect", "replicate") or call.arguments.get("value") not in (None, 0):
+        raise NoRule("it pads the rows with others than zeros or its own")
+    readers = [RowCall.of(user, call.states, call.units) for user in call.node.users]
+    if not all(_pads_later(reader, mode) for reader in readers):
+        raise NoRule("it pads the rows, for others than convolutions")
+    above, below = pad[place : place + 2]
+    if state.plain is None or min(above, below) < 0 or state.dim < 2:
         raise NoRule("it pads the rows")
     changes = {"pad": [*pad[:place], 0, 0, *pad[place + 2 :]]}
-    return Found(Rows(state.dim, state.parts, (pad[place], pad[place + 1])), Same(changes))
+    return Found(Rows(state.dim, state.parts, (above, below), mode), Same(changes))
+
+
+def _pads_later(reader: RowCall, mode: str) -> bool:
+    """Whether a convolution can pad in its operand's place: with zeros, or where it has no zeros of its own."""
+    zeros = mode == "constant" or not any(_each(reader.arguments.get("padding", [0]), 1))
+    return reader.name in CONVOLUTIONS and zeros and not isinstance(reader.arguments["padding"], str)
 
 
 def nearest(call: RowCall) -> Found:

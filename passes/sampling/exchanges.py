@@ -28,7 +28,7 @@ class Exchange:
     state: Rows | None
 
 
-def halo(value: Any, dim: int, above: int, below: int, end: int, fill: float) -> NoReturn:
+def halo(value: Any, dim: int, above: int, below: int, end: int, fill: float | str) -> NoReturn:
     _not_lowered()
 
 

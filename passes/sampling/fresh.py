@@ -130,7 +130,7 @@ class _FreshWriter:
         return [received.get(patch.index, own) for patch in self.patches]
 
     def _halo(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
-        _, dim, above, below, end, fill = cast(tuple[Any, int, int, int, int, float], node.args)
+        _, dim, above, below, end, fill = cast(tuple[Any, int, int, int, int, float | str], node.args)
         exchange: Exchange = node.meta["exchange"]
         mine, last = self.patch.index, self.patch.index == len(self.patches) - 1
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from passes.operations import bound_arguments, call_arguments
 from passes.rows import RowPlan
@@ -89,6 +90,8 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     value = node.all_input_nodes[0]
     rows = writer.plan.state(value)
     assert isinstance(rows, Rows)
+    if how.fill == "reflect":
+        _require_own_border(writer, node, rows, max(how.above, how.end))
     if how.above or how.below or how.end:
         args = (operand, rows.dim, how.above, how.below, how.end, how.fill)
         shape = writer.patch.shape(value, rows)
@@ -102,6 +105,16 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     wider = writer.graph.create_node("call_function", how.target, *call, name=f"{node.name}_wider")
     wider.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     writer.emit(node, aten.narrow.default, (wider, state.dim, how.skip, writer.patch.size(state)))
+
+
+def _require_own_border(writer: PatchWriter, node: fx.Node, rows: Rows, count: int) -> None:
+    """Refuse patches too small to make the rows outside of the image of their own."""
+    at_border = writer.patch.first == 0 or writer.patch.stop == writer.patch.count
+    if at_border and writer.patch.size(rows) <= count:
+        raise CompileError(
+            f"module {node.meta.get('path') or '(the model itself)'}: {node.target} ({node.name}) pads with {count} of "
+            f"its own rows, patch {writer.patch.index} has {writer.patch.size(rows)} there; use fewer or larger patches"
+        )
 
 
 def _moments(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
