@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CompileError
@@ -113,3 +114,34 @@ def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:
         parts = [positional[head.idx] if head.idx < len(positional) else f"args_{head.idx}"]
     parts += [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[2:]]
     return ".".join(parts)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a forward returns beside its one tensor: a tensor alone, a tuple of one, a dataclass, ..."""
+
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    place: int
+
+    @staticmethod
+    def of(output: Any) -> "Returned":
+        """Raises CompileError where there is no tensor, or several."""
+        leaves, tree = pytree.tree_flatten(_apart(output))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if len(places) != 1:
+            raise CompileError(
+                f"forward returns {len(places)} tensors in a {type(output).__name__}; to be sampled from it must return "
+                "one, the prediction: wrap the model in a module that returns that"
+            )
+        return Returned((*leaves[: places[0]], None, *leaves[places[0] + 1 :]), tree, places[0])
+
+    def tensor(self, output: Any) -> torch.Tensor:
+        """The tensor in an output like this."""
+        found: torch.Tensor = pytree.tree_leaves(_apart(output))[self.place]
+        return found
+
+    def rebuilt(self, tensor: torch.Tensor) -> Any:
+        """The output that has this tensor."""
+        leaves = [*self.leaves[: self.place], tensor, *self.leaves[self.place + 1 :]]
+        return _together(pytree.tree_unflatten(leaves, self.tree))

@@ -4,19 +4,17 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
+from fxpipe.run.agreement import agree, agree_on_state, checksum, told
 from fxpipe.run.observe import Observe
-from fxpipe.run.read_ahead import Tensors
+from fxpipe.run.read_ahead import ReadAhead, Tensors
 from fxpipe.run.run_rank import Draws, NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
@@ -91,8 +89,8 @@ class Engine(Training):
         self._transport, self._given, self.check_batches = transport, state, True
         self.rank, self.device = transport.rank, plan.device
         self._take(plan)
-        self._agree({"plan": plan.fingerprint})
-        self._check_shared_state()
+        agree(self._transport, {"plan": plan.fingerprint})
+        agree_on_state(self._transport, self._state)
         transport.open_channels(plan.channels, plan.groups)
 
     def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
@@ -100,36 +98,31 @@ class Engine(Training):
 
         `next_batch` as in `Training.step`.
         """
-        with self._told():
+        with told(self._transport):
             return super().step(batch, next_batch)
 
     def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
-        with self._told():
+        with told(self._transport):
             return super()._step(tensors, nexts)
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """An exception of this rank ends the others too."""
-        try:
-            yield
-        except BaseException as error:
-            self._transport.abort(error)
-            raise
+    def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
+        with told(self._transport):
+            return super()._read(reader)
 
     def _bind(self, batch: Any) -> Tensors:
         return {name: tensor.to(self.device) for name, tensor in super()._bind(batch).items()}
 
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         if self.check_batches:
-            both = [None if part is None else {n: _checksum(t) for n, t in part.items()} for part in (tensors, nexts)]
+            both = [None if part is None else {n: checksum(t) for n, t in part.items()} for part in (tensors, nexts)]
             parts = {"seed or step index": (self.seed, self.step_index), "batch": both[0], "next batch": both[1]}
-            self._agree(parts | {"state of frozen work": has_made})
+            agree(self._transport, parts | {"state of frozen work": has_made})
 
     def _prepare(self, forms: FilledPlan) -> None:
-        self._agree({"plan of frozen work": [form.fingerprint for form in forms]})
+        agree(self._transport, {"plan of frozen work": [form.fingerprint for form in forms]})
         for form in forms:
             self._take(form)
-        self._check_shared_state()
+        agree_on_state(self._transport, self._state)
         channels = {channel for form in forms for channel in form.channels}
         groups = {group for form in forms for group in form.groups}
         self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
@@ -169,38 +162,7 @@ class Engine(Training):
         """Leave the network; every rank calls it when it is done."""
         self._transport.close()
 
-    def _agree(self, parts: Mapping[str, Any]) -> None:
-        """Raise RunError unless every rank has these values; names the first that differs."""
-        values = self._everyones(parts)
-        for what in parts:
-            different = [rank for rank, other in enumerate(values) if other[what] != values[0][what]]
-            if different:
-                raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
-
-    def _everyones(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        values = self._transport.broadcast_object(self._transport.gather_object(mine))
-        assert values is not None
-        return values
-
-    def _check_shared_state(self) -> None:
-        """State that several ranks hold (frozen modules, tied parameters) must be the same on all of them."""
-        sums = self._everyones({name: _checksum(tensor) for name, tensor in self._state.items()})
-        first: dict[str, tuple[int, Any]] = {}
-        for rank, of_rank in enumerate(sums):
-            for name, checksum in of_rank.items():
-                other, expected = first.setdefault(name, (rank, checksum))
-                if expected != checksum:
-                    raise RunError(
-                        f"{name} differs between ranks {other} and {rank}; seed every process alike "
-                        "before building the model, or load the same checkpoint on all"
-                    )
-
 
 def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     copy = tensor.detach().clone().to(device)
     return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()

@@ -94,7 +94,7 @@ class Training(ABC):
         """
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
-        while (pair := reader.pair()) is not None:
+        while (pair := self._read(reader)) is not None:
             try:
                 loss = self._step(*pair)
             except RunError as error:
@@ -120,6 +120,10 @@ class Training(ABC):
     def parameters(self) -> Iterator[nn.Parameter]:
         """For an optimizer: never empty, since optimizers refuse that; a rank without any gives one of size zero."""
         yield from self.parameters_by_name.values() or [nn.Parameter(torch.empty(0))]
+
+    def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
+        """The next batch and the one after it; None at the end."""
+        return reader.pair()
 
     def _reader(self, loader: Iterable[Batch], batches: Iterator[Batch]) -> ReadAhead:
         if batches is not loader:  # nobody else has this iterator, so nobody can go on with it

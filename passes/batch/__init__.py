@@ -130,3 +130,25 @@ def _needed(loss: fx.Node, follow: Follow) -> tuple[set[fx.Node], set[fx.Node]]:
                 needed.add(operand)
                 pending.append(operand)
     return needed, whole
+
+
+def require_independent(capture: Capture) -> None:
+    """Prove that each sample of what `capture` returns is made of that sample alone, so that any ranks may have it.
+
+    Raises:
+        CompileError: an operation mixes samples, or the batch is no first dimension of the result; names its module.
+    """
+    if not capture.batch:
+        raise CompileError(f"samples cannot be computed apart: {'; '.join(capture.notes) or 'there is one'}")
+    follow = Follow(capture)
+    try:
+        follow.run()
+    except Mixed as error:
+        raise _refusal(follow.failed, error) from None
+    state = follow.states[capture.result]
+    if state != State(Layout(0)):
+        raise _refusal(capture.result, Mixed("its samples do not lie in dimension 0 one by one", "return them so"))
+    _, whole = _needed(capture.result, follow)
+    if whole:
+        node = min(whole, key=lambda node: capture.places[node.name])
+        raise _refusal(node, Mixed("it mixes samples"))

@@ -1,0 +1,57 @@
+"""Which rank has which samples and which rows of the image when a denoiser is spread over ranks.
+
+2 groups of samples x 3 patches        rank 0: samples 0:1, patch 0    rank 3: samples 1:2, patch 0
+                                       rank 1: samples 0:1, patch 1    rank 4: samples 1:2, patch 1
+                                       rank 2: samples 0:1, patch 2    rank 5: samples 1:2, patch 2
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+from fxpipe.errors import CompileError
+from fxpipe.plan.plan import microbatch_sizes
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`groups` of samples, of `patches` each: group g's patch p is on rank g * patches + p."""
+
+    groups: int
+    patches: int
+
+    @property
+    def world_size(self) -> int:
+        return self.groups * self.patches
+
+    def spans(self, batch_size: int) -> list[tuple[int, int]]:
+        """The samples [start, stop) of every group."""
+        spans, start = list[tuple[int, int]](), 0
+        for size in microbatch_sizes(batch_size, self.groups):
+            spans.append((start, start + size))
+            start += size
+        return spans
+
+    def __str__(self) -> str:
+        return f"{self.groups} x {self.patches}"
+
+
+def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None) -> Grid:
+    """The grid of a call with so many samples: as many groups as divide both where `cfg` is left open, since groups
+    exchange the prediction alone.
+
+    Raises:
+        CompileError: the ranks cannot be used so.
+    """
+    if cfg is None:
+        cfg = gcd(world_size, batch_size) if patches is None else world_size // patches
+    if patches is None:
+        patches = world_size // cfg
+    if cfg < 1 or patches < 1 or cfg * patches != world_size:
+        raise CompileError(
+            f"cfg={cfg} groups of samples x patches={patches} are not world_size={world_size} ranks; leave one open"
+        )
+    if cfg > batch_size:
+        raise CompileError(
+            f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(world_size, batch_size)}"
+        )
+    return Grid(cfg, patches)
