@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
     from fxpipe.program import Program
+    from fxpipe.sample_compiler import compile_sampler
+    from fxpipe.sampler import Sampler
 
 __all__ = [
     "CaptureError",
@@ -36,10 +38,12 @@ __all__ = [
     "Plan",
     "Program",
     "RunError",
+    "Sampler",
     "Schedule",
     "ScheduleError",
     "SelfConditioning",
     "compile",
+    "compile_sampler",
 ]
 
 # Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
@@ -51,7 +55,9 @@ _LAZY = {
     "Program": "fxpipe.program",
     "Schedule": "fxpipe.plan.schedule",
     "SelfConditioning": "fxpipe.models.self_conditioning",
+    "Sampler": "fxpipe.sampler",
     "compile": "fxpipe.compiler",
+    "compile_sampler": "fxpipe.sample_compiler",
 }
 
 

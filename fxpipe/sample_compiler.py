@@ -7,9 +7,9 @@ graphs      one graph per patch, exchanges as nodes
 fresh       exchanges as messages of this step         -> SampleProgram per rank
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,24 @@ from torch import nn
 
 from fxpipe.analysis import Observe
 from fxpipe.capture import Capture, capture
-from fxpipe.capture.inputs import describe
+from fxpipe.capture.inputs import InputSpec, Leaf, describe
+from fxpipe.capture.trees import Returned
 from fxpipe.errors import CompileError
-from fxpipe.models.backbones import prediction_of, row_inputs
+from fxpipe.models.backbones import example_inputs, image_rows, prediction_of, row_inputs
+from fxpipe.models.pipelines import denoiser_name, is_pipeline, recorded_call
+from fxpipe.options import check_counts, given_device
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
+from fxpipe.plan.sample_grid import grid_for
 from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.run.sampling import predict_in_process
+from fxpipe.plan.transport import Transport
+from fxpipe.run.launch import join
+from fxpipe.run.sampling import LaunchedRank, LocalRanks, predict_in_process
+from fxpipe.sampler import Sampler, SampleStep, Spread, Traced
+from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.sampling.fresh import CONSTANTS, fresh_programs
+from passes.sampling.groups import grouped
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import even_bounds, patches_of, require_units
 
@@ -167,3 +176,155 @@ def _sampling(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
         for module, mode in modes.items():
             module.training = mode
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The exact mode: patches of rows, every exchange of the step itself."""
+
+    world_size: int
+    cfg: int | None
+    patches: int | None
+    rows_of: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
+    device: torch.device
+    observe: Observe
+
+    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The call as one flat graph, and which inputs have rows. A single sample is traced as two, since a graph of
+        one holds for one alone; where that fails, as it is."""
+        inputs, tensors = describe(module, args, kwargs, None)
+        if inputs.batch_size == 1:
+            with suppress(CompileError):
+                twice = [torch.cat([t, t]) if leaf.batched else t for leaf, t in _of_tensors(inputs, tensors)]
+                return self._traced(module, *describe(module, *inputs.rebuild(twice), 2))
+        return self._traced(module, inputs, tensors)
+
+    def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> Traced:
+        rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
+        returned: list[Returned] = []
+
+        def result_of(output: Any) -> torch.Tensor:
+            returned[:] = [Returned.of(output)]
+            return returned[0].tensor(output)
+
+        with _sampling(module):
+            captured = capture(module, inputs, tensors, result_of)
+        self.observe("capture", captured)
+        return Traced(captured, returned[0], rows)
+
+    def step(self, traced: Traced, batch_size: int) -> SampleStep:
+        """Every group's patches, as if it were alone; then the groups together."""
+        grid = grid_for(self.world_size, batch_size, self.cfg, self.patches)
+        if grid.groups > 1:
+            require_independent(traced.captured)
+        spans = grid.spans(batch_size)
+        plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
+        self.observe("rows", plans)
+        alone = {size: self._alone(plan, grid.patches) for size, plan in plans.items()}
+        first = plans[spans[0][1] - spans[0][0]]
+        programs, messages = alone[spans[0][1] - spans[0][0]]
+        if grid.groups > 1:
+            leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
+            values = {name: first.sized.nodes[name].meta["val"] for name in first.inputs}
+            batched = {name: values[name] for name, argument in first.inputs.items() if argument in leaves}
+            parts = [alone[b - a] for a, b in spans]
+            programs, messages = grouped(parts, spans, batched, self.device)
+        require_programs(programs, messages)
+        self.observe("programs", programs)
+        notes = (*traced.captured.notes, *map(str, first.notes))
+        return SampleStep(traced, batch_size, grid, first.inputs, programs, messages, str(first), notes)
+
+    def _alone(self, plan: RowPlan, patches: int) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+        require_units(plan, patches)
+        parts = patches_of(plan, even_bounds(plan.units.count, patches))
+        return fresh_programs(plan, parts, [patch_graph(plan, patch) for patch in parts], self.device)
+
+
+def compile_sampler(
+    model: Any,
+    world_size: int,
+    *,
+    example: Mapping[str, Any] | None = None,
+    cfg: int | None = None,
+    patches: int | None = None,
+    sample: Mapping[str, int] | None = None,
+    vae: bool = True,
+    device: str | torch.device | None = None,
+    observe: Observe = lambda name, artefact: None,
+) -> Sampler:
+    """Compile a pipeline, a denoiser, or any module whose inputs have rows, for sampling on `world_size` ranks.
+
+    The rows of the image are cut into patches, a rank each; samples of a call (the halves of classifier-free guidance)
+    go to groups of ranks. Every exchange is of the step itself: any layout gives one device's result.
+
+    Args:
+        model: a diffusers pipeline, or a module that predicts.
+        example: a call: of the pipeline, (it ends where it calls its denoiser), or keyword arguments of the module.
+            Left out, a diffusers backbone's is made from its config.
+        cfg: groups of samples; as many as divide samples and ranks where left out.
+        patches: of the rows in every group.
+        sample: for modules that are no diffusers backbones, {input: its row dimension}.
+        vae: whether the decoder of the pipeline's VAE is spread, too.
+        device: of this process's rank under torchrun; "cuda" is the GPU of LOCAL_RANK.
+
+    Raises:
+        CaptureError: the denoiser cannot be captured as one graph.
+        CompileError: it can, but not be cut so; names the module and what to change.
+        RunError: started by torchrun, and the other ranks cannot be found.
+    """
+    check_counts(world_size=world_size, cfg=cfg, patches=patches)
+
+    # denoiser: which module predicts, and what it is called with
+    name = denoiser_name(model) if is_pipeline(model) else None
+    module, args, kwargs = _denoiser_call(model, name, example)
+
+    # ranks: threads of this process, or processes that torchrun has started
+    launched = join(world_size) is not None
+    where = torch.device(given_device(device)) if device is not None else _device_of(module)
+    ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks()
+
+    # programs: for the example, and for other calls when they come
+    rows_of = row_inputs if sample is None else lambda module, call: sample
+    lowering = _Rows(world_size, cfg, patches, rows_of, where, observe)
+    denoiser = Spread(module, lowering, ranks)
+    denoiser.step(args, kwargs)
+    decoder = _decoder_of(model) if vae and name is not None else None
+    of_image = replace(lowering, cfg=None, patches=None, rows_of=image_rows)
+    spread = None if decoder is None else Spread(decoder, of_image, ranks)
+    return Sampler(model, name, denoiser, spread, (args, kwargs), ranks)
+
+
+def _of_tensors(inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> list[tuple[Leaf, torch.Tensor]]:
+    return list(zip((leaf for leaf in inputs.leaves if leaf.is_tensor), tensors, strict=True))
+
+
+def _denoiser_call(
+    model: Any, name: str | None, example: Mapping[str, Any] | None
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    if name is not None:
+        if example is None:
+            raise CompileError("example is missing: keyword arguments of one call of the pipeline, {'prompt': ...}")
+        return getattr(model, name), *recorded_call(model, name, example)
+    if not isinstance(model, nn.Module):
+        raise CompileError(f"{type(model).__name__} is neither a pipeline nor a module")
+    if example is None:
+        made = example_inputs(model, 2)
+        return model, (), {key: value for key, value in made.items() if key != "target"}
+    return model, (), dict(example)
+
+
+def _connected(device: torch.device) -> Transport:
+    from fxpipe.run.transport.distributed import DistributedTransport
+
+    return DistributedTransport(device)
+
+
+def _decoder_of(pipe: Any) -> nn.Module | None:
+    """The decoder of a VAE whose latents are an image's or a video's."""
+    found = getattr(getattr(pipe, "vae", None), "decoder", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    found = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), _CPU)
+    return _CPU if found.type == "meta" else found

@@ -6,7 +6,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +33,14 @@ class Traced:
     returned: Returned
     rows: Mapping[str, int]
 
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the graph is that of this call."""
+        try:
+            _, size = self.captured.inputs.bind(args, kwargs)
+        except CompileError:
+            return False
+        return bool(self.captured.batch) or size == self.captured.inputs.batch_size
+
 
 @dataclass(frozen=True, eq=False)
 class SampleStep:
@@ -55,7 +62,7 @@ class SampleStep:
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""
-        return {name: tensors[argument] for name, argument in self.inputs.items()}
+        return {name: tensors[argument].contiguous() for name, argument in self.inputs.items()}
 
 
 class Lowering(Protocol):
@@ -90,13 +97,8 @@ class Spread:
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SampleStep, dict[str, torch.Tensor]]:
         """The programs for a call, and its tensors by the module's names."""
         self._forget_other_weights()
-        for traced in reversed(self._traced):
-            try:
-                tensors, size = traced.captured.inputs.bind(args, kwargs)
-            except CompileError:
-                continue
-            return self._of_size(traced, size), tensors
-        traced = self.trace(args, kwargs)
+        fitting = [traced for traced in self._traced if traced.fits(args, kwargs)]
+        traced = fitting[0] if fitting else self.trace(args, kwargs)
         tensors, size = traced.captured.inputs.bind(args, kwargs)
         return self._of_size(traced, size), tensors
 
@@ -106,10 +108,6 @@ class Spread:
         traced = self.lowering.traced(self.module, args, kwargs)
         self._traced.append(traced)
         return traced
-
-    def example_step(self) -> SampleStep:
-        """The programs for the call that was traced first."""
-        return self._of_size(self._traced[0], self._traced[0].captured.inputs.batch_size)
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         key = id(traced), size
@@ -177,10 +175,10 @@ class Sampler:
     example: tuple[tuple[Any, ...], dict[str, Any]]
     ranks: LocalRanks | LaunchedRank
 
-    @cached_property
+    @property
     def step(self) -> SampleStep:
         """The programs for calls like the example."""
-        return self.denoiser.example_step()
+        return self.denoiser.step(*self.example)[0]
 
     @property
     def grid(self) -> Grid:

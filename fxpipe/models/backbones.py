@@ -117,6 +117,14 @@ def row_inputs(model: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
     return {name: dim}
 
 
+def image_rows(module: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:
+    """The input of a VAE's decoder or encoder that has rows: the first image [B, C, H, W] or video [B, C, F, H, W]."""
+    for name, value in call.items():
+        if isinstance(value, Tensor) and value.ndim in (4, 5):
+            return {name: value.ndim - 2}
+    raise CompileError(f"{type(module).__name__} has no input that is an image; leave the VAE whole: vae=False")
+
+
 def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
     """Shape of the prediction, found on fake tensors: no memory and no arithmetic.
 

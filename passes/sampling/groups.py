@@ -33,7 +33,7 @@ def grouped(
     Args:
         groups: programs and messages of each group for its own samples, as if it were alone.
         spans: the samples of every group.
-        batched: the inputs whose dimension 0 is the batch, by name, as one group takes them.
+        batched: the inputs whose dimension 0 is the batch, by name, on the meta device.
     """
     patches, messages = len(groups[0][0]), list[Message]()
     firsts: list[int] = []
@@ -118,7 +118,8 @@ class _Moved:
         start, stop = self.span
         args = (self.env[placeholder], 0, 1, 1, start, stop, 0)
         self.env[placeholder] = self.graph.create_node("call_function", ops.slice_batch, args, name=f"{name}_group")
-        self.env[placeholder].meta = {"val": self.batched[name]}
+        like = self.batched[name]
+        self.env[placeholder].meta = {"val": like.new_empty((stop - start, *like.shape[1:]))}
 
     def _joined(self, own: fx.Node) -> fx.Node:
         """The prediction for all samples: this group's is sent to the others before theirs are waited for."""
