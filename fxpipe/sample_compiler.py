@@ -22,7 +22,7 @@ from fxpipe.capture.trees import Returned
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, prediction_of, row_inputs
 from fxpipe.models.pipelines import denoiser_name, is_pipeline, recorded_call
-from fxpipe.options import check_counts, given_device
+from fxpipe.options import check_counts
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import grid_for
@@ -249,13 +249,13 @@ def compile_sampler(
     patches: int | None = None,
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
-    device: str | torch.device | None = None,
     observe: Observe = lambda name, artefact: None,
 ) -> Sampler:
     """Compile a pipeline, a denoiser, or any module whose inputs have rows, for sampling on `world_size` ranks.
 
     The rows of the image are cut into patches, a rank each; samples of a call (the halves of classifier-free guidance)
-    go to groups of ranks. Every exchange is of the step itself: any layout gives one device's result.
+    go to groups of ranks. Every exchange is of the step itself: any layout gives one device's result. Ranks run on the
+    denoiser's own device.
 
     Args:
         model: a diffusers pipeline, or a module that predicts.
@@ -265,7 +265,6 @@ def compile_sampler(
         patches: of the rows in every group.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too.
-        device: of this process's rank under torchrun; "cuda" is the GPU of LOCAL_RANK.
 
     Raises:
         CaptureError: the denoiser cannot be captured as one graph.
@@ -280,7 +279,7 @@ def compile_sampler(
 
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
-    where = torch.device(given_device(device)) if device is not None else _device_of(module)
+    where = _device_of(module)
     ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks()
 
     # programs: for the example, and for other calls when they come

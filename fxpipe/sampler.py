@@ -1,7 +1,7 @@
 """A compiled sampler: a user's pipeline or denoiser, spread over ranks, and what they inspect of it.
 
-    sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls are spread
-      pipe.unet(sample, t, text)    ->   Spread: programs for this kind of call   ->   ranks   ->   the whole prediction
+sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls are spread
+  pipe.unet(sample, t, text)    ->   Spread: programs for this kind of call   ->   ranks   ->   the whole prediction
 """
 
 from collections.abc import Mapping
@@ -33,13 +33,13 @@ class Traced:
     returned: Returned
     rows: Mapping[str, int]
 
-    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the graph is that of this call."""
+    def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """Of a call that has this graph; None of another. Of tensors only shapes and types are used."""
         try:
-            _, size = self.captured.inputs.bind(args, kwargs)
+            _, size = self.captured.inputs.bind(args, kwargs, shapes_alone=True)
         except CompileError:
-            return False
-        return bool(self.captured.batch) or size == self.captured.inputs.batch_size
+            return None
+        return size if self.captured.batch or size == self.captured.inputs.batch_size else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,24 +90,23 @@ class Spread:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients."""
-        step, tensors = self.step(args, kwargs)
+        step = self.step(args, kwargs)
+        tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
         prediction = self.ranks.predict(step, self._state(step.traced), step.bind(tensors))
         return step.traced.returned.rebuilt(prediction)
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SampleStep, dict[str, torch.Tensor]]:
-        """The programs for a call, and its tensors by the module's names."""
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
+        """The programs for a call; of its tensors only shapes and types are used."""
         self._forget_other_weights()
-        fitting = [traced for traced in self._traced if traced.fits(args, kwargs)]
-        traced = fitting[0] if fitting else self.trace(args, kwargs)
-        tensors, size = traced.captured.inputs.bind(args, kwargs)
-        return self._of_size(traced, size), tensors
-
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The graph for such calls; of tensors only shapes and types are used."""
-        self._forget_other_weights()
+        for traced in self._traced:
+            size = traced.num_samples(args, kwargs)
+            if size is not None:
+                return self._of_size(traced, size)
         traced = self.lowering.traced(self.module, args, kwargs)
+        size = traced.num_samples(args, kwargs)
+        assert size is not None
         self._traced.append(traced)
-        return traced
+        return self._of_size(traced, size)
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         key = id(traced), size
@@ -178,7 +177,7 @@ class Sampler:
     @property
     def step(self) -> SampleStep:
         """The programs for calls like the example."""
-        return self.denoiser.step(*self.example)[0]
+        return self.denoiser.step(*self.example)
 
     @property
     def grid(self) -> Grid:
@@ -211,7 +210,7 @@ class Sampler:
         """One call of all ranks against the uncompiled model; the example where no arguments are given."""
         if not args and not kwargs:
             args, kwargs = self.example
-        step, _ = self.denoiser.step(args, kwargs)
+        step = self.denoiser.step(args, kwargs)
         with torch.no_grad():
             wanted = step.traced.returned.tensor(self.denoiser.module(*args, **kwargs))
         found = step.traced.returned.tensor(self.predict(*args, **kwargs))

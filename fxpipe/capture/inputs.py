@@ -52,15 +52,20 @@ class InputSpec:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-        """Tensors by name and the batch size of this call; CompileError where it differs from what was captured."""
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], shapes_alone: bool = False
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Tensors by name and the batch size of this call; CompileError where it differs from what was captured.
+
+        With `shapes_alone` tensors may be fake, or on the meta device.
+        """
         named, tree = flatten(self.signature, args, kwargs, self.tree)
         if tree != self.tree:
             expected, given = [leaf.name for leaf in self.leaves], list(named)
             raise CompileError(f"inputs {given} are not the compiled ones, {expected}; pass the same arguments")
         tensors = {leaf.name: named[leaf.name] for leaf in self.leaves if leaf.is_tensor}
         for leaf in self.leaves:
-            _check_leaf(leaf, named[leaf.name])
+            _check_leaf(leaf, named[leaf.name], shapes_alone)
         sizes = {leaf.name: int(tensors[leaf.name].shape[0]) for leaf in self.leaves if leaf.batched}
         if len(set(sizes.values())) != 1:
             raise CompileError(f"inputs disagree on the batch size: {sizes}; dimension 0 of each must be the batch")
@@ -73,7 +78,7 @@ class InputSpec:
         return unflatten(values, self.tree)
 
 
-def _check_leaf(leaf: Leaf, value: Any) -> None:
+def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:
     if not leaf.is_tensor:
         if not _same(leaf.constant, value):
             got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -82,7 +87,7 @@ def _check_leaf(leaf: Leaf, value: Any) -> None:
         return
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
-    if value.is_meta or private.mode_of(value) is not None:
+    if not shapes_alone and (value.is_meta or private.mode_of(value) is not None):
         raise CompileError(f"input {leaf.name} holds no values (it is fake, or on the meta device); a step needs some")
     _check_dense(leaf.name, value)
     skip = 1 if leaf.batched else 0

@@ -131,8 +131,8 @@ class Returned:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if len(places) != 1:
             raise CompileError(
-                f"forward returns {len(places)} tensors in a {type(output).__name__}; to be sampled from it must return "
-                "one, the prediction: wrap the model in a module that returns that"
+                f"forward returns {len(places)} tensors in a {type(output).__name__}; a sampler needs one, the "
+                "prediction: wrap the model in a module that returns that"
             )
         return Returned((*leaves[: places[0]], None, *leaves[places[0] + 1 :]), tree, places[0])
 

@@ -53,7 +53,7 @@ def denoiser_name(pipe: Any) -> str:
         CompileError: there is none, or it cannot be told which.
     """
     components = _components(pipe) or {}
-    found = [name for name, part in components.items() if is_backbone(part)]
+    found: list[str] = [name for name, part in components.items() if is_backbone(part)]
     named = [name for name in _DENOISERS if name in found]
     if len(found) > 1 and named:
         found = named[:1]

@@ -1,7 +1,7 @@
 """Calls of a spread module, run by its ranks' programs: all of them as threads of this process, or this process's own.
 
-    with ranks.call():                 a call of the user's pipeline: its steps belong together
-        ranks.predict(step, state, tensors)
+with ranks.call():                 a call of the user's pipeline: its steps belong together
+    ranks.predict(step, state, tensors)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,7 @@ class Programs(Protocol):
     def channels(self) -> list[Channel]: ...
 
 
-def predict(
-    module: fx.GraphModule, program: SampleProgram, transport: Transport, tensors: Tensors
-) -> torch.Tensor:
+def predict(module: fx.GraphModule, program: SampleProgram, transport: Transport, tensors: Tensors) -> torch.Tensor:
     """The whole prediction, on one rank; `tensors` are the whole inputs by the program's names."""
     with torch.no_grad():
         prediction: torch.Tensor = module(transport, *(tensors[name] for name in program.inputs))

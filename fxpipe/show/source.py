@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.plan import ops
+from fxpipe.plan import ops, row_ops
 from fxpipe.plan.actions import KINDS
 from fxpipe.plan.rank_program import Message
 
 _WIDTH = 112  # of a line inside a method
+_OWN = (ops.__name__, row_ops.__name__)
 
 
 def method(name: str, graph: fx.Graph, bodies: Mapping[str, fx.Graph]) -> str:
@@ -55,6 +56,8 @@ def _statement(node: fx.Node, bodies: Mapping[str, fx.Graph], unpacked: set[fx.N
 
 
 def _returned(node: fx.Node) -> list["str | _Group"]:
+    if isinstance(node.args[0], fx.Node):
+        return [_value(node.args[0])]
     parts: list[Any] = list(node.args[0])  # type: ignore[arg-type]
     shown = [_Group(tuple(map(_value, p)), ("[", "]")) if isinstance(p, Sequence) else _value(p) for p in parts]
     return _separated(shown) if len(parts) > 1 else [*shown, ","]
@@ -152,7 +155,7 @@ def _folded(pieces: Sequence[str | _Group]) -> list[str]:
 def _expression(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{_value(node.args[0])}[{_value(node.args[1])}]"
-    if getattr(node.target, "__module__", "") == ops.__name__:
+    if own_name(node) is not None:
         return f"{own_name(node)}({', '.join(_own_arguments(node))})"
     arguments = [*map(_value, node.args), *(f"{key}={_value(value)}" for key, value in node.kwargs.items())]
     return f"{_function(node.target)}({', '.join(arguments)})"
@@ -167,7 +170,7 @@ def _function(target: Any) -> str:
 
 def own_name(node: fx.Node) -> str | None:
     """The name of one of fxpipe's own operations; None for any other node."""
-    return node.target.__name__ if getattr(node.target, "__module__", "") == ops.__name__ else None  # type: ignore[union-attr]
+    return node.target.__name__ if getattr(node.target, "__module__", "") in _OWN else None  # type: ignore[union-attr]
 
 
 def _own_arguments(node: fx.Node) -> Iterator[str]:

@@ -40,9 +40,7 @@ def grouped(
     for group, (_, of_group) in enumerate(groups):
         firsts.append(len(messages))
         first = group * patches
-        messages += [
-            replace(m, edge=m.edge + firsts[-1], src=m.src + first, dst=m.dst + first) for m in of_group
-        ]
+        messages += [replace(m, edge=m.edge + firsts[-1], src=m.src + first, dst=m.dst + first) for m in of_group]
     shared = _predictions(groups, patches, len(messages))
     programs = [
         _Moved(program, group * patches, firsts[group], spans[group], batched, shared, device).program()
@@ -71,7 +69,8 @@ def _predictions(
 
 def _result(graph: fx.Graph) -> fx.Node:
     (output,) = graph.find_nodes(op="output")
-    (result,) = output.all_input_nodes
+    result = output.args[0]
+    assert isinstance(result, fx.Node)
     return result
 
 
