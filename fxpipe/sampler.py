@@ -92,7 +92,7 @@ class Spread:
         """As the module's forward; without gradients."""
         step = self.step(args, kwargs)
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
-        prediction = self.ranks.predict(step, self._state(step.traced), step.bind(tensors))
+        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors))
         return step.traced.returned.rebuilt(prediction)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
@@ -114,7 +114,7 @@ class Spread:
             self._steps[key] = self.lowering.step(traced, size)
         return self._steps[key]
 
-    def _state(self, traced: Traced) -> dict[str, torch.Tensor]:
+    def state(self, traced: Traced) -> dict[str, torch.Tensor]:
         """The module's tensors and the graph's constants, by the programs' names."""
         if id(traced) not in self._states:
             constants = {f"_constants.{name}": tensor for name, tensor in traced.captured.constants.items()}

@@ -1,0 +1,209 @@
+"""Samplers: a denoiser and a whole pipeline spread over ranks, in this process and over gloo."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CompileError
+from fxpipe.plan.sample_grid import Grid, grid_for
+from fxpipe.run.transport import run_ranks
+from tests.distributed import run_processes, start_processes
+
+_STEPS = 4
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pipeline() -> StableDiffusionPipeline:
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=24,
+        attention_head_dim=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    vae = AutoencoderKL(
+        sample_size=16, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    scheduler = DDIMScheduler(clip_sample=False, steps_offset=1)
+    pipe = StableDiffusionPipeline(
+        vae.double().eval(), None, None, unet.double().eval(), scheduler, None, None, requires_safety_checker=False
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def call(samples: int = 1, height: int = 32, width: int = 24) -> dict[str, object]:
+    embeds = {"prompt_embeds": noise(samples, 7, 24, seed=1), "negative_prompt_embeds": noise(samples, 7, 24, seed=3)}
+    return {**embeds, "height": height, "width": width}
+
+
+def image(pipe: StableDiffusionPipeline, **changes: object) -> Tensor:
+    given = {**call(), "num_inference_steps": _STEPS, "output_type": "pt", **changes}
+    found: Tensor = pipe(**given, generator=torch.Generator().manual_seed(5)).images
+    return found
+
+
+@pytest.fixture(scope="module")
+def pipe() -> StableDiffusionPipeline:
+    return pipeline()
+
+
+@pytest.fixture(scope="module")
+def wanted(pipe: StableDiffusionPipeline) -> Tensor:
+    return image(pipe)
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).abs().max() <= 1e-10 * wanted.abs().max())
+
+
+@pytest.mark.parametrize(("world_size", "cfg"), [(2, None), (2, 1), (3, None), (4, 2)])
+def test_a_whole_pipeline_is_one_devices(
+    world_size: int, cfg: int | None, pipe: StableDiffusionPipeline, wanted: Tensor
+) -> None:
+    sampler = fxpipe.compile_sampler(pipe, world_size, example=call(), cfg=cfg)
+    assert sampler.grid == grid_for(world_size, 2, cfg, None)
+    assert sampler.verify().ok
+    fast = sampler.pipeline()
+    assert same(image(fast), wanted)
+    assert same(image(fast), wanted)  # again: nothing of a call is left to the next
+    assert pipe.unet is sampler.denoiser.module
+
+
+def test_other_prompts_and_sizes_are_compiled_when_they_come(pipe: StableDiffusionPipeline) -> None:
+    fast = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1).pipeline()
+    for given in (call(2), call(1, 40, 16), call(1), call(2)):
+        assert same(image(fast, **given), image(pipe, **given))
+
+
+def test_weights_are_those_of_now(wanted: Tensor) -> None:
+    pipe = pipeline()
+    fast = fxpipe.compile_sampler(pipe, 2, example=call()).pipeline()
+    assert same(image(fast), wanted)
+    with torch.no_grad():
+        pipe.unet.conv_in.weight.mul_(1.5)
+    changed = image(pipe)
+    assert not same(changed, wanted)
+    assert same(image(fast), changed)
+    pipe.unet.conv_in.weight = nn.Parameter(pipe.unet.conv_in.weight.detach() * 0.5)
+    assert same(image(fast), image(pipe))
+
+
+def test_dump_shows_what_runs(pipe: StableDiffusionPipeline, tmp_path: Path) -> None:
+    sampler = fxpipe.compile_sampler(pipe, 4, example=call())
+    sampler.dump(tmp_path)
+    text = (tmp_path / "rank_3.py").read_text()
+    compile(text, "rank_3.py", "exec")
+    assert "send(transport, group_norm_own, dst=2" in text
+    assert "2 x 2" in (tmp_path / "plan.txt").read_text()
+    sent: dict[tuple[int, int], int] = {}
+    for message in sampler.step.messages:
+        sent[message.channel] = sent.get(message.channel, 0) + message.num_bytes
+    assert sampler.traffic().channels == sent
+    assert sum(sent.values()) > 0
+
+
+def test_bytes_are_those_that_are_sent(pipe: StableDiffusionPipeline) -> None:
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call())
+    args, kwargs = sampler.example
+    step = sampler.step
+    tensors = step.bind(step.traced.captured.inputs.bind(args, kwargs)[0])
+    state = sampler.denoiser.state(step.traced)
+
+    def rank(transport: object) -> dict[tuple[int, int], int]:
+        program = step.programs[transport.rank]  # type: ignore[attr-defined]
+        module = program.bind({name: state[name] for name in program.state})
+        module(transport, *(tensors[name] for name in program.inputs))
+        transport.flush()  # type: ignore[attr-defined]
+        return transport.sent_bytes()  # type: ignore[attr-defined, no-any-return]
+
+    with torch.no_grad():
+        found = run_ranks(3, rank)
+    assert {channel: size for sent in found for channel, size in sent.items()} == sampler.traffic().channels
+
+
+class Rows(nn.Module):
+    """A denoiser of no library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 2, 5, padding=2)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, picture: Tensor, time: Tensor) -> dict[str, Tensor]:
+        return {"made": self.last(self.norm(self.first(picture)) * time.reshape(-1, 1, 1, 1).cos())}
+
+
+def test_any_module_with_named_rows() -> None:
+    torch.manual_seed(0)
+    model, given = Rows().double(), {"picture": noise(3, 2, 11, 5), "time": noise(3)}
+    sampler = fxpipe.compile_sampler(model, 2, example=given, sample={"picture": 2})
+    assert sampler.grid == Grid(1, 2)
+    assert same(sampler.predict(**given)["made"], model(**given)["made"])
+    sampler = fxpipe.compile_sampler(model, 6, example=given, sample={"picture": 2})
+    assert sampler.grid == Grid(3, 2)
+    assert same(sampler.predict(**given)["made"], model(**given)["made"])
+
+
+def test_full_sizes_compile_without_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = UNet2DConditionModel(sample_size=64, block_out_channels=(320, 640), layers_per_block=1,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=768)  # fmt: skip
+    sampler = fxpipe.compile_sampler(model, 4)
+    assert sampler.grid == Grid(2, 2)
+    assert "float32[1, 320, 32, 64]" in (sampler.dump(tmp_path) / "rank_0.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "says"),
+    [
+        (2, {"example": None}, "example is missing"),
+        (2, {"cfg": 3}, "are not world_size=2 ranks"),
+        (4, {"cfg": 4}, "a call has 2"),
+        (64, {"cfg": 1}, "64 patches of"),
+    ],
+)
+def test_refusals(world_size: int, options: dict[str, object], says: str, pipe: StableDiffusionPipeline) -> None:
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile_sampler(pipe, world_size, **{"example": call(), **options})  # type: ignore[arg-type]
+
+
+# -- processes
+
+
+def launched() -> tuple[Tensor, Tensor]:
+    """What one rank of a launch gets: of a pipeline's call, and of another after it."""
+    pipe = pipeline()
+    sampler = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1)
+    fast = sampler.pipeline()
+    first = image(fast)
+    second = image(fast, **call(2))
+    sampler.close()
+    return first, second
+
+
+def other_prompts() -> None:
+    """Every rank has another prompt."""
+    fast = fxpipe.compile_sampler(pipeline(), 2, example=call(), cfg=1).pipeline()
+    image(fast, prompt_embeds=noise(1, 7, 24, seed=int(os.environ["RANK"])))
+
+
+def test_over_gloo_it_is_one_devices(pipe: StableDiffusionPipeline, wanted: Tensor) -> None:
+    for first, second in run_processes(2, launched):
+        assert same(first, wanted)
+        assert same(second, image(pipe, **call(2)))
+
+
+def test_another_prompt_on_one_rank_ends_all() -> None:
+    for ended in start_processes(2, other_prompts):
+        assert ended.returncode == 1
+        assert "another encoder_hidden_states than rank 0" in ended.output
