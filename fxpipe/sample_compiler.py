@@ -10,19 +10,24 @@ fresh       exchanges as messages of this step         -> SampleProgram per rank
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fxpipe.analysis import Observe
+from cost_models.flops import node_costs
+from fxpipe.analysis import Observe, given_cost_model
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import InputSpec, Leaf, describe
 from fxpipe.capture.trees import Returned
+from fxpipe.cluster import Cluster
+from fxpipe.costs.model import CostModel, node_seconds
+from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, prediction_of, row_inputs
 from fxpipe.models.pipelines import denoiser_name, is_pipeline, recorded_call
-from fxpipe.options import check_counts
+from fxpipe.options import check_counts, given_cluster
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import grid_for
@@ -31,8 +36,11 @@ from fxpipe.plan.transport import Transport
 from fxpipe.run.launch import join
 from fxpipe.run.sampling import LaunchedRank, LocalRanks, predict_in_process
 from fxpipe.sampler import Sampler, SampleStep, Spread, Traced
+from fxpipe.simulate.op_lists import StepOps
+from fxpipe.simulate.sample_ops import sample_ops
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
+from passes.rows.sized import at_batch_size
 from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.groups import grouped
 from passes.sampling.patch_graph import patch_graph
@@ -187,6 +195,7 @@ class _Rows:
     patches: int | None
     rows_of: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
     device: torch.device
+    cost_model: CostModel
     observe: Observe
 
     def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -223,16 +232,21 @@ class _Rows:
         alone = {size: self._alone(plan, grid.patches) for size, plan in plans.items()}
         first = plans[spans[0][1] - spans[0][0]]
         programs, messages = alone[spans[0][1] - spans[0][0]]
+        whole = at_batch_size(traced.captured, batch_size)
+        likes = {name: whole.nodes[name].meta["val"] for name in first.inputs}
         if grid.groups > 1:
             leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
-            values = {name: first.sized.nodes[name].meta["val"] for name in first.inputs}
-            batched = {name: values[name] for name, argument in first.inputs.items() if argument in leaves}
+            batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
             parts = [alone[b - a] for a, b in spans]
             programs, messages = grouped(parts, spans, batched, self.device)
         require_programs(programs, messages)
         self.observe("programs", programs)
         notes = (*traced.captured.notes, *map(str, first.notes))
-        return SampleStep(traced, batch_size, grid, first.inputs, programs, messages, str(first), notes)
+        return SampleStep(traced, batch_size, grid, first.inputs, likes, programs, messages, str(first), notes)
+
+    def ops(self, step: SampleStep) -> StepOps:
+        """What every rank does, for how long, and in how many bytes."""
+        return sample_ops(step.programs, step.messages, step.likes, partial(_seconds_of, self.cost_model))
 
     def _alone(self, plan: RowPlan, patches: int) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
         require_units(plan, patches)
@@ -249,6 +263,8 @@ def compile_sampler(
     patches: int | None = None,
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
+    cluster: Cluster | str | None = None,
+    cost_model: CostModel | str | None = None,
     observe: Observe = lambda name, artefact: None,
 ) -> Sampler:
     """Compile a pipeline, a denoiser, or any module whose inputs have rows, for sampling on `world_size` ranks.
@@ -265,6 +281,8 @@ def compile_sampler(
         patches: of the rows in every group.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too.
+        cluster: devices and links that predictions are for; one node of A100-80GB where left out.
+        cost_model: seconds of compute; the cluster's device where left out.
 
     Raises:
         CaptureError: the denoiser cannot be captured as one graph.
@@ -284,13 +302,31 @@ def compile_sampler(
 
     # programs: for the example, and for other calls when they come
     rows_of = row_inputs if sample is None else lambda module, call: sample
-    lowering = _Rows(world_size, cfg, patches, rows_of, where, observe)
+    network = given_cluster(cluster, world_size)
+    costs = given_cost_model(cost_model or network.device)
+    lowering = _Rows(world_size, cfg, patches, rows_of, where, costs, observe)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
     decoder = _decoder_of(model) if vae and name is not None else None
     of_image = replace(lowering, cfg=None, patches=None, rows_of=image_rows)
     spread = None if decoder is None else Spread(decoder, of_image, ranks)
-    return Sampler(model, name, denoiser, spread, (args, kwargs), ranks)
+    return Sampler(model, name, denoiser, spread, (args, kwargs), ranks, network)
+
+
+def _seconds_of(model: CostModel, programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:
+    """Of every operation of all programs; those that are none of ATen's move what they read and make."""
+    nodes = [node for program in programs for node in program.graph.nodes if node.op == "call_function"]
+    for program in programs:
+        for node in program.graph.nodes:
+            node.meta["requires_grad"] = False
+    costs = node_costs([node for node in nodes if isinstance(node.target, torch._ops.OpOverload)])
+    table = CostTable.of(costs.values())
+    seconds = dict(zip(costs, node_seconds(model, table, 1).forward.tolist(), strict=True))
+    for node in nodes:
+        value = node.meta.get("val")
+        if node not in seconds and isinstance(value, torch.Tensor):
+            seconds[node] = model.moving_seconds(value.nbytes, value.nbytes)
+    return seconds
 
 
 def _of_tensors(inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> list[tuple[Leaf, torch.Tensor]]:

@@ -14,15 +14,19 @@ from torch import nn
 
 from fxpipe.capture import Capture
 from fxpipe.capture.trees import Returned
+from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.models.pipelines import Shell, with_components, with_submodule
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
 from fxpipe.run.sampling import LaunchedRank, LocalRanks
 from fxpipe.run.verification import TOLERANCES
+from fxpipe.simulate import timeline
+from fxpipe.simulate.op_lists import StepOps
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +49,14 @@ class Traced:
 @dataclass(frozen=True, eq=False)
 class SampleStep:
     """The programs of all ranks for calls with so many samples. `inputs` has the module's input that each input of a
-    program is, by name; `about` says where the rows lie, and what is exchanged because no rule was known."""
+    program is, by name, `likes` its shape and type; `about` says where the rows lie, `notes` what is gathered because
+    no rule was known."""
 
     traced: Traced
     batch_size: int
     grid: Grid
     inputs: Mapping[str, str]
+    likes: Mapping[str, torch.Tensor]
     programs: tuple[SampleProgram, ...]
     messages: tuple[Message, ...]
     about: str
@@ -74,6 +80,10 @@ class Lowering(Protocol):
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""
+        ...
+
+    def ops(self, step: SampleStep) -> StepOps:
+        """What every rank does, for how long, and in how many bytes."""
         ...
 
 
@@ -173,6 +183,7 @@ class Sampler:
     decoder: Spread | None
     example: tuple[tuple[Any, ...], dict[str, Any]]
     ranks: LocalRanks | LaunchedRank
+    cluster: Cluster
 
     @property
     def step(self) -> SampleStep:
@@ -222,6 +233,21 @@ class Sampler:
     def traffic(self) -> Traffic:
         """Bytes of one call of the denoiser, by directed channel and by kind."""
         return Traffic(self.step.messages)
+
+    def simulate(self, cluster: Cluster | str | None = None) -> Timeline:
+        """Predict one call of the denoiser from the programs of all ranks: time, traffic and memory of each.
+
+        Args:
+            cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
+        """
+        network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
+        return timeline(self.denoiser.lowering.ops(self.step), network.require(self.grid.world_size))
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the predicted call as a Chrome trace, for Perfetto."""
+        from fxpipe.show.trace_format import write_trace
+
+        return write_trace(self.simulate(), path)
 
     def dump(self, directory: str | Path) -> Path:
         """Write plan, rows, traffic and every rank's program as readable Python."""

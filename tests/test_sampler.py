@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid, grid_for
+from fxpipe.plan.transport import Transport
 from fxpipe.run.transport import run_ranks
 from tests.distributed import run_processes, start_processes
+from tests.live_bytes import LiveBytes
 
 _STEPS = 4
 
@@ -118,15 +120,15 @@ def test_bytes_are_those_that_are_sent(pipe: StableDiffusionPipeline) -> None:
     tensors = step.bind(step.traced.captured.inputs.bind(args, kwargs)[0])
     state = sampler.denoiser.state(step.traced)
 
-    def rank(transport: object) -> dict[tuple[int, int], int]:
-        program = step.programs[transport.rank]  # type: ignore[attr-defined]
+    def rank(transport: Transport) -> dict[tuple[int, int], int]:
+        program = step.programs[transport.rank]
         module = program.bind({name: state[name] for name in program.state})
-        module(transport, *(tensors[name] for name in program.inputs))
-        transport.flush()  # type: ignore[attr-defined]
-        return transport.sent_bytes()  # type: ignore[attr-defined, no-any-return]
+        with torch.no_grad():
+            module(transport, *(tensors[name] for name in program.inputs))
+        transport.flush()
+        return transport.sent_bytes()
 
-    with torch.no_grad():
-        found = run_ranks(3, rank)
+    found = run_ranks(3, rank)
     assert {channel: size for sent in found for channel, size in sent.items()} == sampler.traffic().channels
 
 
@@ -207,3 +209,34 @@ def test_another_prompt_on_one_rank_ends_all() -> None:
     for ended in start_processes(2, other_prompts):
         assert ended.returncode == 1
         assert "another encoder_hidden_states than rank 0" in ended.output
+
+
+def test_memory_is_predicted(pipe: StableDiffusionPipeline) -> None:
+    """Against the bytes that are really alive on every rank."""
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call(4, 64, 48))
+    args, kwargs = sampler.example
+    step = sampler.step
+    tensors = step.bind(step.traced.captured.inputs.bind(args, kwargs)[0])
+    state = sampler.denoiser.state(step.traced)
+
+    def rank(transport: Transport) -> int:
+        program, live = step.programs[transport.rank], LiveBytes()
+        module = program.bind({name: state[name] for name in program.state})
+        live.see([[state[name] for name in program.state], [tensors[name] for name in program.inputs]])
+        with live, torch.no_grad():
+            module(transport, *(tensors[name] for name in program.inputs))
+        transport.flush()
+        return live.peak
+
+    found = run_ranks(3, rank)
+    timeline = sampler.simulate()
+    for measured, predicted in zip(found, timeline.memory, strict=True):
+        assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)
+
+
+def test_time_is_predicted_from_the_programs(pipe: StableDiffusionPipeline, tmp_path: Path) -> None:
+    alone = fxpipe.compile_sampler(pipe, 1, example=call(1, 256, 192)).simulate().makespan_seconds
+    shared = fxpipe.compile_sampler(pipe, 2, example=call(1, 256, 192))
+    assert alone / 2 <= shared.simulate().makespan_seconds < alone
+    assert shared.simulate("2x1xV100+Ethernet-1").makespan_seconds > shared.simulate().makespan_seconds
+    assert "predict" in shared.trace(tmp_path / "trace.json").read_text()

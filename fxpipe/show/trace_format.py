@@ -54,7 +54,7 @@ def _thread(target: int) -> int:
 
 def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for event in timeline.actions:
-        yield _slice(event, event.action, COMPUTE, {"kind": NAMES[event.kind]})
+        yield _slice(event, event.action, COMPUTE, {"kind": NAMES.get(event.kind, event.action)})
     for event in timeline.waits:
         if event.seconds > 0:
             name = f"wait for rank {event.peer}" if event.peer >= 0 else "wait for a collective"
