@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fxpipe.cli import app
@@ -58,6 +59,9 @@ WRONG = [
     (["run", f"{TOY}:toy", "--world-size", "2"], "--steps"),
     (["run", f"{TOY}:toy", "--steps", "2"], "start under torchrun"),
     (["run", f"{TOY}:toy", "--steps", "0", "--world-size", "2"], "--steps"),
+    (["sample", f"{TOY}:toy", "--world-size", "2"], "must return a pipeline"),
+    (["sample", "examples/text_to_image.py:pipe"], "start under torchrun"),
+    (["sample", "examples/text_to_image.py:pipe", "--world-size", "2", "--cfg", "3"], "are not world_size=2 ranks"),
 ]
 
 
@@ -87,7 +91,7 @@ def test_world_size_must_be_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_names_the_commands() -> None:
     code, stdout, _ = invoke("--help")
     assert code == 0
-    assert all(command in stdout for command in ("compile", "show", "run"))
+    assert all(command in stdout for command in ("compile", "show", "run", "sample"))
 
 
 def test_show_prints_texts_as_they_are(dumped: Path) -> None:
@@ -142,6 +146,19 @@ def test_run_under_torchrun_prints_the_same_losses_once(monkeypatch: pytest.Monk
     assert launched.returncode == 0, launched.stderr
     steps = [line for line in launched.stdout.splitlines() if line.startswith("step ")]
     assert steps == [line for line in invoke(*args, "--world-size", "2")[1].splitlines() if line.startswith("step ")]
+
+
+def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    out, dump = tmp_path / "images.png", tmp_path / "dump"
+    model = ["sample", "examples/text_to_image.py:pipe", "--steps", "2", "--out", str(out), "--dump", str(dump)]
+    code, stdout, _ = invoke(*model, "--world-size", "8", "--verify", "--height", "48")
+    assert code == 0
+    assert "sampling: 4 x 2" in stdout
+    assert "exact: prediction" in stdout
+    with Image.open(out) as image:
+        assert image.size == (128, 48)
+    assert (dump / "rank_7.py").exists()
 
 
 def test_python_dash_m_fails_without_a_traceback() -> None:

@@ -56,6 +56,14 @@ def test_script_shows_its_plan_is_exact_and_trains(
     assert warned == ""
 
 
+def test_text_to_image_is_one_devices(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    runpy.run_path(str(EXAMPLES / "text_to_image.py"), run_name="__main__")
+    shown, _ = capsys.readouterr()
+    assert "exact: prediction" in shown
+    assert float(re.findall(r"10 steps: (\S+) off", shown)[0]) < 1e-4
+
+
 def test_try_out_under_torchrun_shows_the_plan_once_and_trains(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TOY_SCRIPT)
@@ -93,6 +101,7 @@ def test_demo_fits_80_columns_and_is_exact(
     assert re.search(r"all \d+ skips stay on their rank: none crosses", shown)
     assert 'begin(transport, "1F0")' in shown  # the quoted action
     assert re.search(r"2/2 loss \d\.\d{4}", shown)
+    assert "images: exact" in shown
     assert {"rank_0.py", "rank_1.py", "plan.txt", "grid.txt"} <= {path.name for path in tmp_path.iterdir()}
     assert warned == ""
 
@@ -100,10 +109,13 @@ def test_demo_fits_80_columns_and_is_exact(
 def test_readme_example_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    training, sampling = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(training, "README.md", "exec"), names)
     assert EXACT.search(capsys.readouterr().out)
     assert (tmp_path / "out" / "rank_3.py").exists()
+    exec(compile(sampling, "README.md", "exec"), {})
+    assert "exact: prediction" in capsys.readouterr().out
+    assert (tmp_path / "sampler" / "rank_3.py").exists()
     assert float(names["loss"]) > 0  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The command line: `fxpipe compile`, `show`, `run`; what costs and plans without running is in two files beside.
+"""The command line: `fxpipe compile`, `show`, `run`; what costs and plans without running, and what samples, is beside.
 
 MODEL is `file.py:factory` or `module:factory`: an nn.Module, or a callable without arguments that returns one. A module
 that is not a diffusers backbone says what it trains on by a method `example_inputs(batch_size)`: a tuple or dict of
@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from fxpipe.cli.costing import cost, profile
 from fxpipe.cli.options import Planning, planned, read
 from fxpipe.cli.planning import compare, fillers, report, simulate, trace, tune
+from fxpipe.cli.sampling import sample
 from fxpipe.errors import CompileError, FxpipeError, RunError
 from fxpipe.plan.plan import Plan
 
@@ -46,7 +47,7 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
-for command in (cost, profile, tune, compare, fillers, simulate, trace, report):
+for command in (cost, profile, tune, compare, fillers, simulate, trace, report, sample):
     app.command()(command)
 
 
@@ -59,7 +60,7 @@ def main() -> None:
 def _root(context: typer.Context) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
     if context.invoked_subcommand is None:
-        known = "compile, show, run, cost, profile, tune, compare, fillers, simulate, trace, report"
+        known = "compile, show, run, cost, profile, tune, compare, fillers, simulate, trace, report, sample"
         raise CompileError(f"no command given; one of {known} (fxpipe --help tells more)")
 
 

@@ -31,6 +31,22 @@ DEVICE_MODEL = "device whose times to plan by, as H100@bfloat16; measured; or a 
 _SAMPLES = 8
 
 
+def ranks_asked(world_size: int | None, otherwise: int | None = None) -> int:
+    """The number of ranks asked for, torchrun's, or the `otherwise` one.
+
+    Raises:
+        CompileError: none is given, or torchrun has started another number.
+    """
+    launched = os.environ.get("WORLD_SIZE")  # set by torchrun
+    if launched is None:
+        if world_size is None and otherwise is None:
+            raise CompileError("--world-size is missing; give it, or start under torchrun")
+        return cast(int, world_size or otherwise)
+    if world_size not in (None, int(launched)):
+        raise CompileError(f"--world-size {world_size} differs from torchrun's {launched} processes; leave it out")
+    return int(launched)
+
+
 @dataclass(frozen=True)
 class Planning:
     """The model, and the options of `fxpipe.compile`; what is left out is chosen."""
@@ -79,16 +95,8 @@ class Planning:
         Raises:
             CompileError: none is given, or torchrun has started another number.
         """
-        launched = os.environ.get("WORLD_SIZE")  # set by torchrun
-        if launched is None:
-            if self.world_size is None and self.made is None:
-                raise CompileError("--world-size is missing; give it, or start under torchrun")
-            return self.world_size or cast("Plan", self.made).staged.world_size
-        if self.world_size not in (None, int(launched)):
-            raise CompileError(
-                f"--world-size {self.world_size} differs from torchrun's {launched} processes; leave it out"
-            )
-        return int(launched)
+        planned = None if self.made is None else self.made.staged.world_size
+        return ranks_asked(self.world_size, planned)
 
     def loaded(self, batch_size: int) -> "tuple[nn.Module, Any]":
         """The model, and a batch of its example inputs."""

@@ -15,10 +15,32 @@ from torch import nn
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs as backbone_inputs
 from fxpipe.models.backbones import is_backbone
+from fxpipe.models.pipelines import is_pipeline
 
 
 def load_model(spec: str) -> nn.Module:
     """The nn.Module that `file.py:factory` or `module:factory` names; CompileError where it names none."""
+    made = _made(spec)
+    if not isinstance(made, nn.Module):
+        raise CompileError(f"{spec} must be an nn.Module or return one, got {type(made).__name__}")
+    return made
+
+
+def load_pipeline(spec: str) -> tuple[Any, dict[str, Any]]:
+    """The pipeline that `file.py:factory` or `module:factory` names, and the arguments of its call that come with it.
+
+    Raises:
+        CompileError: it names none.
+    """
+    made = _made(spec)
+    pipe, call = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    if not is_pipeline(pipe) or not isinstance(call, dict):
+        kind = type(made).__name__
+        raise CompileError(f"{spec} must return a pipeline, or a pipeline and a dict of its arguments; got {kind}")
+    return pipe, dict(call)
+
+
+def _made(spec: str) -> Any:
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise CompileError(f"MODEL must be file.py:factory or module:factory, got {spec!r}")
@@ -26,11 +48,9 @@ def load_model(spec: str) -> nn.Module:
     if not hasattr(module, name):
         raise CompileError(f"{source} has no {name!r}")
     made = getattr(module, name)
-    if not isinstance(made, nn.Module) and callable(made):
+    if not isinstance(made, nn.Module) and not is_pipeline(made) and callable(made):
         with _users_code(f"{spec} failed"):
             made = made()
-    if not isinstance(made, nn.Module):
-        raise CompileError(f"{spec} must be an nn.Module or return one, got {type(made).__name__}")
     return made
 
 
