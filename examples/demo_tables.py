@@ -107,7 +107,8 @@ def traffic_matrix(program: Program) -> Table:
 def traffic_kinds(program: Program) -> Table:
     """Bytes per step of every kind of value."""
     table = columns("", "", "", right=(1,))
-    for kind, size in program.traffic().kinds.items():
+    sizes = program.traffic().kinds
+    for kind, size in ((kind, sizes[kind]) for kind in KINDS):
         stay = f"all {num_skips(program.blocks)} skips stay on their rank: [bold]none crosses[/]"
         table.add_row(kind, f"{size:,} bytes", stay if kind == "skip" and not size else KINDS[kind])
     table.add_row("[bold]total", f"[bold]{program.traffic().total_bytes:,} bytes", "[bold]per training step")
