@@ -40,12 +40,13 @@ def with_halo(
 ) -> torch.Tensor:  # fmt: skip
     """A patch between rows of others; outside of these, at the image's border, `above` and `below` rows more.
 
-    `fill`: a number, or how these are made of the patch's own rows: "reflect" or "replicate".
+    `fill`: a number, or how these are made of the rows that are here: "reflect" or "replicate".
     """
-    last = value.shape[dim] - 1
+    rows = torch.cat([*up, value, *down], dim) if up or down else value
+    last = rows.shape[dim] - 1
     top = [0] * above if fill == "replicate" else list(range(above, 0, -1))
     bottom = [last] * below if fill == "replicate" else list(range(last - 1, last - 1 - below, -1))
-    parts = [_border(value, dim, top, fill), *up, value, *down, _border(value, dim, bottom, fill)]
+    parts = [_border(rows, dim, top, fill), rows, _border(rows, dim, bottom, fill)]
     return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from passes.operations import FACTORIES
 from passes.rows.how import Found, Resized, Same, Window
 from passes.rows.layout import NeedRows, NoRule, Part, RowCall, Rows, shape_of
 
@@ -124,6 +125,7 @@ def padded(call: RowCall) -> Found:
     if mode not in ("constant", "reflect", "replicate") or call.arguments.get("value") not in (None, 0):
         raise NoRule("it pads the rows with others than zeros or its own")
     readers = [RowCall.of(user, call.states, call.units) for user in call.node.users]
+    readers = [reader for reader in readers if reader.name not in FACTORIES]
     if not all(_pads_later(reader, mode) for reader in readers):
         raise NoRule("it pads the rows, for others than convolutions")
     above, below = pad[place : place + 2]

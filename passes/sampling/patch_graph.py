@@ -91,7 +91,7 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     rows = writer.plan.state(value)
     assert isinstance(rows, Rows)
     if how.fill == "reflect":
-        _require_own_border(writer, node, rows, max(how.above, how.end))
+        _require_reflected(writer.patch, node, how, rows)
     if how.above or how.below or how.end:
         args = (operand, rows.dim, how.above, how.below, how.end, how.fill)
         shape = writer.patch.shape(value, rows)
@@ -107,13 +107,15 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     writer.emit(node, aten.narrow.default, (wider, state.dim, how.skip, writer.patch.size(state)))
 
 
-def _require_own_border(writer: PatchWriter, node: fx.Node, rows: Rows, count: int) -> None:
-    """Refuse patches too small to make the rows outside of the image of their own."""
-    at_border = writer.patch.first == 0 or writer.patch.stop == writer.patch.count
-    if at_border and writer.patch.size(rows) <= count:
+def _require_reflected(patch: Patch, node: fx.Node, how: Window, state: Rows) -> None:
+    """Refuse a patch that does not see all the rows which are reflected at its border."""
+    (start, stop), total = patch.span(state), state.size(patch.count)
+    seen = min(total, stop + how.below) - max(0, start - how.above)
+    wanted = max(how.above - start, how.end if stop == total else stop + how.below - total)
+    if seen <= wanted:
         raise CompileError(
-            f"module {node.meta.get('path') or '(the model itself)'}: {node.target} ({node.name}) pads with {count} of "
-            f"its own rows, patch {writer.patch.index} has {writer.patch.size(rows)} there; use fewer or larger patches"
+            f"module {node.meta.get('path') or '(the model itself)'}: {node.target} ({node.name}) reflects {wanted} "
+            f"rows at the image's border, patch {patch.index} sees {seen}; use fewer or larger patches"
         )
 
 
