@@ -84,7 +84,7 @@ def placed(case: Case, schedule: str, hard: bool) -> Staged:
 def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule:
     """In the order that the placement is named after; with a budget, one that is searched for."""
     orders = Orders(case, staged, MICROBATCHES, ahead=False)
-    return orders.named()[0] if budget is None else orders.searched(budget, None, ())[0]
+    return orders.named() if budget is None else orders.searched(budget, None, ())[0]
 
 
 def seconds(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:

@@ -343,5 +343,5 @@ def test_searched_orders_split_no_backward_that_recomputes() -> None:
     boundaries = (0, len(case.blocks) // 2, len(case.blocks))
     for recompute in ((), whole_stages(boundaries)):
         staged = Staged(boundaries, ((0,), (1,)), "1f1b", False, 2, recompute)
-        schedule, _ = Orders(case, staged, 4, ahead=False).searched(0.0, None, ())
+        schedule, *_ = Orders(case, staged, 4, ahead=False).searched(0.0, None, ())
         assert schedule.is_split == (not recompute)

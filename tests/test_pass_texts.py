@@ -148,7 +148,7 @@ def test_schedule(golden: Golden) -> None:
 
 def test_fill(unet: CostedStep, golden: Golden) -> None:
     case, staged, sizes = on_two(unet), placed(unet, "1f1b"), (2, 2)
-    schedule, _ = Orders(case, staged, 2, True).named()
+    schedule = Orders(case, staged, 2, True).named()
     training = simulate(case, staged, schedule, sizes)
     layers = "\n".join(
         f"component {number}, {name}: {count} layers for 4 samples of the next batch"

@@ -85,9 +85,9 @@ def plan_of(name: str, case: Case, staged: Staged, microbatches: int) -> Plan:
     sizes = microbatch_sizes(case.batch_size, microbatches)
     steady = None
     if case.frozen.names and case.divisible:
-        alone = simulate_plan(case, staged, Orders(case, staged, microbatches, ahead=True).named()[0], sizes)
+        alone = simulate_plan(case, staged, Orders(case, staged, microbatches, ahead=True).named(), sizes)
         steady = filled(alone.training, case.frozen, staged, sizes, per_device)
-    order, cut = Orders(case, staged, microbatches, ahead=False).named()[0], PlannedCut(NUM_BLOCKS, sizes[0])
+    order, cut = Orders(case, staged, microbatches, ahead=False).named(), PlannedCut(NUM_BLOCKS, sizes[0])
     return Plan(
         costed(name).fingerprint, "", "", case.batch_size, microbatches, cut, staged, (), case.frozen.names, order,
         steady,

@@ -135,7 +135,7 @@ class _Line:
 
     def _write(self, staged: Staged, sizes: tuple[int, ...]) -> StepOps:
         orders = (_RelayedOrders if self.relayed else Orders)(self.case, staged, len(sizes), ahead=False)
-        schedule, _ = orders.named()
+        schedule = orders.named()
         return step_ops(self.case, staged, schedule, sizes, relayed=self.relayed)
 
     def _setting(self, count: int, size: int) -> str:

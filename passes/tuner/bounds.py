@@ -55,6 +55,9 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     """Of a micro-batch's forwards, those to be computed again so that an order fits, were all memory of a pipeline one.
 
     Inputs, temporaries and frozen weights are left out; so is what stages that are cut anew may hold less.
+
+    Args:
+        schedule: of one pipeline.
     """
     pipeline, costs = staged.pipelines[0], case.costs
     if case.limit_bytes is None or staged.recompute:
@@ -62,8 +65,8 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     saved, kept = costs.saved_bytes(num_samples), costs.saved_bytes_recomputed(num_samples)
     of_stage = [sum(saved[block] for block in staged.blocks(stage)) for stage in range(staged.num_stages)]
     flying = Counter[int]()
-    for rank in pipeline:
-        flying |= _fullest(schedule.ranks[rank], of_stage)
+    for actions in schedule.ranks:
+        flying |= _fullest(actions, of_stage)
     count = [flying[staged.stage_of_block[block]] for block in case.blocks]
     over = sum(
         w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights if w.blocks

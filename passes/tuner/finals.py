@@ -7,7 +7,6 @@ searched    4.401     -     3.749   3.612       a part of the time for each of t
 """
 
 from dataclasses import replace
-from typing import TypeGuard
 
 from passes.tuner.search import Found, told_of
 from passes.tuner.trials import Trial, Trials
@@ -26,22 +25,17 @@ def finals(trials: Trials, found: Found, budget_seconds: float) -> Found:
     tried = {id(trial): trial for trial in found.ranked}
     best, named = found.best, found.best
     for trial in contenders:
-        searched = trials.searched(trial, budget_seconds / 2 / _MOST_SEARCHED)
-        if _is_better(searched, trial):
-            tried[id(trial)] = searched
-        if _is_better(searched, best):
-            best, named = searched, trial
+        searched = trials.searched(trial, budget_seconds / 2 / _MOST_SEARCHED, best.bound_seconds)
+        if searched is not None:
+            best = tried[id(trial)] = searched
+            named = trial
     if any(named is trial for trial in contenders):
-        searched = trials.searched(named, budget_seconds)
-        if _is_better(searched, best):
+        searched = trials.searched(named, budget_seconds, best.bound_seconds)
+        if searched is not None:
             best = tried[id(named)] = searched
-    others = (trial for key, trial in tried.items() if key != id(named) or trial is not best)
-    told = [told_of(replace(trial, why=""), best, trials.case.limit_bytes) for trial in others if trial is not best]
+    others = [replace(trial, why="") for trial in tried.values() if trial is not best]
+    told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
     return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
-
-
-def _is_better(trial: Trial | None, than: Trial) -> TypeGuard[Trial]:
-    return trial is not None and trial.bound_seconds < than.bound_seconds
 
 
 def _contenders(trials: Trials, found: Found) -> list[Trial]:
@@ -51,7 +45,7 @@ def _contenders(trials: Trials, found: Found) -> list[Trial]:
     contenders: dict[bool, dict[tuple[object, ...], Trial]] = {False: {}, True: {}}
     for trial in found.ranked:
         near = trial.bound_seconds <= _SLOWEST * best and trial.candidate.bound_seconds < _WORTH * best
-        if near and trial.schedule is not None and trials.fits(trial) and trials.may_search(trial):
+        if near and trial.is_ordered and trials.fits(trial) and trials.may_search(trial):
             key = replace(trial.placed, schedule=""), trial.candidate.microbatches
             contenders[trial.candidate.ahead].setdefault(key, trial)
     return [trial for of_form in contenders.values() for trial in list(of_form.values())[:_MOST_SEARCHED]]

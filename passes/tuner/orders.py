@@ -42,20 +42,31 @@ class Orders:
         """The ranks of equal pipelines, place by place; none where stages differ in their replicas."""
         return [] if self.num_microbatches % self.staged.replicas else self.staged.pipelines
 
-    def named(self) -> tuple[Schedule, float]:
-        """The order that the placement is named after, and seconds than which no step in it is shorter: those of one
-        pipeline that has all links for itself, with its reductions."""
+    def named(self) -> Schedule:
+        """The order that the placement is named after, of all ranks."""
         if not self.pipelines:
-            return self._whole(), 0.0
-        schedule, least = self._named(self._problem), self._sizes[-1]
+            return self._whole()
+        return tile(self.of_one, self.pipelines, self._of_one)
+
+    @cached_property
+    def of_one(self) -> Schedule:
+        """The named order of one of equal pipelines."""
+        return self._named(self._problem)
+
+    def seconds_of(self, schedule: Schedule) -> float:
+        """No step in one pipeline's order is shorter: as if it had all links for itself, with its reductions."""
+        least = self._sizes[-1]
         seconds = {kind: of for kind, of in self._seconds_of(least).items() if kind in self._problem.seconds}
         alone = replace(self._problem, seconds=seconds, lag=Lags(self.case, self.staged, least, alone=True))
         timeline = alone.simulate(schedule)
         ends = reduction_ends(self.case, self.staged, schedule, timeline)
-        return tile(schedule, self.pipelines, self._of_one), max([timeline.makespan_seconds, *ends])
+        return max([timeline.makespan_seconds, *ends])
 
-    def searched(self, budget_seconds: float, limit_bytes: int | None, needed: Sequence[int]) -> tuple[Schedule, str]:
-        """The best order that is found in this time, and what is known about it; for equal pipelines.
+    def searched(
+        self, budget_seconds: float, limit_bytes: int | None, needed: Sequence[int]
+    ) -> tuple[Schedule, float, str]:
+        """The best order that is found in this time, of all ranks; seconds than which no step in it is shorter; and
+        what is known about it. For equal pipelines.
 
         Args:
             limit_bytes: of memory on every rank.
@@ -68,7 +79,8 @@ class Orders:
         if limit_bytes is not None:
             problem = self._within(problem, limit_bytes, needed)
         found = synthesise(problem, budget_seconds)
-        return tile(found.schedule, self.pipelines, problem.work), f"one pipeline's schedule {found}{known}"
+        whole = tile(found.schedule, self.pipelines, problem.work)
+        return whole, self.seconds_of(found.schedule), f"one pipeline's schedule {found}{known}"
 
     def _whole(self) -> Schedule:
         """The order of all ranks at once."""

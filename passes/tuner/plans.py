@@ -83,13 +83,13 @@ def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
     step = simulate(case, staged, schedule, microbatch_sizes(request.batch_size, count))
     _require_room(case, step)
     shape = Shape(schedule.name, staged.num_stages, (tuple(range(staged.world_size)),))
-    known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, schedule, simulated=step, done=True)
+    known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, True, schedule, step, done=True)
     plan = _plan(case, known, ())
     if request.fill == "none" or not case.frozen.names:
         return plan
     training = schedule.where(lambda action: action.kind != "T")
     ahead = Candidate(shape, count, True, 0.0)
-    best = Trials(case, request).finished(Trial(ahead, 0.0, staged, training, is_thrifty=True))
+    best = Trials(case, request).finished(Trial(ahead, 0.0, staged, True, training, is_thrifty=True))
     if best is None or best.simulated is None or (request.fill == "auto" and best.simulated.seconds >= step.seconds):
         return plan
     predicted = {**plan.predicted, "steady": best.simulated.prediction}
@@ -112,7 +112,7 @@ def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:
     step, steady = best.simulated, None
     if best.candidate.ahead:
         steady = best.simulated
-        step = simulate(case, staged, Orders(case, staged, count, ahead=False).named()[0], sizes)
+        step = simulate(case, staged, Orders(case, staged, count, ahead=False).named(), sizes)
     forms = {"step": step} if steady is None else {"step": step, "steady": steady}
     times = case.costs.at(sizes[0])
     return Plan(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
@@ -86,14 +87,16 @@ class Way:
 class Trial:
     """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
 
-    `simulated` is its step, or its training while that is not `done`: the next batch's frozen work is to come, by some
-    `way`. `needs` are bytes on the fullest rank; one that `is_thrifty` was made to need less. `method` says how the
-    order was found, `why` what it lost by.
+    Once it `is_ordered`, its order is the named one or, where there is one, `schedule`. `simulated` is its step, or its
+    training while that is not `done`: the next batch's frozen work is to come, by some `way`. `needs` are bytes on the
+    fullest rank; one that `is_thrifty` was made to need less. `method` says how the order was found, `why` what it lost
+    by.
     """
 
     candidate: Candidate
     bound_seconds: float
     staged: Staged | None = None
+    is_ordered: bool = False
     schedule: Schedule | None = None
     simulated: Simulated | None = None
     way: Way | None = None
@@ -143,7 +146,7 @@ class Trials:
         """The trial, known one step further; several where memory decides, none where nothing fits."""
         if trial.staged is None:
             yield from self._place(trial)
-        elif trial.schedule is None:
+        elif not trial.is_ordered:
             yield from self._ordered(trial)
         elif trial.simulated is None:
             yield from self._walked(trial)
@@ -160,25 +163,29 @@ class Trials:
             return False
         return 2 * shape.stages * trial.candidate.microbatches <= _LARGEST * len(shape.pipelines)
 
-    def searched(self, trial: Trial, budget_seconds: float) -> Trial | None:
-        """The same placement by an order that is searched for; None where nothing of it fits."""
+    def searched(self, trial: Trial, budget_seconds: float, below: float) -> Trial | None:
+        """The same placement by an order that is searched for; None where nothing of it fits and is `below` as many
+        seconds."""
         orders = self._orders(trial)
         needed = [needs.total for needs in self._peaks(trial)(trial.placed)[1]]
-        schedule, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
-        known = Trial(trial.candidate, trial.candidate.bound_seconds, trial.placed, schedule, is_thrifty=True)
-        found = self.finished(replace(known, method=method))
+        schedule, bound, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
+        known = Trial(trial.candidate, bound, trial.placed, True, schedule, is_thrifty=True, method=method)
+        found = self.finished(known, below)
         with_step = None if found is None else self.with_its_step(found)
         return with_step if with_step is not None and self.fits(with_step) else None
 
-    def finished(self, trial: Trial) -> Trial | None:
-        """The fastest of all that becomes of a trial and fits."""
+    def finished(self, trial: Trial, below: float = inf) -> Trial | None:
+        """The fastest of all that becomes of a trial, fits, and is `below` as many seconds."""
         pending, best = [trial], None
         while pending:
-            for closer in filter(self.fits, self.closer(pending.pop())):
+            trial = pending.pop()
+            if trial.bound_seconds >= below:
+                continue
+            for closer in filter(self.fits, self.closer(trial)):
                 if not closer.done:
                     pending.append(closer)
-                elif best is None or closer.bound_seconds < best.bound_seconds:
-                    best = closer
+                elif closer.bound_seconds < below:
+                    best, below = closer, closer.bound_seconds
         return best
 
     def _ops(self, trial: Trial, staged: Staged, schedule: Schedule) -> StepOps:
@@ -222,13 +229,14 @@ class Trials:
 
     def _ordered(self, trial: Trial) -> Iterator[Trial]:
         """In the order that the placement is named after."""
-        orders, candidate = self._orders(trial), trial.candidate
-        schedule, seconds = orders.named()
-        if orders.pipelines and self.request.recompute is None:
-            again = again_seconds(self.case, trial.placed, schedule, trial.sizes(self.case)[-1])
-            with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
-            seconds = max(seconds, with_it)
-        yield replace(trial, schedule=schedule, bound_seconds=max(trial.bound_seconds, seconds))
+        orders, candidate, seconds = self._orders(trial), trial.candidate, trial.bound_seconds
+        if orders.pipelines:
+            seconds = max(seconds, orders.seconds_of(orders.of_one))
+            if self.request.recompute is None:
+                again = again_seconds(self.case, trial.placed, orders.of_one, trial.sizes(self.case)[-1])
+                with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
+                seconds = max(seconds, with_it)
+        yield replace(trial, is_ordered=True, bound_seconds=seconds)
 
     def thriftier(self, trial: Trial, unseen: int = 0) -> Iterator[Trial]:
         """The same placement in less memory: frozen weights on some ranks only, stages cut by memory, blocks
@@ -252,7 +260,7 @@ class Trials:
         def peaks(staged: Staged) -> tuple[Schedule, list[Needs]]:
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._needs:
-                schedule = self._orders(replace(trial, staged=staged)).named()[0]
+                schedule = self._orders(replace(trial, staged=staged)).named()
                 ops = self._ops(trial, staged, schedule)
                 self._needs[key] = schedule, needs_of(self.case, staged, schedule, ops, trial.candidate.ahead)
             return self._needs[key]
@@ -261,6 +269,7 @@ class Trials:
 
     def _walked(self, trial: Trial) -> Iterator[Trial]:
         """All ranks; if what they hold does not fit, in ways to need less, too."""
+        trial = replace(trial, schedule=trial.schedule or self._orders(trial).named())
         assert trial.schedule is not None
         ops = self._ops(trial, trial.placed, trial.schedule)
         needs = most(needs_of(self.case, trial.placed, trial.schedule, ops, trial.candidate.ahead))
@@ -322,7 +331,7 @@ class Trials:
         """With what a step on the same stages needs that does its own frozen work, where memory is limited."""
         if self.case.limit_bytes is None or not trial.candidate.ahead or not self.fits(trial):
             return trial
-        alone = Orders(self.case, trial.placed, trial.candidate.microbatches, ahead=False).named()[0]
+        alone = Orders(self.case, trial.placed, trial.candidate.microbatches, ahead=False).named()
         needs = simulate(self.case, trial.placed, alone, trial.sizes(self.case)).peak_bytes
         return replace(trial, needs=max(needs, trial.needs or 0))
 
