@@ -23,7 +23,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
-from fxpipe.run.sampling import LaunchedRank, LocalRanks
+from fxpipe.run.ranks import LaunchedRank, LocalRanks
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.sample_program import Form, SampleProgram
 
 Span = tuple[int, int]
 """Samples [start, stop) of the batch."""
@@ -102,7 +102,7 @@ class _Moved:
                 for name in sliced:
                     self._slice(name)
         self.graph.lint()
-        return replace(self.alone, rank=self.rank, graph=self.graph)
+        return replace(self.alone, rank=self.rank, forms={"fresh": Form(self.graph)})
 
     def _move(self, node: fx.Node) -> None:
         """A message of the group, between its own ranks."""
