@@ -11,9 +11,11 @@ from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.program_check import check_programs
 from fxpipe.run.sampling import SampleRun
 from fxpipe.sample_compiler import SamplePrograms, sample_programs
+from tests.conftest import GOLDEN
 from tests.denoisers import KEYS, Case, case
 from tests.distributed import run_processes
 
+NOTES = GOLDEN / "sampling" / "notes.txt"
 # Round to float32 on the way, whatever the type of their weights: sums over rows then differ in its last bit.
 FLOAT32_INSIDE = {"UVit2DModel", "SanaTransformer2DModel", "SanaVideoTransformer3DModel"}
 # Does not run in float64: its time embedding is float32.
@@ -47,36 +49,46 @@ def notes_of(programs: SamplePrograms) -> list[str]:
     return [head, *(f"note: {note}" for note in programs.rows.notes)]
 
 
-@pytest.fixture(scope="module")
-def notes() -> dict[str, list[str]]:
-    """What is said of every backbone, gathered for the golden file."""
-    return {}
+@pytest.fixture
+def said(request: pytest.FixtureRequest) -> Callable[[str, list[str]], None]:
+    """Compares what is said of one model with its lines of a golden file, or writes them under --update-golden."""
+
+    def check(key: str, lines: list[str]) -> None:
+        sections: dict[str, list[str]] = {}
+        for line in NOTES.read_text().splitlines() if NOTES.exists() else ():
+            if line.startswith("  "):
+                sections[next(reversed(sections))].append(line.strip())
+            else:
+                sections[line] = []
+        if request.config.getoption("--update-golden"):
+            sections[key] = lines
+            text = [
+                f"{name}\n" + "".join(f"  {line}\n" for line in sections[name]) for name in KEYS if name in sections
+            ]
+            NOTES.parent.mkdir(exist_ok=True)
+            NOTES.write_text("".join(text))
+        assert lines == sections.get(key), f"differs from {NOTES}; pytest --update-golden accepts the new lines"
+
+    return check
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_patches_predict_what_one_device_predicts(key: str, notes: dict[str, list[str]]) -> None:
+def test_patches_predict_what_one_device_predicts(key: str, said: Callable[[str, list[str]], None]) -> None:
     given = case(key, torch.float32 if key in FLOAT32_ONLY else torch.float64)
     if key in REFUSED:
         with pytest.raises(CompileError, match=REFUSED[key]):
             sample_programs(given.model, given.example, 2, sample=given.sample)
-        notes[key] = ["refused: it has no rows"]
+        said(key, ["refused: it has no rows"])
         return
     wanted, bound = one_device(given), 1e-5 if key in FLOAT32_INSIDE | FLOAT32_ONLY else 1e-10
     programs = sample_programs(given.model, given.example, 2, sample=given.sample)
-    notes[key] = notes_of(programs)
+    said(key, notes_of(programs))
     for bounds in uneven(programs.rows.units.count):
         patched = programs.cut(bounds)
-        assert not check_programs(patched.programs, patched.messages["fresh"])
+        assert not check_programs(patched.programs, patched.messages)
         found = patched.predict(**given.example)
         assert all(torch.equal(other, found[0]) for other in found[1:])
         assert relative_error(found[0], wanted) <= bound, bounds
-
-
-def test_what_is_said_of_every_backbone(notes: dict[str, list[str]], golden: Callable[[str, str], None]) -> None:
-    if set(notes) != set(KEYS):
-        pytest.skip("needs all of the tests above in one process")
-    text = [f"{key}\n" + "\n".join(f"  {line}" for line in notes[key]) for key in KEYS]
-    golden("sampling/notes.txt", "\n".join(text) + "\n")
 
 
 def rank_main(key: str, num_patches: str) -> tuple[float, int]:
@@ -93,7 +105,7 @@ def rank_main(key: str, num_patches: str) -> tuple[float, int]:
     assert torch.equal(found, again)
     transport.close()
     sent = sum(transport.sent_bytes().values())
-    planned = 2 * sum(m.num_bytes for m in programs.messages["fresh"] if m.src == transport.rank)
+    planned = 2 * sum(m.num_bytes for m in programs.messages if m.src == transport.rank)
     assert sent == planned
     return relative_error(found, one_device(given)), sent
 
