@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -35,7 +35,7 @@ from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.plan.unroll import require_sequence
 from fxpipe.run.launch import join
-from fxpipe.run.ranks import LaunchedRank, LocalRanks
+from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.run.sampling import BoundProgram, predict_in_process
 from fxpipe.sampler import Sampler, SampleStep, Spread, Traced
 from fxpipe.simulate.op_lists import StepOps
@@ -43,7 +43,8 @@ from fxpipe.simulate.sample_ops import sample_ops
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
-from passes.sampling.displaced import Norms, displaced_programs
+from passes.sampling.displaced import Norms
+from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.groups import grouped
 from passes.sampling.patch_graph import patch_graph
@@ -66,11 +67,12 @@ class SamplePrograms:
     sample: Mapping[str, int]
     bounds: tuple[int, ...]
     programs: tuple[SampleProgram, ...]
-    messages: Mapping[str, tuple[Message, ...]]
+    messages_of: Mapping[str, tuple[Message, ...]]
     """By form, in the order of every channel."""
     device: torch.device = _CPU
     mode: Mode = "exact"
     norms: Norms = "corrected"
+    advance: bool = True
 
     def of_batch(self, batch_size: int) -> "SamplePrograms":
         """The same for another number of samples, of the same trace.
@@ -89,17 +91,22 @@ class SamplePrograms:
         return self._lowered(self.rows, patches)
 
     def _lowered(self, plan: RowPlan, patches: int | Sequence[int]) -> "SamplePrograms":
-        how = self.mode, self.norms, self.device
+        how = self.mode, self.norms, self.advance, self.device
         return _lowered(self.model, self.captured, plan, self.sample, patches, *how)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of the fresh form."""
+        return self.messages_of["fresh"]
 
     @property
     def channels(self) -> list[Channel]:
         """Who sends to whom, in one order for all ranks."""
-        return sorted({message.channel for message in self.messages["fresh"]})
+        return sorted({message.channel for message in self.messages})
 
     def traffic(self, form: str = "fresh") -> Traffic:
         """What one step sends."""
-        return Traffic(self.messages[form])
+        return Traffic(self.messages_of[form])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The model's tensors and the graph's constants, by the programs' names."""
@@ -133,6 +140,7 @@ def sample_programs(
     batch_size: int | None = None,
     mode: Mode = "exact",
     norms: Norms = "corrected",
+    advance: bool = True,
     device: torch.device = _CPU,
     observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:
@@ -147,6 +155,7 @@ def sample_programs(
         mode: "exact": every step reads what others make in it. "displaced": the programs also have forms that read what
             they made in the step before.
         norms: where displaced group norms take the others' moments from.
+        advance: whether other displaced values are moved on by their own last change, at twice the memory for them.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -162,12 +171,12 @@ def sample_programs(
     plan = analyse(captured, rows, captured.inputs.batch_size)
     observe("rows", plan)
 
-    return _lowered(model, captured, plan, rows, patches, mode, norms, device, observe)
+    return _lowered(model, captured, plan, rows, patches, mode, norms, advance, device, observe)
 
 
 def _lowered(
     model: nn.Module, captured: Capture, plan: RowPlan, sample: Mapping[str, int], patches: int | Sequence[int],
-    mode: Mode, norms: Norms, device: torch.device, observe: Observe = lambda name, artefact: None,
+    mode: Mode, norms: Norms, advance: bool, device: torch.device, observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:  # fmt: skip
     """The back half: what of one trace every number of patches has of its own."""
     # patches: which rows each rank has
@@ -181,21 +190,39 @@ def _lowered(
     observe("patch graphs", graphs)
 
     # forms: exchanges as messages
-    programs, messages = _forms(plan, parts, graphs, device, mode, norms)
+    programs, messages = _forms(plan, parts, graphs, device, mode, norms, advance)
     observe("programs", programs)
-    return SamplePrograms(model, captured, plan, sample, tuple(patches), programs, messages, device, mode, norms)
+    return SamplePrograms(
+        model, captured, plan, sample, tuple(patches), programs, messages, device, mode, norms, advance
+    )
 
 
 def _forms(
-    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, mode: Mode, norms: Norms
+    plan: RowPlan,
+    patches: Sequence[Patch],
+    graphs: Sequence[fx.Graph],
+    device: torch.device,
+    mode: Mode,
+    norms: Norms,
+    advance: bool,
 ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
-    if mode == "exact":
+    if mode == "exact" or len(patches) == 1:
         programs, messages = fresh_programs(plan, patches, graphs, device)
-        require_programs(programs, messages)
+        _require(programs, {"fresh": messages})
         return programs, {"fresh": messages}
-    programs, by_form = displaced_programs(plan, patches, graphs, device, norms)
-    require_sequence(programs, by_form)
+    programs, by_form = displaced_programs(plan, patches, graphs, device, norms, advance)
+    _require(programs, by_form)
     return programs, by_form
+
+
+def _require(programs: Sequence[SampleProgram], messages: Mapping[str, tuple[Message, ...]]) -> None:
+    """Raise CompileError unless the programs are right, in every form and from step to step."""
+    if "displaced" not in messages:
+        require_programs(programs, messages["fresh"])
+        return
+    require_sequence(programs, messages)
+    if "again" in messages:
+        require_sequence(programs, messages, ("fresh", "again", "again", "displaced", "again", "last"))
 
 
 def captured_denoiser(model: nn.Module, example: Mapping[str, Any], batch_size: int | None = None) -> Capture:
@@ -224,11 +251,15 @@ def _sampling(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The exact mode: patches of rows, every exchange of the step itself."""
+    """Patches of rows over ranks; the groups of samples are apart."""
 
     world_size: int
     cfg: int | None
     patches: int | None
+    mode: Mode
+    warmup: int
+    norms: Norms
+    advance: bool
     rows_of: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
     device: torch.device
     cost_model: CostModel
@@ -275,19 +306,24 @@ class _Rows:
             batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
             parts = [alone[b - a] for a, b in spans]
             programs, messages = grouped(parts, spans, batched, self.device)
-        require_programs(programs, messages)
+            _require(programs, messages)
         self.observe("programs", programs)
         notes = (*traced.captured.notes, *map(str, first.notes))
-        return SampleStep(traced, batch_size, grid, first.inputs, likes, programs, messages, str(first), notes)
+        return SampleStep(
+            traced, batch_size, grid, first.inputs, likes, programs, messages, str(first), notes, self.warmup
+        )
 
     def ops(self, step: SampleStep) -> StepOps:
         """What every rank does, for how long, and in how many bytes."""
         return sample_ops(step.programs, step.messages, step.likes, partial(_seconds_of, self.cost_model))
 
-    def _alone(self, plan: RowPlan, patches: int) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+    def _alone(
+        self, plan: RowPlan, patches: int
+    ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
         require_units(plan, patches)
         parts = patches_of(plan, even_bounds(plan.units.count, patches))
-        return fresh_programs(plan, parts, [patch_graph(plan, patch) for patch in parts], self.device)
+        graphs = [patch_graph(plan, patch) for patch in parts]
+        return _forms(plan, parts, graphs, self.device, self.mode, self.norms, self.advance)
 
 
 def compile_sampler(
@@ -297,6 +333,10 @@ def compile_sampler(
     example: Mapping[str, Any] | None = None,
     cfg: int | None = None,
     patches: int | None = None,
+    mode: Mode = "exact",
+    warmup: int = 4,
+    norms: Norms = "corrected",
+    advance: bool = True,
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
     cluster: Cluster | str | None = None,
@@ -306,8 +346,8 @@ def compile_sampler(
     """Compile a pipeline, a denoiser, or any module whose inputs have rows, for sampling on `world_size` ranks.
 
     The rows of the image are cut into patches, a rank each; samples of a call (the halves of classifier-free guidance)
-    go to groups of ranks. Every exchange is of the step itself: any layout gives one device's result. Ranks run on the
-    denoiser's own device.
+    go to groups of ranks. In exact mode every exchange is of the step itself: any layout gives one device's result.
+    Ranks run on the denoiser's own device.
 
     Args:
         model: a diffusers pipeline, or a module that predicts.
@@ -315,6 +355,11 @@ def compile_sampler(
             Left out, a diffusers backbone's is made from its config.
         cfg: groups of samples; as many as divide samples and ranks where left out.
         patches: of the rows in every group.
+        mode: "exact"; or "displaced", which is approximate: after `warmup` exact steps of a call a patch reads of the
+            others what they had one step before, so that nobody waits (Li et al., "DistriFusion", CVPR 2024).
+        norms: the others' moments of displaced group norms: "corrected" as one's own have moved (the paper's),
+            "merged" as they were, "sync" of this step, "separate" none.
+        advance: whether the others' displaced values are moved on by their own last change, at twice the memory.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
@@ -325,7 +370,8 @@ def compile_sampler(
         CompileError: it can, but not be cut so; names the module and what to change.
         RunError: started by torchrun, and the other ranks cannot be found.
     """
-    check_counts(world_size=world_size, cfg=cfg, patches=patches)
+    check_counts(world_size=world_size, cfg=cfg, patches=patches, warmup=warmup)
+    _check_choices(mode=mode, norms=norms)
 
     # denoiser: which module predicts, and what it is called with
     name = denoiser_name(model) if is_pipeline(model) else None
@@ -334,19 +380,27 @@ def compile_sampler(
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
     where = _device_of(module)
-    ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks()
+    ranks: Ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks(world_size)
 
     # programs: for the example, and for other calls when they come
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(cluster, world_size)
     costs = given_cost_model(cost_model or network.device)
-    lowering = _Rows(world_size, cfg, patches, rows_of, where, costs, observe)
+    lowering = _Rows(world_size, cfg, patches, mode, warmup, norms, advance, rows_of, where, costs, observe)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
     decoder = _decoder_of(model) if vae and name is not None else None
-    of_image = replace(lowering, cfg=None, patches=None, rows_of=image_rows)
+    of_image = replace(lowering, cfg=None, patches=None, mode="exact", rows_of=image_rows)
     spread = None if decoder is None else Spread(decoder, of_image, ranks)
     return Sampler(model, name, denoiser, spread, (args, kwargs), ranks, network)
+
+
+def _check_choices(**given: str) -> None:
+    """Refuse a choice that is none."""
+    for name, value in given.items():
+        known = get_args({"mode": Mode, "norms": Norms}[name])
+        if value not in known:
+            raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 
 
 def _seconds_of(model: CostModel, programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:

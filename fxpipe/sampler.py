@@ -5,6 +5,7 @@ sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls a
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
-from fxpipe.run.ranks import LaunchedRank, LocalRanks
+from fxpipe.run.ranks import Ranks
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
 
@@ -60,13 +61,23 @@ class SampleStep:
     inputs: Mapping[str, str]
     likes: Mapping[str, torch.Tensor]
     programs: tuple[SampleProgram, ...]
-    messages: tuple[Message, ...]
+    messages_of: Mapping[str, tuple[Message, ...]]
     about: str
     notes: tuple[str, ...]
+    warmup: int
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return tuple(self.programs[0].forms)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of the fresh form, in the order of every channel."""
+        return self.messages_of["fresh"]
 
     @property
     def channels(self) -> list[Channel]:
-        return sorted({message.channel for message in self.messages})
+        return sorted({message.channel for of_form in self.messages_of.values() for message in of_form})
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""
@@ -91,10 +102,17 @@ class Lowering(Protocol):
 
 class Spread:
     """A module whose calls run on all ranks. Programs are made when a kind of call is first seen: other shapes, other
-    conditions; another number of samples needs no new trace."""
+    conditions; another number of samples needs no new trace.
 
-    def __init__(self, module: nn.Module, lowering: Lowering, ranks: LocalRanks | LaunchedRank) -> None:
+    Several calls in one step of a pipeline, such as with the prompt and without, are streams of their own: by the name
+    that the pipeline gives them (`cache_context`), else by their order among calls with the same rows.
+    """
+
+    def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks) -> None:
         self.module, self.lowering, self.ranks = module, lowering, ranks
+        self.stream_name: str | None = None
+        self._seen: dict[str, torch.Tensor] = {}
+        self._turn = 0
         self._traced: list[Traced] = []
         self._steps: dict[tuple[int, int], SampleStep] = {}
         self._states: dict[int, dict[str, torch.Tensor]] = {}
@@ -104,7 +122,8 @@ class Spread:
         """As the module's forward; without gradients."""
         step = self.step(args, kwargs)
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
-        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors))
+        stream = self._stream(step, tensors)
+        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors), stream)
         return step.traced.returned.rebuilt(prediction)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
@@ -119,6 +138,15 @@ class Spread:
         assert size is not None
         self._traced.append(traced)
         return self._of_size(traced, size)
+
+    def _stream(self, step: SampleStep, tensors: Mapping[str, torch.Tensor]) -> str:
+        if len(step.forms) == 1:
+            return ""
+        rows = {name: tensors[name] for name in step.traced.rows}
+        again = rows.keys() == self._seen.keys() and all(torch.equal(rows[n], t) for n, t in self._seen.items())
+        self._turn = self._turn + 1 if again else 0
+        self._seen = rows
+        return str(self._turn) if self.stream_name is None else self.stream_name
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         key = id(traced), size
@@ -184,7 +212,7 @@ class Sampler:
     denoiser: Spread
     decoder: Spread | None
     example: tuple[tuple[Any, ...], dict[str, Any]]
-    ranks: LocalRanks | LaunchedRank
+    ranks: Ranks
     cluster: Cluster
 
     @property
@@ -201,9 +229,12 @@ class Sampler:
         return self.step.traced.captured
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """One call of the denoiser on all ranks: what its forward returns."""
-        with self.ranks.call():
-            return self.denoiser(*args, **kwargs)
+        """One call of the denoiser on all ranks: what its forward returns. Inside `call()` it is the next step."""
+        return self.denoiser(*args, **kwargs)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Around the steps of a loop of one's own, which belong together, as those of a pipeline's call do."""
+        return self.ranks.call()
 
     def pipeline(self) -> Any:
         """The user's pipeline, same call, scheduler and callbacks, with its denoiser spread over the ranks.
@@ -232,9 +263,11 @@ class Sampler:
         error = float((found.to(wide) - wanted.to(wide)).abs().max()) / scale
         return SampleVerification(error, _TOLERANCES.get(wanted.dtype, 5e-2), wanted.dtype, step.grid)
 
-    def traffic(self) -> Traffic:
-        """Bytes of one call of the denoiser, by directed channel and by kind."""
-        return Traffic(self.step.messages)
+    def traffic(self, form: str = "fresh") -> Traffic:
+        """Bytes of one call of the denoiser, by directed channel and by kind; of one of `step.forms`."""
+        if form not in self.step.forms:
+            raise CompileError(f"form={form!r}: the programs have the forms {', '.join(self.step.forms)}")
+        return Traffic(self.step.messages_of[form])
 
     def simulate(self, cluster: Cluster | str | None = None) -> Timeline:
         """Predict one call of the denoiser from the programs of all ranks: time, traffic and memory of each.
@@ -262,12 +295,20 @@ class Sampler:
         self.ranks.close()
 
     def __str__(self) -> str:
-        kinds = {kind: size for kind, size in self.traffic().kinds.items() if size}
-        moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items())
+        step = self.step
+        mode = f"displaced after {step.warmup} fresh steps" if "displaced" in step.forms else "all exchanges fresh"
         lines = [
             str(self.capture),
-            f"sampling: {self.grid} groups of samples x patches, every exchange of the step itself",
-            f"traffic per step: {moved or 'none'}",
-            *(f"note: {note}" for note in self.step.notes),
+            f"sampling: {self.grid} groups of samples x patches, {mode}",
+            *(
+                f"traffic of a {form} step: {self._moved(form)}"
+                for form in ("fresh", "displaced")
+                if form in step.forms
+            ),
+            *(f"note: {note}" for note in step.notes),
         ]
         return "\n".join(lines)
+
+    def _moved(self, form: str) -> str:
+        kinds = {kind: size for kind, size in self.traffic(form).kinds.items() if size}
+        return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items()) or "none"

@@ -30,7 +30,7 @@ KEYS = {
     "FluxTransformer2DModel": 1e-10,
     "SanaTransformer2DModel": 1e-5,  # rounds to float32 inside
 }
-FORMS = ("fresh", "fresh", "displaced", "displaced", "last")
+FORMS = ("fresh", "fresh", "displaced", "displaced", "displaced", "last")
 
 
 @cache
@@ -44,9 +44,9 @@ def compiled(key: str) -> SamplePrograms:
     return sample_programs(given.model, given.example, 2, mode="displaced")
 
 
-def cut(key: str, num_patches: int, norms: Norms = "corrected") -> SamplePrograms:
+def cut(key: str, num_patches: int, norms: Norms = "corrected", advance: bool = True) -> SamplePrograms:
     """Uneven patches, the first the smallest."""
-    programs = replace(compiled(key), norms=norms)
+    programs = replace(compiled(key), norms=norms, advance=advance)
     count = programs.rows.units.count
     return programs.cut((0, count // 2 - 1, count) if num_patches == 2 else (0, 1, count // 2, count))
 
@@ -99,14 +99,17 @@ def test_where_nothing_moves_displaced_steps_are_exact(key: str, norms: Norms, n
 
 
 @pytest.mark.parametrize(
-    ("key", "norms", "num_patches"),
+    ("key", "norms", "num_patches", "advance"),
     [
-        *((key, "corrected", 3) for key in KEYS),
-        *((UNET, norms, 2) for norms in get_args(Norms)),
+        *((key, "corrected", 3, True) for key in KEYS),
+        *((UNET, norms, 2, False) for norms in get_args(Norms)),
+        ("SD3Transformer2DModel", "corrected", 3, False),
     ],
 )
-def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num_patches: int) -> None:
-    programs, steps = cut(key, num_patches, norms), moving(key)
+def test_threads_read_what_one_patch_at_a_time_reads(
+    key: str, norms: Norms, num_patches: int, advance: bool
+) -> None:
+    programs, steps = cut(key, num_patches, norms, advance), moving(key)
     run, bound, reference = LocalRun(num_patches), programs.bound(), Lockstep(programs)
     found = sampled(run, bound, programs, steps)
     wanted = [reference.step(programs.bind(**s), form != "fresh")[0] for s, form in zip(steps, FORMS, strict=True)]
@@ -115,6 +118,19 @@ def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num
     assert max(error(f, e) for f, e in zip(found[:2], exact, strict=False)) <= KEYS[key]
     most = 1 if norms == "separate" else 0.2
     assert all(KEYS[key] < error(f, e) < most for f, e in zip(found[2:], exact[2:], strict=True))
+
+
+@pytest.mark.parametrize("key", ["DiTTransformer2DModel", "FluxTransformer2DModel"])
+def test_what_moves_evenly_is_moved_on(key: str) -> None:
+    """Half as far from one device at least; the first displaced step after one fresh step knows of no change."""
+    steps = moving(key)
+    errors = []
+    for advance in (False, True):
+        programs = cut(key, 2, advance=advance)
+        found = sampled(LocalRun(2), programs.bound(), programs, steps, ("fresh", *FORMS[2:], "last"))
+        errors.append([error(one, one_device(key, inputs)) for one, inputs in zip(found, steps, strict=True)])
+    assert errors[0][1] == errors[1][1]
+    assert all(advanced < plain / 2 for plain, advanced in zip(*(of[2:] for of in errors), strict=True))
 
 
 @pytest.mark.parametrize("key", [UNET, "SD3Transformer2DModel"])
@@ -192,7 +208,7 @@ def rank_main(key: str, num_patches: str) -> list[Tensor]:
     before = sum(transport.sent_bytes().values())
     for inputs, form in zip(steps, FORMS, strict=True):
         found.append(run.predict(mine, programs.bind(**inputs), form))
-    sent = [message for form in FORMS for message in programs.messages[form] if message.src == transport.rank]
+    sent = [message for form in FORMS for message in programs.messages_of[form] if message.src == transport.rank]
     assert sum(transport.sent_bytes().values()) - before == sum(message.num_bytes for message in sent)
     transport.close()
     return found
@@ -208,28 +224,30 @@ def test_processes_read_what_threads_read(key: str, num_patches: int) -> None:
 
 def test_buckets_are_few_and_how_many_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     programs, steps = cut(UNET, 3), moving(UNET)
-    fresh, displaced = ([m for m in programs.messages[form] if m.channel == (0, 1)] for form in ("fresh", "displaced"))
+    fresh, displaced = (
+        [m for m in programs.messages_of[form] if m.channel == (0, 1)] for form in ("fresh", "displaced")
+    )
     assert [message.kind for message in displaced] == ["bucket", "bucket", "prediction"]
     assert {m.edge for b in displaced for m in b.members or (b,)} == {m.edge for m in fresh}
     assert {message.crosses for message in displaced[:2]} == {1}
-    assert [m.kind for m in programs.messages["last"]] == ["prediction"] * 6
+    assert [m.kind for m in programs.messages_of["last"]] == ["prediction"] * 6
     kinds = programs.traffic("displaced").kinds
     assert kinds == programs.traffic("fresh").kinds
     wanted = sampled(LocalRun(3), programs.bound(), programs, steps)
     monkeypatch.setattr(buckets, "LEAST_BYTES", 64)
     many = programs.cut(programs.bounds)
-    assert len(many.messages["displaced"]) > 4 * len(programs.messages["displaced"])
+    assert len(many.messages_of["displaced"]) > 4 * len(programs.messages_of["displaced"])
     assert equal(sampled(LocalRun(3), many.bound(), many, steps), wanted)
 
 
 def test_sequences_are_checked() -> None:
     programs = cut(UNET, 2)
-    require_sequence(programs.programs, programs.messages, ("fresh", "fresh", "displaced", "last", "fresh", "last"))
+    require_sequence(programs.programs, programs.messages_of, ("fresh", "fresh", "displaced", "last", "fresh", "last"))
     with pytest.raises(CompileError, match="never waits for a message"):
-        require_sequence(programs.programs, programs.messages, ("fresh", "displaced", "fresh"))
+        require_sequence(programs.programs, programs.messages_of, ("fresh", "displaced", "fresh"))
     with pytest.raises(CompileError, match=r"step 2, displaced: rank 0 takes .* has not carried"):
-        require_sequence(programs.programs, programs.messages, ("fresh", "last", "displaced"))
-    swapped = {**programs.messages, "displaced": programs.messages["displaced"][::-1]}
+        require_sequence(programs.programs, programs.messages_of, ("fresh", "last", "displaced"))
+    swapped = {**programs.messages_of, "displaced": programs.messages_of["displaced"][::-1]}
     with pytest.raises(CompileError, match="planned edges"):
         require_sequence(programs.programs, swapped)
 
@@ -252,7 +270,7 @@ def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     run, bound = LocalRun(3), programs.bound()
     predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(5)])
     assert error(predictions[3], model(x + 0.3).detach()) > 1e-4
-    assert [message.kind for message in programs.messages["last"]] == ["gather"] * 6
+    assert [message.kind for message in programs.messages_of["last"]] == ["gather"] * 6
 
 
 def test_one_patch_is_one_device() -> None:

@@ -6,8 +6,8 @@ pipe with unet = shell          ->   the user's own loop, scheduler and callback
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,18 @@ class Shell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+    @contextmanager
+    def cache_context(self, name: str) -> Iterator[None]:
+        """What a pipeline calls in here belongs to the stream of this name; the module is told, too."""
+        told = getattr(self.__dict__["wrapped"], "cache_context", None)
+        run, before = self.__dict__["run"], getattr(self.__dict__["run"], "stream_name", None)
+        run.stream_name = name
+        try:
+            with nullcontext() if told is None else told(name):
+                yield
+        finally:
+            run.stream_name = before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["wrapped"], name)

@@ -1,9 +1,12 @@
 """Calls of a spread module, run by its ranks' programs: all of them as threads of this process, or this process's own.
 
-with ranks.call():                 a call of the user's pipeline: its steps belong together
-    ranks.predict(step, state, tensors)
+with ranks.call():                                      a call of the user's pipeline: its steps belong together
+    ranks.predict(step, state, tensors, "cond")         step 0 of a stream: fresh
+    ranks.predict(step, state, tensors, "cond")         after `step.warmup` steps: displaced, where it has that form
 """
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -13,12 +16,11 @@ import torch
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, told
-from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors
-from fxpipe.run.transport import run_ranks
+from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 
 
 class Programs(Protocol):
-    """The programs of all ranks for one kind of call."""
+    """The programs of all ranks for one kind of call; displaced ones run after `warmup` steps."""
 
     @property
     def programs(self) -> Sequence[SampleProgram]: ...
@@ -26,70 +28,114 @@ class Programs(Protocol):
     @property
     def channels(self) -> list[Channel]: ...
 
-
-def _run(bound: Sequence[BoundProgram], tensors: Tensors) -> torch.Tensor:
-    def body(transport: Transport) -> torch.Tensor:
-        return SampleRun(transport).predict(bound[transport.rank], tensors)
-
-    return run_ranks(len(bound), body)[0]
+    @property
+    def warmup(self) -> int: ...
 
 
-class LocalRanks:
-    """All ranks as threads of this process."""
+class Ranks(ABC):
+    """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run."""
 
     def __init__(self) -> None:
-        self._bound: dict[int, tuple[Programs, Tensors, list[BoundProgram]]] = {}
+        self._num_steps: Counter[str] | None = None  # of every stream of this call; None outside of calls
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the user's pipeline: its steps belong together."""
-        yield
+        """A call of the user's pipeline: its steps belong together. Calls within a call are part of it."""
+        if self._num_steps is not None:
+            yield
+            return
+        self._num_steps = Counter()
+        try:
+            with self._ended():
+                yield
+        finally:
+            self._num_steps = None
 
-    def predict(self, step: Programs, state: Tensors, tensors: Tensors) -> torch.Tensor:
-        """The whole prediction; `state` has the module's tensors by their original names."""
+    def predict(self, step: Programs, state: Tensors, tensors: Tensors, stream: str = "") -> torch.Tensor:
+        """The whole prediction.
+
+        Args:
+            state: the module's tensors by their original names.
+            stream: where one step predicts more than once: which of these it is.
+        """
+        with self.call():
+            assert self._num_steps is not None
+            done = self._num_steps[stream]
+            self._num_steps[stream] += 1
+            form = "displaced" if done >= step.warmup and "displaced" in step.programs[0].forms else "fresh"
+            return self._predict(step, state, tensors, form, stream)
+
+    @abstractmethod
+    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor: ...
+
+    @abstractmethod
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        """Around a call: nothing of it is left to the next, however it ends."""
+        ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the network."""
+        ...
+
+
+class LocalRanks(Ranks):
+    """All ranks as threads of this process."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._run = LocalRun(world_size)
+        self._bound: dict[int, tuple[Programs, Tensors, list[BoundProgram]]] = {}
+
+    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         known = self._bound.get(id(step))
         if known is None or known[1] is not state:
             known = self._bound[id(step)] = step, state, [BoundProgram(program, state) for program in step.programs]
-        return _run(known[2], tensors)
+        return self._run.predict(known[2], tensors, form, stream)[0]
+
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._run.reset()
 
     def close(self) -> None:
-        """Nothing to leave."""
+        pass
 
 
-class LaunchedRank:
+class LaunchedRank(Ranks):
     """This process as one rank of a launch, which all run the same loop. The first step of every call is compared over
     them: what is called, with which inputs; so are weights, when they are first used."""
 
     def __init__(self, connect: Callable[[], Transport]) -> None:
+        super().__init__()
         self._transport = connect()
         self._run = SampleRun(self._transport)
         self._bound: dict[int, tuple[Programs, Tensors, BoundProgram]] = {}
         self._opened: set[Channel] = set()
-        self._inside, self._compared = False, False
+        self._compared = False
 
     @property
     def rank(self) -> int:
         return self._transport.rank
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """As `LocalRanks.call`; what is raised inside ends the other ranks too."""
-        self._inside, self._compared = True, False
-        try:
-            with told(self._transport):
-                yield
-        finally:
-            self._inside = False
+    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
+        if not self._compared:
+            self._compare(tensors)
+        known = self._bound.get(id(step))
+        if known is None or known[1] is not state:
+            known = self._bound[id(step)] = step, state, self._take(step, state)
+        return self._run.predict(known[2], tensors, form, stream)
 
-    def predict(self, step: Programs, state: Tensors, tensors: Tensors) -> torch.Tensor:
-        """As `LocalRanks.predict`."""
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        """What is raised inside ends the other ranks too."""
+        self._compared = False
         with told(self._transport):
-            if not (self._inside and self._compared):
-                self._compare(tensors)
-            known = self._bound.get(id(step))
-            if known is None or known[1] is not state:
-                known = self._bound[id(step)] = step, state, self._take(step, state)
-            return self._run.predict(known[2], tensors)
+            yield
+            self._run.reset()
 
     def close(self) -> None:
         self._transport.close()

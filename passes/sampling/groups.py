@@ -8,7 +8,7 @@ The halves of classifier-free guidance are such samples. Groups exchange nothing
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,51 +16,60 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import Form, SampleProgram
+from fxpipe.plan.sample_program import SampleProgram
 
 Span = tuple[int, int]
 """Samples [start, stop) of the batch."""
 
 
+Alone = tuple[Sequence[SampleProgram], Mapping[str, tuple[Message, ...]]]
+"""The programs of one group for its own samples, as if it were alone, and the messages of each form."""
+
+
 def grouped(
-    groups: Sequence[tuple[Sequence[SampleProgram], Sequence[Message]]],
-    spans: Sequence[Span],
-    batched: Mapping[str, torch.Tensor],
-    device: torch.device,
-) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
-    """The programs of all ranks: group g's patch p is on rank g * patches + p.
+    groups: Sequence[Alone], spans: Sequence[Span], batched: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:
+    """The programs of all ranks: group g's patch p is on rank g * patches + p; and the messages of each form.
 
     Args:
-        groups: programs and messages of each group for its own samples, as if it were alone.
         spans: the samples of every group.
         batched: the inputs whose dimension 0 is the batch, by name, on the meta device.
     """
-    patches, messages = len(groups[0][0]), list[Message]()
-    firsts: list[int] = []
-    for group, (_, of_group) in enumerate(groups):
-        firsts.append(len(messages))
-        first = group * patches
-        messages += [replace(m, edge=m.edge + firsts[-1], src=m.src + first, dst=m.dst + first) for m in of_group]
-    shared = _predictions(groups, patches, len(messages))
-    programs = [
-        _Moved(program, group * patches, firsts[group], spans[group], batched, shared, device).program()
-        for group, (of_group, _) in enumerate(groups)
-        for program in of_group
-    ]
-    return tuple(programs), (*messages, *shared)
+    patches = len(groups[0][0])
+    edges = 1 + max((m.edge for _, of_forms in groups for of in of_forms.values() for m in of), default=-1)
+    shared = _predictions([programs for programs, _ in groups], len(groups) * edges)
+    messages, programs = {form: list[Message]() for form in groups[0][1]}, list[SampleProgram]()
+    for group, (alone, of_forms) in enumerate(groups):
+        place = _Place(group * patches, group * edges, spans[group])
+        for form, of_form in of_forms.items():
+            messages[form] += map(place.moved, of_form)
+        programs += [_moved(program, place, batched, shared, device) for program in alone]
+    return tuple(programs), {form: (*of_form, *shared) for form, of_form in messages.items()}
 
 
-def _predictions(
-    groups: Sequence[tuple[Sequence[SampleProgram], Sequence[Message]]], patches: int, first_edge: int
-) -> tuple[Message, ...]:
+@dataclass(frozen=True)
+class _Place:
+    """Where a group is: its first rank, the first edge of its messages, its samples."""
+
+    rank: int
+    edge: int
+    span: Span
+
+    def moved(self, message: Message) -> Message:
+        members = tuple(map(self.moved, message.members))
+        src, dst = message.src + self.rank, message.dst + self.rank
+        return replace(message, edge=message.edge + self.edge, src=src, dst=dst, members=members)
+
+
+def _predictions(groups: Sequence[Sequence[SampleProgram]], first_edge: int) -> tuple[Message, ...]:
     """Every rank's prediction for its samples, to the ranks that have its patch in the other groups."""
     found: list[Message] = []
-    for source, (programs, _) in enumerate(groups):
+    for source, programs in enumerate(groups):
         for patch, program in enumerate(programs):
             value = _result(program.graph).meta["val"]
             for target in range(len(groups)):
                 if target != source:
-                    src, dst = source * patches + patch, target * patches + patch
+                    src, dst = source * len(programs) + patch, target * len(programs) + patch
                     name, edge = f"prediction_{source}", first_edge + len(found)
                     shape = tuple(value.shape)
                     found.append(Message(edge, src, dst, None, name, -1, "prediction", shape, value.dtype))
@@ -68,61 +77,78 @@ def _predictions(
 
 
 def _result(graph: fx.Graph) -> fx.Node:
+    """What a form predicts; it may return what it carries beside."""
     (output,) = graph.find_nodes(op="output")
     result = output.args[0]
-    assert isinstance(result, fx.Node)
-    return result
+    found = result[0] if isinstance(result, tuple) else result
+    assert isinstance(found, fx.Node)
+    return found
 
 
-class _Moved:
-    """One program on another rank, for some samples of the batch."""
+def _moved(
+    alone: SampleProgram, place: _Place, batched: Mapping[str, torch.Tensor], shared: Sequence[Message],
+    device: torch.device,
+) -> SampleProgram:  # fmt: skip
+    rank = place.rank + alone.rank
+    mine = [message for message in shared if rank in message.channel]
+    forms = {
+        name: replace(form, graph=_MovedForm(form.graph, rank, place, batched, mine, device).written())
+        for name, form in alone.forms.items()
+    }
+    return replace(alone, rank=rank, forms=forms)
+
+
+class _MovedForm:
+    """One form of a program on another rank, for some samples of the batch."""
 
     def __init__(
-        self, alone: SampleProgram, first_rank: int, first_edge: int, span: Span,
-        batched: Mapping[str, torch.Tensor], shared: Sequence[Message], device: torch.device,
+        self, alone: fx.Graph, rank: int, place: _Place, batched: Mapping[str, torch.Tensor],
+        shared: Sequence[Message], device: torch.device,
     ) -> None:  # fmt: skip
-        self.alone, self.first_rank, self.first_edge, self.span = alone, first_rank, first_edge, span
-        self.batched, self.shared, self.device = batched, shared, device
-        self.rank = first_rank + alone.rank
+        self.alone, self.rank, self.place, self.batched = alone, rank, place, batched
+        self.shared, self.device = shared, device
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
 
-    def program(self) -> SampleProgram:
-        started, sliced = False, [name for name in self.alone.inputs if name in self.batched]
-        for node in self.alone.graph.nodes:
+    def written(self) -> fx.Graph:
+        for node in self.alone.nodes:
             if node.op == "output":
-                self.graph.output(self._joined(self.env[_result(self.alone.graph)]))
-                continue
-            new = self.graph.node_copy(node, self.env.__getitem__)
-            self.env[node] = new
+                carries = node.args[0][1:] if isinstance(node.args[0], tuple) else ()
+                whole = self._joined(self.env[_result(self.alone)])
+                rest = fx.map_arg(carries, self.env.__getitem__)
+                self.graph.output((whole, *rest) if carries else whole)
+                break
+            self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
             if node.target in (ops.send, ops.recv):
-                self._move(new)
-            if node.target is ops.begin and not started:
-                started = True
-                for name in sliced:
-                    self._slice(name)
+                self._move(self.env[node])
+            if node.target is ops.begin:
+                self._slice()
         self.graph.lint()
-        return replace(self.alone, rank=self.rank, forms={"fresh": Form(self.graph)})
+        return self.graph
 
     def _move(self, node: fx.Node) -> None:
         """A message of the group, between its own ranks."""
         args: list[Any] = list(node.args)
         rank, edge = (2, 3) if node.target is ops.send else (1, 2)
-        args[rank] += self.first_rank
-        args[edge] += self.first_edge
+        args[rank] += self.place.rank
+        args[edge] += self.place.edge
         node.args = tuple(args)
+        node.meta = {**node.meta, "message": self.place.moved(node.meta["message"])}
 
-    def _slice(self, name: str) -> None:
-        (placeholder,) = (n for n in self.alone.graph.find_nodes(op="placeholder") if n.name == name)
-        start, stop = self.span
-        args = (self.env[placeholder], 0, 1, 1, start, stop, 0)
-        self.env[placeholder] = self.graph.create_node("call_function", ops.slice_batch, args, name=f"{name}_group")
-        like = self.batched[name]
-        self.env[placeholder].meta = {"val": like.new_empty((stop - start, *like.shape[1:]))}
+    def _slice(self) -> None:
+        """The group's samples of every input that has some."""
+        start, stop = self.place.span
+        for placeholder in self.alone.find_nodes(op="placeholder"):
+            like = self.batched.get(placeholder.name)
+            if like is not None and placeholder in self.env:
+                args = (self.env[placeholder], 0, 1, 1, start, stop, len(like))
+                node = self._call(ops.slice_batch, args, f"{placeholder.name}_group")
+                node.meta["val"] = like.new_empty((stop - start, *like.shape[1:]))
+                self.env[placeholder] = node
 
     def _joined(self, own: fx.Node) -> fx.Node:
         """The prediction for all samples: this group's is sent to the others before theirs are waited for."""
-        value = _result(self.alone.graph).meta["val"]
+        value = _result(self.alone).meta["val"]
         (transport, *_) = self.graph.find_nodes(op="placeholder")
         posted: dict[int, fx.Node] = {}
         for message in self.shared:
