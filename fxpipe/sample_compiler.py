@@ -31,9 +31,9 @@ from fxpipe.options import check_counts, given_cluster
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import grid_for
-from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.transport import Channel, Transport
-from fxpipe.plan.unroll import require_sequence
+from fxpipe.plan.unroll import in_sequence, require_sequence
 from fxpipe.run.launch import join
 from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.run.sampling import BoundProgram, predict_in_process
@@ -313,9 +313,15 @@ class _Rows:
             traced, batch_size, grid, first.inputs, likes, programs, messages, str(first), notes, self.warmup
         )
 
-    def ops(self, step: SampleStep) -> StepOps:
-        """What every rank does, for how long, and in how many bytes."""
-        return sample_ops(step.programs, step.messages, step.likes, partial(_seconds_of, self.cost_model))
+    def ops(self, step: SampleStep, num_steps: int) -> StepOps:
+        """What every rank does in so many steps of a call, for how long, and in how many bytes."""
+        programs, messages = step.programs, step.messages
+        if num_steps > 1:
+            rows, sent = in_sequence(programs, step.messages_of, step.sequence(num_steps))
+            forms = [{"fresh": Form(row.graph)} for row in rows]
+            programs = tuple(replace(p, forms=form) for p, form in zip(programs, forms, strict=True))
+            messages = tuple(sent)
+        return sample_ops(programs, messages, step.likes, partial(_seconds_of, self.cost_model))
 
     def _alone(
         self, plan: RowPlan, patches: int

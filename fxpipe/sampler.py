@@ -18,6 +18,7 @@ from fxpipe.capture.trees import Returned
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.models.pipelines import Shell, with_components, with_submodule
+from fxpipe.options import check_counts
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import Grid
@@ -79,6 +80,13 @@ class SampleStep:
     def channels(self) -> list[Channel]:
         return sorted({message.channel for of_form in self.messages_of.values() for message in of_form})
 
+    def sequence(self, num_steps: int) -> list[str]:
+        """The forms of a call's steps."""
+        if "displaced" not in self.forms:
+            return ["fresh"] * num_steps
+        warm = ["fresh", *["again" if "again" in self.forms else "fresh"] * (self.warmup - 1)]
+        return (warm + ["displaced"] * num_steps)[:num_steps]
+
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""
         return {name: tensors[argument].contiguous() for name, argument in self.inputs.items()}
@@ -95,8 +103,8 @@ class Lowering(Protocol):
         """The programs of all ranks for so many samples."""
         ...
 
-    def ops(self, step: SampleStep) -> StepOps:
-        """What every rank does, for how long, and in how many bytes."""
+    def ops(self, step: SampleStep, num_steps: int) -> StepOps:
+        """What every rank does in so many steps of a call, for how long, and in how many bytes."""
         ...
 
 
@@ -120,9 +128,15 @@ class Spread:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients."""
-        step = self.step(args, kwargs)
+        return self.predict(self.step(args, kwargs), args, kwargs)
+
+    def predict(
+        self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any], stream: str | None = None
+    ) -> Any:
+        """By these programs, as the next step of a stream; which one is found out where it is not given."""
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
-        stream = self._stream(step, tensors)
+        if stream is None:
+            stream = self._stream(step, tensors)
         prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors), stream)
         return step.traced.returned.rebuilt(prediction)
 
@@ -251,17 +265,29 @@ class Sampler:
         return with_components(self.model, parts, self.ranks.call)
 
     def verify(self, *args: Any, **kwargs: Any) -> SampleVerification:
-        """One call of all ranks against the uncompiled model; the example where no arguments are given."""
+        """One call of all ranks against the uncompiled model; the example where no arguments are given.
+
+        In displaced mode the same call is made again after the exact steps: where nothing changes between steps, what
+        was so a step before is what is so now, and the prediction is exact but for norms that are "separate".
+        """
         if not args and not kwargs:
             args, kwargs = self.example
         step = self.denoiser.step(args, kwargs)
         with torch.no_grad():
             wanted = step.traced.returned.tensor(self.denoiser.module(*args, **kwargs))
-        found = step.traced.returned.tensor(self.predict(*args, **kwargs))
+        found = step.traced.returned.tensor(self._again(step, args, kwargs))
         wide = torch.promote_types(wanted.dtype, torch.float32)
         scale = float(wanted.to(wide).abs().max()) or 1.0
         error = float((found.to(wide) - wanted.to(wide)).abs().max()) / scale
         return SampleVerification(error, _TOLERANCES.get(wanted.dtype, 5e-2), wanted.dtype, step.grid)
+
+    def _again(self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the last of a few equal steps predicts, a displaced one where there are such."""
+        count = step.warmup + 1 if "displaced" in step.forms else 1
+        with self.call():
+            for _ in range(count):
+                found = self.denoiser.predict(step, args, kwargs, "verify")
+        return found
 
     def traffic(self, form: str = "fresh") -> Traffic:
         """Bytes of one call of the denoiser, by directed channel and by kind; of one of `step.forms`."""
@@ -269,20 +295,23 @@ class Sampler:
             raise CompileError(f"form={form!r}: the programs have the forms {', '.join(self.step.forms)}")
         return Traffic(self.step.messages_of[form])
 
-    def simulate(self, cluster: Cluster | str | None = None) -> Timeline:
-        """Predict one call of the denoiser from the programs of all ranks: time, traffic and memory of each.
+    def simulate(self, steps: int = 1, cluster: Cluster | str | None = None) -> Timeline:
+        """Predict the denoiser's part of a call from the programs of all ranks: time, traffic and memory of each.
 
         Args:
+            steps: of the call, from its first; what follows displaced ones is as long as the last of them.
             cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
         """
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
-        return timeline(self.denoiser.lowering.ops(self.step), network.require(self.grid.world_size))
+        check_counts(steps=steps)
+        ops = self.denoiser.lowering.ops(self.step, steps)
+        return timeline(ops, network.require(self.grid.world_size))
 
-    def trace(self, path: str | Path) -> Path:
-        """Write the predicted call as a Chrome trace, for Perfetto."""
+    def trace(self, path: str | Path, steps: int = 1) -> Path:
+        """Write what `simulate` predicts as a Chrome trace, for Perfetto."""
         from fxpipe.show.trace_format import write_trace
 
-        return write_trace(self.simulate(), path)
+        return write_trace(self.simulate(steps), path)
 
     def dump(self, directory: str | Path) -> Path:
         """Write plan, rows, traffic and every rank's program as readable Python."""

@@ -179,18 +179,72 @@ def test_refusals(world_size: int, options: dict[str, object], says: str, pipe: 
         fxpipe.compile_sampler(pipe, world_size, **{"example": call(), **options})  # type: ignore[arg-type]
 
 
+# -- displaced
+
+
+@pytest.fixture(scope="module")
+def displaced(pipe: StableDiffusionPipeline) -> fxpipe.Sampler:
+    return fxpipe.compile_sampler(pipe, 4, example=call(), mode="displaced", warmup=1)
+
+
+def test_displaced_steps_are_near_and_exact_where_nothing_changes(
+    displaced: fxpipe.Sampler, pipe: StableDiffusionPipeline, wanted: Tensor
+) -> None:
+    assert displaced.verify().ok
+    fast = displaced.pipeline()
+    found = image(fast)
+    assert not same(found, wanted)
+    assert float((found - wanted).abs().max()) < 0.2
+    assert torch.equal(image(fast, **call(2)), image(displaced.pipeline(), **call(2)))
+    assert torch.equal(image(fast), found)  # nothing of a call is left to the next
+    exact = fxpipe.compile_sampler(pipe, 4, example=call(), mode="displaced", warmup=_STEPS)
+    assert same(image(exact.pipeline()), wanted)
+
+
+def test_a_call_that_fails_leaves_nothing(displaced: fxpipe.Sampler) -> None:
+    fast = displaced.pipeline()
+    before = image(fast)
+
+    def stop(pipe: object, step: int, time: object, values: dict[str, object]) -> dict[str, object]:
+        if step == 2:
+            raise KeyboardInterrupt
+        return values
+
+    with pytest.raises(KeyboardInterrupt):
+        image(fast, callback_on_step_end=stop)
+    assert torch.equal(image(fast), before)
+
+
+def test_forms_are_dumped_and_simulated(displaced: fxpipe.Sampler, tmp_path: Path) -> None:
+    text = (displaced.dump(tmp_path) / "rank_1.py").read_text()
+    compile(text, "rank_1.py", "exec")
+    assert "def displaced(self, transport, sample" in text
+    assert "displaced after 1 fresh steps" in str(displaced)
+    three, four = (displaced.simulate(steps).makespan_seconds for steps in (3, 4))
+    slow = [displaced.simulate(steps, "4x1xV100+Ethernet-10").makespan_seconds for steps in (3, 4)]
+    assert four - three < slow[1] - slow[0]
+
+
+def test_unknown_modes_are_refused(pipe: StableDiffusionPipeline) -> None:
+    with pytest.raises(CompileError, match="mode='fast' is not known; use one of exact, displaced"):
+        fxpipe.compile_sampler(pipe, 2, example=call(), mode="fast")  # type: ignore[arg-type]
+
+
 # -- processes
 
 
-def launched() -> tuple[Tensor, Tensor]:
-    """What one rank of a launch gets: of a pipeline's call, and of another after it."""
+def launched() -> tuple[Tensor, Tensor, Tensor]:
+    """What one rank of a launch gets: of a pipeline's call, of another after it, and of a displaced one."""
     pipe = pipeline()
     sampler = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1)
     fast = sampler.pipeline()
     first = image(fast)
     second = image(fast, **call(2))
     sampler.close()
-    return first, second
+    near = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1, mode="displaced", warmup=1)
+    third = image(near.pipeline())
+    near.close()
+    return first, second, third
 
 
 def other_prompts() -> None:
@@ -200,7 +254,10 @@ def other_prompts() -> None:
 
 
 def test_over_gloo_it_is_one_devices(pipe: StableDiffusionPipeline, wanted: Tensor) -> None:
-    for first, second in run_processes(2, launched):
+    near = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1, mode="displaced", warmup=1)
+    displaced = image(near.pipeline())
+    for first, second, third in run_processes(2, launched):
+        assert torch.equal(third, displaced)
         assert same(first, wanted)
         assert same(second, image(pipe, **call(2)))
 
@@ -238,5 +295,5 @@ def test_time_is_predicted_from_the_programs(pipe: StableDiffusionPipeline, tmp_
     alone = fxpipe.compile_sampler(pipe, 1, example=call(1, 256, 192)).simulate().makespan_seconds
     shared = fxpipe.compile_sampler(pipe, 2, example=call(1, 256, 192))
     assert alone / 2 <= shared.simulate().makespan_seconds < alone
-    assert shared.simulate("2x1xV100+Ethernet-1").makespan_seconds > shared.simulate().makespan_seconds
+    assert shared.simulate(cluster="2x1xV100+Ethernet-1").makespan_seconds > shared.simulate().makespan_seconds
     assert "predict" in shared.trace(tmp_path / "trace.json").read_text()

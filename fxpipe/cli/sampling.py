@@ -3,7 +3,7 @@
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -22,6 +22,8 @@ def sample(
     width: Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")] = None,
     seed: Annotated[int, typer.Option(help="of the noise")] = 0,
     cfg: Annotated[int | None, typer.Option(min=1, help="groups of samples; as many as fit where left out")] = None,
+    displaced: Annotated[bool, typer.Option(help="patches read what the others had a step before")] = False,
+    warmup: Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")] = 4,
     cluster: Annotated[str | None, typer.Option(help="devices and links to predict for, such as 2x4xA100")] = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
     dump: Annotated[Path | None, typer.Option(file_okay=False, help="folder for every rank's graph")] = None,
@@ -39,7 +41,9 @@ def sample(
     given = {"prompt": prompt, "num_inference_steps": steps, "height": height, "width": width}
     call |= {name: value for name, value in given.items() if value is not None}
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False, markup=False, soft_wrap=True)
-    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, cfg=cfg, cluster=cluster)
+    mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
+    how = {"cfg": cfg, "mode": mode, "warmup": warmup, "cluster": cluster}
+    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
     console.print(str(sampler))
     console.print(str(sampler.simulate()))
     if verify:

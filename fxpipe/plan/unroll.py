@@ -37,6 +37,13 @@ def require_sequence(
 
     Every carried receive is waited for once, in the next step; channels have one order; nobody waits forever.
     """
+    require_programs(*in_sequence(programs, messages, sequence))
+
+
+def in_sequence(
+    programs: Sequence[SampleProgram], messages: Mapping[str, Sequence[Message]], sequence: Sequence[str]
+) -> tuple[list[Unrolled], list[Message]]:
+    """These forms one after the other, on every rank, and all messages."""
     num_edges = 1 + max((message.edge for of_form in messages.values() for message in of_form), default=0)
     steps = [unrolled(program, sequence, num_edges) for program in programs]
     sent = [
@@ -44,7 +51,7 @@ def require_sequence(
         for step, form in enumerate(sequence)
         for message in messages[form]
     ]
-    require_programs(steps, sent)
+    return steps, sent
 
 
 def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int) -> Unrolled:
@@ -64,6 +71,8 @@ def _add_step(
     """Copy one form; what it carries."""
     env: dict[fx.Node, Any] = {}
     for node in program.forms[form].graph.nodes:
+        if node.op == "placeholder" and all(user.target is ops.take for user in node.users):
+            continue  # what is carried, or an input that this form does not read
         if node.op == "placeholder":
             if node.name not in arguments:
                 arguments[node.name] = graph.placeholder(node.name)

@@ -11,10 +11,11 @@ from fxpipe.show.source import method, own_name
 if TYPE_CHECKING:
     from fxpipe.sampler import Sampler
 
-_HEADER = '''"""Rank {rank}: one call of the denoiser.
+_HEADER = '''"""Rank {rank}: one call of the denoiser, in each of its forms.
 
-Written by fxpipe to be read and compared; what runs is the FX graph this was printed from. Inputs are whole, and so is
-what is returned; between, values are those of this rank's samples and rows. `k_from_1` is what patch 1 has of k.
+Written by fxpipe to be read and compared; what runs is the FX graphs this was printed from. Inputs are whole, and so is
+what is returned; between, values are those of this rank's samples and rows. `k_from_1` is what patch 1 has of k. What a
+form `carries` to the next step is in a dict beside its prediction, and `carried` there.
 """
 
 import torch
@@ -37,7 +38,7 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
     texts = {
         "plan.txt": str(sampler),
         "rows.txt": sampler.step.about,
-        "traffic.txt": str(traffic),
+        "traffic.txt": "\n\n".join(f"{form}\n{sampler.traffic(form)}" for form in sampler.step.forms),
         "traffic.json": json.dumps(table, indent=1),
         **{f"rank_{program.rank}.py": rank_text(program) for program in sampler.step.programs},
     }
@@ -48,10 +49,11 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
 
 
 def rank_text(program: SampleProgram) -> str:
-    """One rank's program as the method of a class that holds the model's tensors."""
-    body = textwrap.indent(method("forward", program.graph, {}), "    ")
+    """One rank's program as methods of a class that holds the model's tensors."""
+    methods = (method(name, form.graph, {}) for name, form in program.forms.items())
+    body = "\n\n".join(textwrap.indent(text, "    ") for text in methods)
     used: dict[str, set[str]] = {}
-    for node in program.graph.nodes:
+    for node in (node for form in program.forms.values() for node in form.graph.nodes):
         if (name := own_name(node)) is not None:
             used.setdefault(node.target.__module__, set()).add(name)
     imports = "".join(f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(used.items()))

@@ -79,11 +79,11 @@ def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor]) -> d
     """
     meter = _Meter()
     state = {name: torch.empty_like(tensor, device=_META) for name, tensor in program.state.items()}
-    given = [None, *(inputs[name].to(_META) for name in program.inputs)]
-    meter.ignore([*state.values(), *given])
+    likes = {name: inputs[name].to(_META) for name in program.inputs}
+    meter.ignore([*state.values(), *likes.values()])
     with meter, torch.no_grad():
         walk = _Walk(program.graph, state, meter)
-        walk.run(*given)
+        walk.run(*(likes.get(node.name) for node in program.graph.find_nodes(op="placeholder")))
     for node, (shape, dtype) in walk.values.items():
         node.meta["val"] = torch.empty(shape, dtype=dtype, device=_META)
     return walk.found
