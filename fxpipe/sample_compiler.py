@@ -15,18 +15,20 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from cost_models.flops import node_costs
 from fxpipe.analysis import Observe, given_cost_model
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import InputSpec, Leaf, describe
+from fxpipe.capture.settings import require_stateless
 from fxpipe.capture.trees import Returned
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
-from fxpipe.errors import CompileError
+from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.models.backbones import example_inputs, image_rows, prediction_of, row_inputs
-from fxpipe.models.pipelines import denoiser_name, is_pipeline, recorded_call
+from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, uncompiled
 from fxpipe.options import check_counts, given_cluster
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
@@ -270,9 +272,11 @@ class _Rows:
         one holds for one alone; where that fails, as it is."""
         inputs, tensors = describe(module, args, kwargs, None)
         if inputs.batch_size == 1:
-            with suppress(CompileError):
+            with suppress(FxpipeError):
                 twice = [torch.cat([t, t]) if leaf.batched else t for leaf, t in _of_tensors(inputs, tensors)]
-                return self._traced(module, *describe(module, *inputs.rebuild(twice), 2))
+                traced = self._traced(module, *describe(module, *inputs.rebuild(twice), 2))
+                if traced.captured.batch:
+                    return traced
         return self._traced(module, inputs, tensors)
 
     def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> Traced:
@@ -283,6 +287,7 @@ class _Rows:
             returned[:] = [Returned.of(output)]
             return returned[0].tensor(output)
 
+        require_stateless(module)
         with _sampling(module):
             captured = capture(module, inputs, tensors, result_of)
         self.observe("capture", captured)
@@ -292,7 +297,12 @@ class _Rows:
         """Every group's patches, as if it were alone; then the groups together."""
         grid = grid_for(self.world_size, batch_size, self.cfg, self.patches)
         if grid.groups > 1:
-            require_independent(traced.captured)
+            try:
+                require_independent(traced.captured)
+            except CompileError:  # perturbed attention, say, which reads one half of the batch for the other
+                if self.cfg is not None or self.patches is not None:
+                    raise
+                grid = grid_for(self.world_size, batch_size, 1, None)
         spans = grid.spans(batch_size)
         plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
         self.observe("rows", plans)
@@ -367,7 +377,7 @@ def compile_sampler(
             "merged" as they were, "sync" of this step, "separate" none.
         advance: whether the others' displaced values are moved on by their own last change, at twice the memory.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
-        vae: whether the decoder of the pipeline's VAE is spread, too.
+        vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
         cost_model: seconds of compute; the cluster's device where left out.
 
@@ -378,10 +388,12 @@ def compile_sampler(
     """
     check_counts(world_size=world_size, cfg=cfg, patches=patches, warmup=warmup)
     _check_choices(mode=mode, norms=norms)
+    if sample is not None and not all(type(dim) is int for dim in sample.values()):
+        raise CompileError(f"sample={dict(sample)}: dimensions are integers, {{'sample': 2}}")
 
     # denoiser: which module predicts, and what it is called with
-    name = denoiser_name(model) if is_pipeline(model) else None
-    module, args, kwargs = _denoiser_call(model, name, example)
+    names = denoiser_names(model) if is_pipeline(model) else []
+    name, module, args, kwargs = _denoiser_call(model, names, example)
 
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
@@ -395,10 +407,11 @@ def compile_sampler(
     lowering = _Rows(world_size, cfg, patches, mode, warmup, norms, advance, rows_of, where, costs, observe)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
+    others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae and name is not None else None
     of_image = replace(lowering, cfg=None, patches=None, mode="exact", rows_of=image_rows)
-    spread = None if decoder is None else Spread(decoder, of_image, ranks)
-    return Sampler(model, name, denoiser, spread, (args, kwargs), ranks, network)
+    spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
+    return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 
 
 def _check_choices(**given: str) -> None:
@@ -430,18 +443,22 @@ def _of_tensors(inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> list[tupl
 
 
 def _denoiser_call(
-    model: Any, name: str | None, example: Mapping[str, Any] | None
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    if name is not None:
+    model: Any, names: Sequence[str], example: Mapping[str, Any] | None
+) -> tuple[str | None, nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The module that predicts first, its name where it is a pipeline's, and its call."""
+    if names:
         if example is None:
             raise CompileError("example is missing: keyword arguments of one call of the pipeline, {'prompt': ...}")
-        return getattr(model, name), *recorded_call(model, name, example)
+        name, args, kwargs = recorded_call(model, names, example)
+        return name, uncompiled(getattr(model, name)), args, kwargs
     if not isinstance(model, nn.Module):
         raise CompileError(f"{type(model).__name__} is neither a pipeline nor a module")
     if example is None:
         made = example_inputs(model, 2)
-        return model, (), {key: value for key, value in made.items() if key != "target"}
-    return model, (), dict(example)
+        return None, model, (), {key: value for key, value in made.items() if key != "target"}
+    if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(dict(example))):
+        raise CompileError(f"example={dict(example)} has no tensor; give keyword arguments of {type(model).__name__}")
+    return None, model, (), dict(example)
 
 
 def _connected(device: torch.device) -> Transport:

@@ -4,6 +4,7 @@ sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls a
   pipe.unet(sample, t, text)    ->   Spread: programs for this kind of call   ->   ranks   ->   the whole prediction
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 from fxpipe.capture import Capture
+from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.capture.trees import Returned
 from fxpipe.cluster import Cluster
-from fxpipe.errors import CompileError
-from fxpipe.models.pipelines import Shell, with_components, with_submodule
+from fxpipe.errors import CompileError, FxpipeError
+from fxpipe.models.pipelines import shell, with_components, with_submodule
 from fxpipe.options import check_counts
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Message, Traffic
@@ -31,6 +33,8 @@ from fxpipe.simulate.op_lists import StepOps
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-5}
 """Of one call, relative to the prediction's largest value; rounding alone gave 9e-14 and, in one of 47 models, 5e-5."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +114,16 @@ class Lowering(Protocol):
 
 class Spread:
     """A module whose calls run on all ranks. Programs are made when a kind of call is first seen: other shapes, other
-    conditions; another number of samples needs no new trace.
+    conditions, other settings; another number of samples needs no new trace. With `or_whole`, a module for which there
+    are no programs runs whole on every rank, and `whole` says why.
 
     Several calls in one step of a pipeline, such as with the prompt and without, are streams of their own: by the name
     that the pipeline gives them (`cache_context`), else by their order among calls with the same rows.
     """
 
-    def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks) -> None:
-        self.module, self.lowering, self.ranks = module, lowering, ranks
+    def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
+        self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
+        self.whole: str | None = None
         self.stream_name: str | None = None
         self._seen: dict[str, torch.Tensor] = {}
         self._turn = 0
@@ -125,10 +131,15 @@ class Spread:
         self._steps: dict[tuple[int, int], SampleStep] = {}
         self._states: dict[int, dict[str, torch.Tensor]] = {}
         self._weights: list[tuple[Any, ...]] = []
+        self._settings: Settings = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients."""
-        return self.predict(self.step(args, kwargs), args, kwargs)
+        step = self._step_or_none(args, kwargs)
+        if step is None:
+            with torch.no_grad():
+                return self.module(*args, **kwargs)
+        return self.predict(step, args, kwargs)
 
     def predict(
         self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any], stream: str | None = None
@@ -151,6 +162,7 @@ class Spread:
         size = traced.num_samples(args, kwargs)
         assert size is not None
         self._traced.append(traced)
+        self._settings = settings_of(self.module)  # as tracing has left them
         return self._of_size(traced, size)
 
     def _stream(self, step: SampleStep, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -161,6 +173,21 @@ class Spread:
         self._turn = self._turn + 1 if again else 0
         self._seen = rows
         return str(self._turn) if self.stream_name is None else self.stream_name
+
+    def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
+        """None where the module runs whole: as soon as one of its calls must, for calls may follow from each other."""
+        if self.whole is not None:
+            self._forget_other_weights()  # others may do
+        if self.whole is not None:
+            return None
+        try:
+            return self.step(args, kwargs)
+        except FxpipeError as error:
+            if not self.or_whole:
+                raise
+            self.whole = f"{type(self.module).__name__} runs whole on every rank: {error}"
+            _log.warning("%s", self.whole)
+            return None
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         key = id(traced), size
@@ -177,14 +204,16 @@ class Spread:
 
     def _forget_other_weights(self) -> None:
         """Tensors that were put in place of others are read from now on; others by name, shape or type are another
-        model, as with an adapter loaded or fused."""
+        model, as with an adapter loaded or fused, and so are other settings."""
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
-        if [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
+        settings = settings_of(self.module)
+        if settings != self._settings or [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
             self._traced.clear()
             self._steps.clear()
-        self._weights = now
+            self.whole = None
+        self._weights, self._settings = now, settings
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -218,12 +247,14 @@ class Sampler:
     """The result of `fxpipe.compile_sampler`.
 
     `denoiser` predicts; `decoder` is the VAE's, spread by the same passes. `example` is the call of the denoiser that
-    was compiled for; calls of other shapes are compiled when they come.
+    was compiled for; calls of other shapes are compiled when they come, as are those of the pipeline's `others`, by
+    name: denoisers of later steps.
     """
 
     model: Any
     name: str | None
     denoiser: Spread
+    others: Mapping[str, Spread]
     decoder: Spread | None
     example: tuple[tuple[Any, ...], dict[str, Any]]
     ranks: Ranks
@@ -258,10 +289,11 @@ class Sampler:
         """
         if self.name is None:
             raise CompileError(f"{type(self.model).__name__} is no pipeline; call sampler.predict as its forward")
-        parts: dict[str, object] = {self.name: Shell(self.denoiser.module, self.denoiser)}
+        spread = {self.name: self.denoiser, **self.others}
+        parts: dict[str, object] = {name: shell(one.module, one) for name, one in spread.items()}
         if self.decoder is not None:
-            shell = Shell(self.decoder.module, self.decoder)
-            parts["vae"] = with_submodule(self.model.vae, "decoder", shell)
+            decoder = shell(self.decoder.module, self.decoder)
+            parts["vae"] = with_submodule(self.model.vae, "decoder", decoder)
         return with_components(self.model, parts, self.ranks.call)
 
     def verify(self, *args: Any, **kwargs: Any) -> SampleVerification:
@@ -335,6 +367,7 @@ class Sampler:
                 if form in step.forms
             ),
             *(f"note: {note}" for note in step.notes),
+            *(f"note: {one.whole}" for one in [self.decoder] if one is not None and one.whole),
         ]
         return "\n".join(lines)
 

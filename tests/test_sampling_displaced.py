@@ -106,9 +106,7 @@ def test_where_nothing_moves_displaced_steps_are_exact(key: str, norms: Norms, n
         ("SD3Transformer2DModel", "corrected", 3, False),
     ],
 )
-def test_threads_read_what_one_patch_at_a_time_reads(
-    key: str, norms: Norms, num_patches: int, advance: bool
-) -> None:
+def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num_patches: int, advance: bool) -> None:
     programs, steps = cut(key, num_patches, norms, advance), moving(key)
     run, bound, reference = LocalRun(num_patches), programs.bound(), Lockstep(programs)
     found = sampled(run, bound, programs, steps)

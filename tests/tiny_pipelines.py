@@ -65,12 +65,16 @@ def _clip() -> tuple[nn.Module, Any]:
 
 _NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 _UNET = {**CONFIGS["UNet2DConditionModel"], "sample_size": 12}
+_SMALL = {
+    "block_out_channels": (8,), "down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",),
+    "mid_block_type": None,
+}  # fmt: skip
 _EMBEDS = "prompt_embeds negative_prompt_embeds"
 _POOLED = "pooled_prompt_embeds negative_pooled_prompt_embeds"
 _SIZE = {"height": 40, "width": 24}
 
 
-def _stable_diffusion(kind: str = "StableDiffusionPipeline", **config: Any) -> tuple[Any, nn.Module]:
+def _stable_diffusion(**config: Any) -> tuple[Any, nn.Module]:
     encoder, tokenizer = _clip()
     unet = diffusers.UNet2DConditionModel(**{**_UNET, **config})
     scheduler = diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)
@@ -83,14 +87,19 @@ def _sd(dtype: torch.dtype) -> tuple[Any, Call]:
     return diffusers.StableDiffusionPipeline(**parts), {"prompt": "a b c", "negative_prompt": "d", **_SIZE}
 
 
+def _sd_small(dtype: torch.dtype) -> tuple[Any, Call]:
+    parts, _ = _stable_diffusion(**_SMALL)
+    return diffusers.StableDiffusionPipeline(**parts), {"prompt": "a b c", "negative_prompt": "d", **_SIZE}
+
+
 def _sd_image(dtype: torch.dtype) -> tuple[Any, Call]:
-    parts, _ = _stable_diffusion()
+    parts, _ = _stable_diffusion(**_SMALL)
     image = torch.rand(1, 3, 40, 24, dtype=dtype)
     return diffusers.StableDiffusionImg2ImgPipeline(**parts), {"prompt": "a d", "image": image, "strength": 0.75}
 
 
 def _sd_inpaint(dtype: torch.dtype) -> tuple[Any, Call]:
-    parts, _ = _stable_diffusion(in_channels=9)
+    parts, _ = _stable_diffusion(in_channels=9, **_SMALL)
     image, mask = torch.rand(1, 3, 40, 24, dtype=dtype), torch.rand(1, 1, 40, 24).round()
     call = {"prompt": "a e", "image": image, "mask_image": mask, **_SIZE}
     return diffusers.StableDiffusionInpaintPipeline(**parts), call
@@ -162,7 +171,9 @@ def _hunyuan(dtype: torch.dtype) -> tuple[Any, Call]:
         text_encoder_2=None, tokenizer_2=None, scheduler=diffusers.DDPMScheduler(clip_sample=False), **_NO_CHECKER,
     )  # fmt: skip
     second = text(" ".join(f"{name}_2" for name in _EMBEDS.split()), 4, 8, dtype=dtype)
-    masks = {f"{n}prompt_attention_mask{i}": torch.ones(1, 4 if i else 5) for n in ("", "negative_") for i in ("", "_2")}
+    masks = {
+        f"{n}prompt_attention_mask{i}": torch.ones(1, 4 if i else 5) for n in ("", "negative_") for i in ("", "_2")
+    }
     size = {"height": 96, "width": 64, "use_resolution_binning": False}
     return pipe, {**text(_EMBEDS, 5, 8, dtype=dtype), **second, **masks, **size}
 
@@ -184,7 +195,9 @@ def _sana(dtype: torch.dtype) -> tuple[Any, Call]:
 def _dit(dtype: torch.dtype) -> tuple[Any, Call]:
     config = {**CONFIGS["DiTTransformer2DModel"], "num_layers": 2, "num_embeds_ada_norm": 1000, "sample_size": 10}
     transformer = diffusers.DiTTransformer2DModel(**config)
-    return diffusers.DiTPipeline(transformer, _vae(), diffusers.DDIMScheduler(clip_sample=False)), {"class_labels": [3, 7]}
+    return diffusers.DiTPipeline(transformer, _vae(), diffusers.DDIMScheduler(clip_sample=False)), {
+        "class_labels": [3, 7]
+    }
 
 
 def _ddim(dtype: torch.dtype) -> tuple[Any, Call]:
@@ -199,7 +212,9 @@ def _cogvideo(dtype: torch.dtype) -> tuple[Any, Call]:
         temporal_compression_ratio=2,
     )  # fmt: skip
     config = {
-        **CONFIGS["CogVideoXTransformer3DModel"], "num_layers": 1, "use_rotary_positional_embeddings": True,
+        **CONFIGS["CogVideoXTransformer3DModel"],
+        "num_layers": 1,
+        "use_rotary_positional_embeddings": True,
         "attention_head_dim": 16,
     }
     pipe = diffusers.CogVideoXPipeline(
@@ -226,7 +241,8 @@ def _wan(dtype: torch.dtype) -> tuple[Any, Call]:
 
 
 PIPELINES: dict[str, Callable[[torch.dtype], tuple[Any, Call]]] = {
-    "sd": _sd, "sd/image": _sd_image, "sd/inpaint": _sd_inpaint, "sd/controlnet": _sd_controlnet, "sdxl": _sdxl,
+    "sd": _sd, "sd/small": _sd_small, "sd/image": _sd_image, "sd/inpaint": _sd_inpaint,
+    "sd/controlnet": _sd_controlnet, "sdxl": _sdxl,
     "sd3": _sd3, "flux": _flux, "flux/guided": _flux_guided, "pixart": _pixart, "hunyuan": _hunyuan, "sana": _sana,
     "dit": _dit, "ddim": _ddim, "cogvideo": _cogvideo, "wan": _wan,
 }  # fmt: skip

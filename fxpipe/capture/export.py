@@ -6,6 +6,7 @@
 4. the call's size alone; 1. after all, where it is the same graph at that size
 """
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import fx, nn
 from fxpipe.capture import private
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.sizes import concrete, is_symbolic
+from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
 
@@ -50,8 +52,23 @@ class Step(nn.Module):
         for tensor in batched[1:] if self._one_batch else ():
             torch._check(tensor.shape[0] == batched[0].shape[0])
         args, kwargs = self._inputs.rebuild(leaves)
-        with buffers_kept(self.model):
+        with buffers_kept(self.model), _arguments_kept(self._inputs.signature, args, kwargs):
             return self._result_of(self.model(*args, **kwargs))
+
+
+@contextmanager
+def _arguments_kept(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Raises CaptureError where lists or dicts among the arguments have something new afterwards: a graph would not
+    put it there. What forward takes out of them it takes out of its own."""
+    before, _ = flatten(signature, args, kwargs)
+    yield
+    after, _ = flatten(signature, args, kwargs)
+    known = {(name.partition(".")[0], id(value)) for name, value in before.items()}
+    for name, value in after.items():
+        if (name.partition(".")[0], id(value)) not in known:
+            raise CaptureError(
+                f"forward changes its input {name} in place; a graph has no effect but its result: return the new value"
+            )
 
 
 def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf) -> Exported:

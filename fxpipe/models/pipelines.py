@@ -2,11 +2,11 @@
 pipeline with another module in its place.
 
 pipe(prompt="...", height=64)   ->   pipe.unet(sample [2, 4, 8, 8], t, encoder_hidden_states=..., return_dict=False)
-pipe with unet = shell          ->   the user's own loop, scheduler and callbacks, around the shell
+pipe with unet = its shell      ->   the user's own loop, scheduler and callbacks, around calls that go elsewhere
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,41 +16,37 @@ from torch import nn
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import is_backbone
 
-_DENOISERS = ("unet", "transformer", "prior", "decoder")
 
+def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
+    """The module itself in all but its calls, which go to `run`: of its class, with its attributes and weights."""
+    kind = type(module)
 
-class Shell(nn.Module):
-    """Stands where `module` stood: calls go to `run`, everything else to the module."""
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__["wrapped"], self.__dict__["run"] = module, run  # no submodule: its weights are not listed twice
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
 
     @contextmanager
-    def cache_context(self, name: str) -> Iterator[None]:
+    def cache_context(self: nn.Module, name: str, **about: Any) -> Iterator[None]:
         """What a pipeline calls in here belongs to the stream of this name; the module is told, too."""
-        told = getattr(self.__dict__["wrapped"], "cache_context", None)
-        run, before = self.__dict__["run"], getattr(self.__dict__["run"], "stream_name", None)
-        run.stream_name = name
+        told = getattr(module, "cache_context", None)
+        stream: Any = run
+        before, stream.stream_name = getattr(run, "stream_name", None), name
         try:
-            with nullcontext() if told is None else told(name):
+            with nullcontext() if told is None else told(name, **about):
                 yield
         finally:
-            run.stream_name = before
+            stream.stream_name = before
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["wrapped"], name)
+    new: nn.Module = object.__new__(_like(kind, call, cache_context=cache_context))
+    object.__setattr__(new, "__dict__", module.__dict__)  # the same one: what is set on either is set on both
+    return new
 
 
 class _Recorded(Exception):
     """The first call, on its way out of the pipeline."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("recorded")
-        self.call = args, kwargs
+        self.name, self.call = name, (args, kwargs)
 
 
 def is_pipeline(model: object) -> bool:
@@ -58,52 +54,62 @@ def is_pipeline(model: object) -> bool:
     return not isinstance(model, nn.Module) and callable(model) and isinstance(_components(model), Mapping)
 
 
-def denoiser_name(pipe: Any) -> str:
-    """The name of the component that predicts.
+def uncompiled(part: Any) -> Any:
+    """The module that `torch.compile` was given, where this is what it has made of it."""
+    return getattr(part, "_orig_mod", part) if isinstance(part, nn.Module) else part
+
+
+def denoiser_names(pipe: Any) -> list[str]:
+    """The names of the components that predict.
 
     Raises:
-        CompileError: there is none, or it cannot be told which.
+        CompileError: there is none.
     """
     components = _components(pipe) or {}
-    found: list[str] = [name for name, part in components.items() if is_backbone(part)]
-    named = [name for name in _DENOISERS if name in found]
-    if len(found) > 1 and named:
-        found = named[:1]
-    if len(found) != 1:
+    found = [name for name, part in components.items() if is_backbone(uncompiled(part))]
+    if not found:
         parts = ", ".join(f"{name}: {type(part).__name__}" for name, part in components.items())
         raise CompileError(
-            f"{type(pipe).__name__} has {len(found)} denoisers {found} among its components ({parts}); compile the "
-            "module that predicts, with example=its keyword arguments"
+            f"{type(pipe).__name__} has no denoiser among its components ({parts}); compile the module that predicts, "
+            "with example=its keyword arguments"
         )
-    return found[0]
+    return found
 
 
-def recorded_call(pipe: Any, name: str, example: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the first call of component `name` when the pipeline is called with `example`; it ends there.
+def recorded_call(
+    pipe: Any, names: Sequence[str], example: Mapping[str, Any]
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The first call of a component among `names` when the pipeline is called with `example`; it ends there.
+
+    Returns:
+        The component's name, and the call's arguments.
 
     Raises:
-        CompileError: the pipeline never calls it, or fails before.
+        CompileError: the pipeline never calls one, or fails before.
     """
 
-    def record(*args: Any, **kwargs: Any) -> Any:
-        raise _Recorded(args, kwargs)
+    def recorder(name: str) -> nn.Module:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            raise _Recorded(name, args, kwargs)
 
-    own = getattr(pipe, name)
-    scheduler = copy.deepcopy(getattr(pipe, "scheduler", None))  # a call sets its steps
-    recording = with_components(pipe, {name: Shell(own, record)})
-    if scheduler is not None:
-        recording.__dict__["scheduler"] = scheduler
+        return shell(uncompiled(getattr(pipe, name)), record)
+
+    recording = with_components(pipe, {name: recorder(name) for name in names})
+    for name, part in (_components(pipe) or {}).items():
+        if hasattr(part, "set_timesteps"):  # a scheduler: a call sets its steps
+            recording.__dict__[name] = copy.deepcopy(part)
+    expected = " or ".join(names)
     try:
         with torch.no_grad():
             recording(**example)
     except _Recorded as recorded:
-        return recorded.call
+        return recorded.name, *recorded.call
     except Exception as error:
         raise CompileError(
-            f"{type(pipe).__name__}(**example) fails before it calls its {name}: {type(error).__name__}: {error}; "
+            f"{type(pipe).__name__}(**example) fails before it calls its {expected}: {type(error).__name__}: {error}; "
             "example must be a call that works"
         ) from error
-    raise CompileError(f"{type(pipe).__name__}(**example) never calls its {name}; give an example that samples")
+    raise CompileError(f"{type(pipe).__name__}(**example) never calls its {expected}; give an example that samples")
 
 
 def with_components(
@@ -122,8 +128,14 @@ def _around(kind: type, around: Callable[[], AbstractContextManager[None]]) -> t
         with around():
             return kind.__call__(self, *args, **kwargs)
 
+    return _like(kind, call)
+
+
+def _like(kind: type, call: Callable[..., Any], **members: Any) -> type:
+    """A class that differs from `kind` in its calls, and in these members."""
     call.__doc__ = kind.__call__.__doc__
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    own = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), own | members)
 
 
 def _components(pipe: object) -> Any:

@@ -1,0 +1,91 @@
+"""What forward reads of a model beside tensors, as far as its attributes tell: equal ones before every call are cheap
+to compare, and mean the same graph.
+
+    unet.set_attn_processor(...), a processor's scale, enable_freeu, a hook, a config's entry   ->   other settings
+    weights, training                                                                            ->   the same
+"""
+
+import types
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import CaptureError
+
+Settings = list[Any]
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_NOT_READ = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_DEPTH = 4  # of objects and containers in each other
+
+
+class _Same:
+    """Equal to itself alone, and kept: what was let go could lend its id to another."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def settings_of(model: nn.Module) -> Settings:
+    """Of all its modules, in order, flat."""
+    found: Settings = []
+    for part in model.modules():
+        found.append(type(part))
+        _add_attributes(found, part.__dict__, _DEPTH)
+    return found
+
+
+def require_stateless(model: nn.Module) -> None:
+    """Refuse hooks that keep values from one call to the next: a graph has every call alike.
+
+    Raises:
+        CaptureError: there is such a hook; names its module.
+    """
+    for name, part in model.named_modules():
+        for hook in getattr(getattr(part, "_diffusers_hook", None), "hooks", {}).values():
+            if getattr(hook, "_is_stateful", False):
+                raise CaptureError(
+                    f"module {name or '(the model itself)'}: its {type(hook).__name__} keeps values from step to step, "
+                    "which a graph cannot; call disable_cache() first"
+                )
+
+
+def _add_attributes(found: Settings, values: Mapping[Any, Any], depth: int) -> None:
+    for key, value in values.items():
+        kind = type(value)
+        if ((kind is dict or kind is OrderedDict) and not value) or key in _NOT_READ:
+            continue
+        found.append(key)
+        if kind in _PLAIN:
+            found.append(value)
+        else:
+            _add(found, value, depth)
+
+
+def _add(found: Settings, value: Any, depth: int) -> None:
+    """A value in depth: containers by what is in them, objects by class and attributes, modules and tensors as such."""
+    if type(value) in _PLAIN or isinstance(value, _NAMED):
+        found.append(value)
+    elif isinstance(value, nn.Module | torch.Tensor) or depth == 0:
+        found.append(_Same(value) if depth else type(value))
+    elif isinstance(value, Mapping):
+        found += type(value), len(value)
+        _add_attributes(found, value, depth - 1)
+    elif isinstance(value, list | tuple):
+        found += type(value), len(value)
+        for one in value:
+            _add(found, one, depth - 1)
+    else:
+        found.append(type(value))
+        _add_attributes(found, getattr(value, "__dict__", {}), depth - 1)

@@ -1,0 +1,127 @@
+"""What cannot be sampled over ranks is refused in words for the person who must act."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+from tests.tiny_pipelines import Call, noise, tiny
+
+
+class Denoiser(nn.Module):
+    """Rows of no library; `predict` says what else it does."""
+
+    def __init__(
+        self, predict: Callable[[nn.Module, Tensor, Tensor], Any] = lambda self, x, time: self.conv(x)
+    ) -> None:
+        super().__init__()
+        self.conv, self.predict = nn.Conv2d(2, 2, 3, padding=1).double(), predict
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, sample: Tensor, timestep: Tensor, kept: list[Tensor | None] | None = None) -> Any:
+        if kept is not None:
+            kept[0] = sample
+        return self.predict(self, sample, timestep)
+
+
+GIVEN: Call = {"sample": noise(2, 2, 12, 5), "timestep": noise(2)}
+ROWS = {"sample": 2}
+
+# What is compiled, for how many ranks and with which options; and what the error says.
+MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
+    "no module": (None, 2, {}, "NoneType is neither a pipeline nor a module"),
+    "unknown rows": (Denoiser(), 2, {"sample": None}, r"pass sample=\{name of the input: row dimension\}"),
+    "no such input": (Denoiser(), 2, {"sample": {"x": 2}}, r"'x' is no input .* which are \['sample'\]"),
+    "no such dimension": (Denoiser(), 2, {"sample": {"sample": 4}}, "it has no dimension 4"),
+    "no dimension": (Denoiser(), 2, {"sample": {"sample": "H"}}, "dimensions are integers"),
+    "no call": (Denoiser(), 2, {"example": {}}, "has no tensor; give keyword arguments of Denoiser"),
+    "another call": (Denoiser(), 2, {"example": {**GIVEN, "noise": 1}}, "unexpected keyword argument 'noise'"),
+    "no ranks": (Denoiser(), 0, {}, "world_size must be a positive integer, got 0"),
+    "more ranks than rows": (Denoiser(), 13, {"cfg": 1}, "13 patches of 12 units .* use 12 patches or fewer"),
+    "ranks left over": (Denoiser(), 4, {"cfg": 3}, "are not world_size=4 ranks; leave one open"),
+    "more groups than samples": (Denoiser(), 4, {"cfg": 4}, "cfg=4 groups of samples, but a call has 2; use cfg=2"),
+    "random numbers": (
+        Denoiser(lambda self, x, time: self.conv(x) + torch.randn_like(x)), 2, {},
+        "forward draws random numbers .* pass them as an input",
+    ),
+    "mixed samples": (
+        Denoiser(lambda self, x, time: self.conv(x) - x.mean(0, keepdim=True)), 2, {"cfg": 2}, "it mixes samples",
+    ),
+    "several tensors": (
+        Denoiser(lambda self, x, time: (self.conv(x), x)), 2, {}, "returns 2 tensors .* wrap the model in a module",
+    ),
+    "a choice by value": (
+        Denoiser(lambda self, x, time: self.conv(x) if time.sum() > 1 else x), 2, {}, "decides by the value",
+    ),
+    "a buffer that counts": (
+        Denoiser(lambda self, x, time: self.conv(x) * self.count.add_(1)), 2, {}, "changes the buffer 'count'",
+    ),
+    "a list that keeps": (
+        Denoiser(), 2, {"example": {**GIVEN, "kept": [None]}}, "changes its input kept.0 in place",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MODULES)
+def test_a_module_that_is_refused(what: str) -> None:
+    model, ranks, options, message = MODULES[what]
+    with pytest.raises(FxpipeError, match=message):
+        fxpipe.compile_sampler(model, ranks, **{"example": GIVEN, "sample": ROWS, **options})
+
+
+@pytest.fixture(scope="module")
+def sd() -> tuple[Any, Call]:
+    return tiny("sd/small")
+
+
+EXAMPLES: dict[str, tuple[Mapping[str, Any] | None, str]] = {
+    "none": (None, "example is missing: keyword arguments of one call of the pipeline"),
+    "one that fails": ({"height": 41}, "fails before it calls its unet: ValueError: .*divisible by 8 but are 41"),
+    "one of no steps": ({"num_inference_steps": 0}, "fails before it calls its unet: ZeroDivisionError"),
+    "one of another size": ({"height": 8}, "5 patches of 4 units .* use 4 patches or fewer, or a larger image"),
+}
+
+
+@pytest.mark.parametrize("what", EXAMPLES)
+def test_an_example_that_is_refused(what: str, sd: tuple[Any, Call]) -> None:
+    pipe, call = sd
+    changes, message = EXAMPLES[what]
+    with pytest.raises(FxpipeError, match=message):
+        fxpipe.compile_sampler(pipe, 5, example=None if changes is None else {**call, **changes}, cfg=1)
+
+
+def test_a_pipeline_that_never_predicts(sd: tuple[Any, Call]) -> None:
+    pipe, call = sd
+
+    class Idle(type(pipe)):  # type: ignore[misc]
+        def __call__(self, **call: Any) -> None:
+            return None
+
+    with pytest.raises(FxpipeError, match="never calls its unet; give an example that samples"):
+        fxpipe.compile_sampler(Idle(**pipe.components, requires_safety_checker=False), 2, example=call)
+
+
+def test_a_pipeline_without_a_denoiser(sd: tuple[Any, Call]) -> None:
+    pipe, call = sd
+    without = type(pipe)(**{**pipe.components, "unet": None}, requires_safety_checker=False)
+    with pytest.raises(FxpipeError, match=r"has no denoiser among its components .*vae: AutoencoderKL"):
+        fxpipe.compile_sampler(without, 2, example=call)
+
+
+def test_a_later_call_of_fewer_samples(sd: tuple[Any, Call]) -> None:
+    pipe, call = sd
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=2).pipeline()
+    with pytest.raises(FxpipeError, match="cfg=2 groups of samples, but a call has 1; use cfg=1"):
+        fast(**{**call, "guidance_scale": 1.0})
+
+
+def test_a_cache_of_steps_is_refused() -> None:
+    pipe, call = tiny("flux")
+    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))
+    with pytest.raises(FxpipeError, match=r"keeps values from step to step.* disable_cache\(\)"):
+        fxpipe.compile_sampler(pipe, 2, example=call)

@@ -1,0 +1,301 @@
+"""Whole pipelines spread over ranks: the user's own call, scheduler and settings give one device's image."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.plan.sample_grid import Grid
+from fxpipe.sampler import Sampler
+from tests.tiny_pipelines import PIPELINES, Call, noise, tiny
+
+# Their loops round to float32, whatever the type of the weights: a difference may be its last bit.
+FLOAT32_LOOPS = {"sana", "cogvideo", "wan"}
+# Ranks, groups of samples, and what comes out; three ranks with every sample and the latents elsewhere.
+LAYOUTS = {
+    "sd/image": (2, None, "pt"), "sdxl": (4, None, "latent"), "sd3": (4, 2, "latent"), "flux": (2, None, "pt"),
+    "dit": (3, None, "pt"), "ddim": (2, 1, "np"), "pixart": (2, 2, "latent"),
+}  # fmt: skip
+
+
+def sample(pipe: Any, call: Call, seed: int = 5, **changes: Any) -> Tensor:
+    out = pipe(**{"output_type": "latent", **call, "generator": torch.Generator().manual_seed(seed), **changes})
+    return torch.as_tensor(out.frames if hasattr(out, "frames") else out.images)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert wanted.isfinite().all()
+    assert wanted.std() > 0.1
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+# The others are sampled in tests of their own, below.
+KEYS = [key for key in PIPELINES if key not in {"sd", "sd/small", "flux", "wan"}]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_pipeline_is_one_devices(key: str) -> None:
+    pipe, call = tiny(key)
+    ranks, cfg, kind = LAYOUTS.get(key, (3, None, "latent"))
+    sampler = fxpipe.compile_sampler(pipe, ranks, example=call, cfg=cfg)
+    found = sample(sampler.pipeline(), call, output_type=kind)
+    assert error(found, sample(pipe, call, output_type=kind)) <= (1e-6 if key in FLOAT32_LOOPS else 1e-10)
+
+
+def test_two_denoisers_and_a_decoder_that_keeps_state(caplog: pytest.LogCaptureFixture) -> None:
+    pipe, call = tiny("wan")
+    sampler = fxpipe.compile_sampler(pipe, 2, example=call)
+    with caplog.at_level(logging.WARNING):
+        found = sample(sampler.pipeline(), call, output_type="pt")
+    assert error(found, sample(pipe, call, output_type="pt")) <= 1e-6
+    assert sampler.name == "transformer"
+    assert list(sampler.others) == ["transformer_2"]
+    assert "runs whole on every rank: " in caplog.text
+    assert "runs whole on every rank: " in str(sampler)
+
+
+class Shared:
+    """A pipeline and its spread copy on 3 ranks, for tests that leave both as they are."""
+
+    def __init__(self) -> None:
+        self.pipe, self.call = tiny("sd")
+        self.sampler: Sampler = fxpipe.compile_sampler(self.pipe, 3, example=self.call)
+        self.fast = self.sampler.pipeline()
+
+    def error(self, changes: Callable[[], Call] = dict) -> float:
+        return error(*(sample(pipe, self.call, **changes()) for pipe in (self.fast, self.pipe)))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Shared:
+    return Shared()
+
+
+def test_compiling_leaves_the_pipeline_as_it_is(shared: Shared) -> None:
+    pipe, _ = tiny("sd/small")
+    before = {name: id(part) for name, part in pipe.components.items()}
+    schedule = dict(pipe.scheduler.__dict__)
+    config, modes = dict(pipe.config), [module.training for module in pipe.unet.modules()]
+    gradients = [parameter.requires_grad for parameter in pipe.unet.parameters()]
+    fxpipe.compile_sampler(pipe, 2, example=shared.call).pipeline()
+    assert {name: id(part) for name, part in pipe.components.items()} == before
+    assert pipe.scheduler.__dict__ == schedule
+    assert dict(pipe.config) == config
+    assert [module.training for module in pipe.unet.modules()] == modes
+    assert [parameter.requires_grad for parameter in pipe.unet.parameters()] == gradients
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "Euler": diffusers.EulerDiscreteScheduler.from_config,
+    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler.from_config,
+    "DPM++": diffusers.DPMSolverMultistepScheduler.from_config,
+    "DPM++ SDE": lambda config: diffusers.DPMSolverMultistepScheduler.from_config(
+        config, algorithm_type="sde-dpmsolver++", use_karras_sigmas=True
+    ),
+    "Heun": diffusers.HeunDiscreteScheduler.from_config,
+    "UniPC": diffusers.UniPCMultistepScheduler.from_config,
+    "PNDM": diffusers.PNDMScheduler.from_config,
+    "LCM": diffusers.LCMScheduler.from_config,
+    "DDPM, thresholded": lambda config: diffusers.DDPMScheduler.from_config(config, thresholding=True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_any_scheduler(name: str, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for pipe in (shared.pipe, shared.fast):
+            monkeypatch.setattr(pipe, "scheduler", SCHEDULERS[name](shared.pipe.scheduler.config))
+        assert shared.error(lambda: {"num_inference_steps": 5}) <= 1e-10
+
+
+def test_a_scheduler_that_draws_of_itself() -> None:
+    pipe, call = tiny("sd3")
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True, shift=3.0)
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        wanted = sample(pipe, call)
+        torch.manual_seed(1)
+        assert error(sample(fast, call), wanted) <= 1e-10
+
+
+def changed(pipe: Any, step: int, time: Any, kwargs: Call) -> Call:
+    return {"latents": kwargs["latents"] * (1 + 0.01 * step)}
+
+
+def unguided(pipe: Any, step: int, time: Any, kwargs: Call) -> Call:
+    """Guidance ends halfway, as diffusers' own `SDCFGCutoffCallback` does it."""
+    if step == 1:
+        pipe._guidance_scale = 0.0
+        return {"prompt_embeds": kwargs["prompt_embeds"][-1:]}
+    return {}
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "decoded": lambda: {"output_type": "pt"},
+    "no guidance": lambda: {"guidance_scale": 1.0, "negative_prompt": None},
+    "two images": lambda: {"num_images_per_prompt": 2, "output_type": "pt"},
+    "two prompts": lambda: {"prompt": ["a b", "c d e f g"], "negative_prompt": ["", "h"]},
+    "a generator each": lambda: {
+        "prompt": ["a b", "c"], "negative_prompt": None,
+        "generator": [torch.Generator().manual_seed(seed) for seed in (1, 2)],
+    },
+    "embeddings": lambda: {
+        "prompt": None, "negative_prompt": None, "prompt_embeds": noise(1, 7, 8),
+        "negative_prompt_embeds": noise(1, 7, 8, seed=1),
+    },
+    "its own latents": lambda: {"latents": noise(1, 4, 20, 12, seed=9)},
+    "a callback": lambda: {"callback_on_step_end": changed},
+    "guidance that ends": lambda: {
+        "callback_on_step_end": unguided, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"],
+    },
+    "rescaled, noisy": lambda: {"guidance_rescale": 0.7, "eta": 0.6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_call(name: str, shared: Shared) -> None:
+    assert shared.error(CALLS[name]) <= 1e-10
+
+
+def test_calls_leave_nothing_to_each_other(shared: Shared) -> None:
+    one, wide, other = {"prompt": "a"}, {"height": 24, "width": 40}, {"prompt": "h g f", "num_inference_steps": 5}
+    alone = {id(given): sample(shared.pipe, shared.call, **given) for given in (one, wide, other)}
+    first = sample(shared.fast, shared.call, **other)
+    for given in (one, wide, other, one, wide, other):
+        assert error(sample(shared.fast, shared.call, **given), alone[id(given)]) <= 1e-10
+    with pytest.raises(ZeroDivisionError):
+        sample(shared.fast, shared.call, callback_on_step_end=lambda *_: 1 // 0)
+    assert torch.equal(sample(shared.fast, shared.call, **other), first)
+
+
+def test_half_precision() -> None:
+    pipe, call = tiny("sd/small", torch.bfloat16)
+    wide, _ = tiny("sd/small", torch.float64)
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    found, wanted, exact = (sample(one, call) for one in (fast, pipe, wide))
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).double().norm() < (wanted - exact).norm()  # nearer than rounding has brought it
+
+
+def test_the_copy_is_a_pipeline_like_any_other(shared: Shared, tmp_path: Path) -> None:
+    pipe, fast = shared.pipe, shared.fast
+    assert isinstance(fast, diffusers.StableDiffusionPipeline)
+    assert isinstance(fast.unet, diffusers.UNet2DConditionModel)
+    assert fast.components.keys() == pipe.components.keys()
+    assert (fast.device, fast.dtype, fast.unet.dtype) == (pipe.device, pipe.dtype, pipe.unet.dtype)
+    assert fast.unet.config is pipe.unet.config
+    assert dict(fast.config) == dict(pipe.config)
+    assert fast.unet.state_dict().keys() == pipe.unet.state_dict().keys()
+    fast.save_pretrained(tmp_path / "fast")
+    pipe.save_pretrained(tmp_path / "own")
+    for own in (tmp_path / "own").rglob("*"):
+        if own.is_file():
+            assert (tmp_path / "fast" / own.relative_to(tmp_path / "own")).read_bytes() == own.read_bytes()
+
+
+def test_another_pipeline_of_its_components_is_spread_too(shared: Shared) -> None:
+    _, call = tiny("sd/image")
+    own, fast = (diffusers.StableDiffusionImg2ImgPipeline(**one.components) for one in (shared.pipe, shared.fast))
+    for pipe in (own, fast):
+        pipe.set_progress_bar_config(disable=True)
+    assert fast.unet is shared.fast.unet
+    assert error(sample(fast, call), sample(own, call)) <= 1e-10
+
+
+class Added(nn.Module):
+    """A low-rank adapter, as libraries of adapters put in place of a layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, 1.0
+        self.down = nn.Linear(layer.in_features, 2, bias=False, dtype=layer.weight.dtype)
+        self.up = nn.Linear(2, layer.out_features, bias=False, dtype=layer.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.scale * self.up(self.down(x))
+
+
+def test_what_is_changed_after_compiling_counts() -> None:
+    pipe, call = tiny("sd/small")
+    call |= {"num_inference_steps": 2}
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    attention = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    adapter = Added(attention.to_q)
+
+    def halve() -> None:
+        with torch.no_grad():
+            pipe.unet.conv_in.weight.mul_(0.5)
+
+    def replace() -> None:
+        pipe.unet.conv_out.weight = nn.Parameter(pipe.unet.conv_out.weight * 2)
+
+    changes: dict[str, Callable[[], object]] = {
+        "in place": halve,
+        "replaced": replace,
+        "an adapter": lambda: setattr(attention, "to_q", adapter),
+        "its scale": lambda: setattr(adapter, "scale", 3.0),
+        "a setting": lambda: pipe.enable_freeu(0.5, 0.4, 1.4, 1.6),
+        "an adapter of the copy": lambda: setattr(
+            fast.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn2, "to_q", nn.Linear(8, 8).double()
+        ),
+    }
+    before = sample(pipe, call)
+    for what, change in changes.items():
+        change()
+        wanted = sample(pipe, call)
+        assert error(wanted, before) > 1e-6, what
+        assert error(sample(fast, call), wanted) <= 1e-10, what
+        before = wanted
+
+
+def test_another_type_after_compiling() -> None:
+    pipe, call = tiny("sd/small")
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    fast.to(torch.float32)
+    wanted = sample(pipe, call, output_type="pt")
+    assert wanted.dtype == torch.float32
+    assert error(sample(fast, call, output_type="pt"), wanted) <= 5e-5
+
+
+class Taking(nn.Module):
+    """Takes a residual out of the list it is given, as U-Nets with adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def forward(self, x: Tensor, residuals: list[Tensor]) -> Tensor:
+        return self.conv(x) + residuals.pop(0) * residuals[0]
+
+
+def test_a_list_that_forward_empties() -> None:
+    model, x = Taking(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x, "residuals": [x, x]}, sample={"x": 2}, cfg=1)
+    with torch.no_grad():
+        wanted = model(x, [x + 1, 2 * x])
+    assert error(sampler.predict(x=x, residuals=[x + 1, 2 * x]), wanted) <= 1e-10
+
+
+class Guided(Taking):
+    """Reads one half of the batch for the other, as perturbed attention does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.conv(x).chunk(2)
+        return torch.cat([first, first - second])
+
+
+def test_samples_that_read_each_other_are_not_split() -> None:
+    model, x = Guided(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2})
+    assert sampler.grid == Grid(1, 2)
+    with torch.no_grad():
+        assert error(sampler.predict(x=x), model(x)) <= 1e-10
