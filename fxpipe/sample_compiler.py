@@ -4,16 +4,16 @@ capture     the denoiser in eval, without gradients    -> Capture
 rows        where the image's rows lie in every value  -> RowPlan
 patches     which rows each rank has                   -> Patch per rank
 graphs      one graph per patch, exchanges as nodes
-fresh       exchanges as messages of this step         -> SampleProgram per rank
+forms       exchanges as messages: of this step, or of the step before  -> SampleProgram per rank
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.analysis import Observe
 from fxpipe.capture import Capture, capture
@@ -23,13 +23,17 @@ from fxpipe.models.backbones import prediction_of, row_inputs
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.run.sampling import predict_in_process
+from fxpipe.plan.transport import Channel
+from fxpipe.plan.unroll import require_sequence
+from fxpipe.run.sampling import BoundProgram, predict_in_process
 from passes.rows import RowPlan, analyse
+from passes.sampling.displaced import Norms, displaced_programs
 from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.patch_graph import patch_graph
-from passes.sampling.patches import even_bounds, patches_of, require_units
+from passes.sampling.patches import Patch, even_bounds, patches_of, require_units
 
 _CPU = torch.device("cpu")
+Mode = Literal["exact", "displaced"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +49,11 @@ class SamplePrograms:
     sample: Mapping[str, int]
     bounds: tuple[int, ...]
     programs: tuple[SampleProgram, ...]
-    messages: tuple[Message, ...]
+    messages: Mapping[str, tuple[Message, ...]]
+    """By form, in the order of every channel."""
     device: torch.device = _CPU
+    mode: Mode = "exact"
+    norms: Norms = "corrected"
 
     def of_batch(self, batch_size: int) -> "SamplePrograms":
         """The same for another number of samples, of the same trace.
@@ -58,15 +65,24 @@ class SamplePrograms:
             why = next(iter(self.captured.notes), "it was traced with a batch of one sample")
             raise CompileError(f"no programs for {batch_size} samples: {why}")
         plan = analyse(self.captured, self.sample, batch_size)
-        return _lowered(self.model, self.captured, plan, self.sample, self.bounds, self.device)
+        return self._lowered(plan, self.bounds)
 
     def cut(self, patches: int | Sequence[int]) -> "SamplePrograms":
         """Other patches, of the same trace."""
-        return _lowered(self.model, self.captured, self.rows, self.sample, patches, self.device)
+        return self._lowered(self.rows, patches)
 
-    def traffic(self) -> Traffic:
-        """What one call sends."""
-        return Traffic(self.messages)
+    def _lowered(self, plan: RowPlan, patches: int | Sequence[int]) -> "SamplePrograms":
+        how = self.mode, self.norms, self.device
+        return _lowered(self.model, self.captured, plan, self.sample, patches, *how)
+
+    @property
+    def channels(self) -> list[Channel]:
+        """Who sends to whom, in one order for all ranks."""
+        return sorted({message.channel for message in self.messages["fresh"]})
+
+    def traffic(self, form: str = "fresh") -> Traffic:
+        """What one step sends."""
+        return Traffic(self.messages[form])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The model's tensors and the graph's constants, by the programs' names."""
@@ -81,6 +97,11 @@ class SamplePrograms:
             raise CompileError(f"the call has {size} samples, the programs were made for {self.rows.sized.batch_size}")
         return {name: tensors[argument].contiguous() for name, argument in self.rows.inputs.items()}
 
+    def bound(self) -> list[BoundProgram]:
+        """Every rank's program with the model's own tensors, to run."""
+        state = self.state()
+        return [BoundProgram(program, state) for program in self.programs]
+
     def predict(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """Every rank's prediction, all ranks being threads of this process."""
         return predict_in_process(self.programs, self.state(), self.bind(*args, **kwargs))
@@ -93,6 +114,8 @@ def sample_programs(
     *,
     sample: Mapping[str, int] | None = None,
     batch_size: int | None = None,
+    mode: Mode = "exact",
+    norms: Norms = "corrected",
     device: torch.device = _CPU,
     observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:
@@ -104,6 +127,9 @@ def sample_programs(
         patches: how many, or the bounds of each in units, from 0 to their number.
         sample: the row dimension of every input that has rows; a diffusers backbone's own where left out.
         batch_size: samples in the example; the first dimension of its first tensor where left out.
+        mode: "exact": every step reads what others make in it. "displaced": the programs also have forms that read what
+            they made in the step before.
+        norms: where displaced group norms take the others' moments from.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -119,13 +145,12 @@ def sample_programs(
     plan = analyse(captured, rows, captured.inputs.batch_size)
     observe("rows", plan)
 
-    return _lowered(model, captured, plan, rows, patches, device, observe)
+    return _lowered(model, captured, plan, rows, patches, mode, norms, device, observe)
 
 
 def _lowered(
     model: nn.Module, captured: Capture, plan: RowPlan, sample: Mapping[str, int], patches: int | Sequence[int],
-    device: torch.device,
-    observe: Observe = lambda name, artefact: None,
+    mode: Mode, norms: Norms, device: torch.device, observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:  # fmt: skip
     """The back half: what of one trace every number of patches has of its own."""
     # patches: which rows each rank has
@@ -138,11 +163,22 @@ def _lowered(
     graphs = [patch_graph(plan, patch) for patch in parts]
     observe("patch graphs", graphs)
 
-    # fresh: exchanges as messages
-    programs, messages = fresh_programs(plan, parts, graphs, device)
-    require_programs(programs, messages)
+    # forms: exchanges as messages
+    programs, messages = _forms(plan, parts, graphs, device, mode, norms)
     observe("programs", programs)
-    return SamplePrograms(model, captured, plan, sample, tuple(patches), programs, messages, device)
+    return SamplePrograms(model, captured, plan, sample, tuple(patches), programs, messages, device, mode, norms)
+
+
+def _forms(
+    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, mode: Mode, norms: Norms
+) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
+    if mode == "exact":
+        programs, messages = fresh_programs(plan, patches, graphs, device)
+        require_programs(programs, messages)
+        return programs, {"fresh": messages}
+    programs, by_form = displaced_programs(plan, patches, graphs, device, norms)
+    require_sequence(programs, by_form)
+    return programs, by_form
 
 
 def captured_denoiser(model: nn.Module, example: Mapping[str, Any], batch_size: int | None = None) -> Capture:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.program_check import check_programs
-from fxpipe.run.sampling import predict
+from fxpipe.run.sampling import SampleRun
 from fxpipe.sample_compiler import SamplePrograms, sample_programs
 from tests.conftest import GOLDEN
 from tests.denoisers import KEYS, Case, case
@@ -85,7 +85,7 @@ def test_patches_predict_what_one_device_predicts(key: str, said: Callable[[str,
     said(key, notes_of(programs))
     for bounds in uneven(programs.rows.units.count):
         patched = programs.cut(bounds)
-        assert not check_programs(patched.programs, patched.messages)
+        assert not check_programs(patched.programs, patched.messages["fresh"])
         found = patched.predict(**given.example)
         assert all(torch.equal(other, found[0]) for other in found[1:])
         assert relative_error(found[0], wanted) <= bound, bounds
@@ -98,15 +98,14 @@ def rank_main(key: str, num_patches: str) -> tuple[float, int]:
     given = case(key)
     programs = sample_programs(given.model, given.example, int(num_patches), sample=given.sample)
     transport = DistributedTransport()
-    transport.open_channels(sorted({message.channel for message in programs.messages}), [])
-    program, state = programs.programs[transport.rank], programs.state()
-    module = program.bind({name: state[name] for name in program.state})
-    found = predict(module, program, transport, programs.bind(**given.example))
-    again = predict(module, program, transport, programs.bind(**given.example))
+    transport.open_channels(programs.channels, [])
+    run, mine = SampleRun(transport), programs.bound()[transport.rank]
+    found = run.predict(mine, programs.bind(**given.example))
+    again = run.predict(mine, programs.bind(**given.example))
     assert torch.equal(found, again)
     transport.close()
     sent = sum(transport.sent_bytes().values())
-    planned = 2 * sum(m.num_bytes for m in programs.messages if m.src == transport.rank)
+    planned = 2 * sum(m.num_bytes for m in programs.messages["fresh"] if m.src == transport.rank)
     assert sent == planned
     return relative_error(found, one_device(given)), sent
 

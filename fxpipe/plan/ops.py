@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.plan.transport import Pending, Transport
+from fxpipe.plan.transport import Pending, T, Transport
 
 
 def begin(transport: Transport, action: str) -> None:
@@ -36,8 +36,8 @@ def cat_batch(parts: Sequence[torch.Tensor], dim: int, outer: int, inner: int) -
     return torch.cat(taken, dim + 1).flatten(dim, dim + 2)
 
 
-def take(carried: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A value that the step before has made, out of its store, so that it is freed after its last use."""
+def take(carried: dict[str, T], name: str) -> T:
+    """A value or receive of the step before, out of its store, so that it is freed after its last use."""
     return carried.pop(name)
 
 

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from fxpipe.plan.actions import Action
 
-KINDS = ("main", "skip", "conditioning", "gradient", "loss", "halo", "gather", "moments", "sum", "prediction")
+KINDS = ("main", "skip", "conditioning", "gradient", "loss", "halo", "gather", "moments", "sum", "prediction", "bucket")
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Message:
 
     It is sent right after `action`; after all actions where that is None (the loss, gradients of tied parameters, which
     belong to no micro-batch: `microbatch` is -1). Frozen work of the next batch gives `samples` of it: from, to before.
+    It is waited for `crosses` steps after the one that sends it. A bucket is its `members` one after the other.
     """
 
     edge: int
@@ -29,6 +30,8 @@ class Message:
     shape: tuple[int, ...]
     dtype: torch.dtype
     samples: tuple[int, int] | None = None
+    crosses: int = 0
+    members: "tuple[Message, ...]" = ()
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +125,10 @@ class Traffic:
 
     @property
     def kinds(self) -> dict[str, int]:
-        return {kind: sum(m.num_bytes for m in self.messages if m.kind == kind) for kind in KINDS}
+        return {kind: sum(m.num_bytes for m in self._parts() if m.kind == kind) for kind in KINDS}
+
+    def _parts(self) -> list[Message]:
+        return [part for message in self.messages for part in message.members or (message,)]
 
     @property
     def total_bytes(self) -> int:
@@ -130,7 +136,7 @@ class Traffic:
 
     def by_channel_and_kind(self) -> dict[tuple[int, int], dict[str, int]]:
         rows: dict[tuple[int, int], dict[str, int]] = {}
-        for message in self.messages:
+        for message in self._parts():
             row = rows.setdefault(message.channel, {})
             row[message.kind] = row.get(message.kind, 0) + message.num_bytes
         return dict(sorted(rows.items()))

@@ -1,4 +1,9 @@
-"""Sample programs: of every rank one straight-line FX graph that predicts, its patch of the rows in hand."""
+"""Sample programs: of every rank straight-line FX graphs that predict, its patch of the rows in hand.
+
+step 0         step 1        step 2            step 3            step 4 of 5
+fresh   --->   fresh  --->   displaced  --->   displaced  --->   last
+        carries: what others sent, to be read a step later by a displaced form, by the last one too
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,20 +13,46 @@ from torch import fx
 
 from fxpipe.plan.rank_program import nest
 
+FORMS = ("fresh", "displaced", "last")
+"""fresh: all exchanges are of this step. displaced: others' values are of the step before. last: as displaced, but nothing
+is sent that a later step would read."""
+
+FALLEN = "fallen"
+"""Under which a displaced form returns how many moments it could not correct; no later step takes them."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to do a step.
+
+    `graph` takes (transport, the whole inputs) and returns the whole prediction. Where a step before has `carried`
+    something, it takes that too, as a last argument: a dict of these names that it empties. Where it `carries`
+    something to the next step, it returns (prediction, a dict of these names).
+    """
+
+    graph: fx.Graph
+    carried: tuple[str, ...] = ()
+    carries: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class SampleProgram:
-    """What one rank runs for every call of a denoiser.
+    """What one rank runs for every call of a denoiser: one of `forms`, by the names of FORMS.
 
-    `graph` takes (transport, the whole inputs in `inputs`) and returns the whole prediction; it reads state by its
-    original name, and `state` maps those names to shape and type.
+    Their graphs take the inputs in `inputs`, read state by its original name, and `state` maps those names to shape and
+    type. The only form of exact sampling is "fresh".
     """
 
     rank: int
-    graph: fx.Graph
+    forms: Mapping[str, Form]
     inputs: tuple[str, ...]
     state: Mapping[str, torch.Tensor]
 
-    def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-        """The runnable module, which shares `state`."""
-        return fx.GraphModule(nest(state), self.graph, class_name=f"rank_{self.rank}")
+    @property
+    def graph(self) -> fx.Graph:
+        """The fresh form's."""
+        return self.forms["fresh"].graph
+
+    def bind(self, state: Mapping[str, torch.Tensor], form: str = "fresh") -> fx.GraphModule:
+        """The runnable module of a form, which shares `state`."""
+        return fx.GraphModule(nest(state), self.forms[form].graph, class_name=f"rank_{self.rank}_{form}")

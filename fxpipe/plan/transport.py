@@ -6,7 +6,8 @@ take the order of a channel's messages from the same compiled list, so a message
     rank 0: send a (edge 4) | send b (edge 7)          channel 0 -> 1:  [4: a] [7: b]
     rank 1: recv edge 4 | recv edge 7 | wait 4 | wait 7
 
-A step ends with `flush` on every rank; edge ids may repeat in the next step.
+A step ends with `flush` on every rank; edge ids may repeat in the next step. Where messages cross from a step to the
+next, it ends with `advance`: what was posted in one step is waited for in a later one, and the last ends with `flush`.
 """
 
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class Transport(Protocol):
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
         """Sends a contiguous tensor; never blocks. The tensor is kept until `flush` and must not be changed until then.
 
+        The receive it meets was posted in the step of the same number.
+
         `edge` is the compile-time id of the message, unique within a step and below 2**21.
         """
         ...
@@ -63,6 +66,10 @@ class Transport(Protocol):
 
         All ranks of one group start their reductions in the same order.
         """
+        ...
+
+    def advance(self) -> None:
+        """End of a step whose messages may still be on their way: never blocks."""
         ...
 
     def flush(self) -> None:

@@ -54,6 +54,10 @@ class Observed:
         size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} gradients"
         return Pending(lambda: self._waited(pending, -1, edge, size, label, start))
 
+    def advance(self) -> None:
+        self._end_action()
+        self._transport.advance()
+
     def flush(self) -> None:
         self._end_action()
         self._transport.flush()

@@ -1,32 +1,163 @@
-"""One call of a denoiser, run by its ranks' programs: all of them as threads of this process, or this process's own."""
+"""One call of a denoiser after the other, run by its ranks' programs: threads of this process, or this process's own.
 
-from collections.abc import Mapping, Sequence
+    run = SampleRun(transport)
+    run.predict(mine, tensors, "fresh")           state: nothing   ->  what others sent
+    run.predict(mine, tensors, "displaced")       state: taken     ->  receives on their way
+    run.predict(mine, tensors, "last")            state: taken     ->  nothing
+    run.reset()                                   whatever is on its way is received and dropped
+
+State belongs to a stream of one call: pipelines that predict twice a step, with and without the prompt, have two.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.plan.transport import Transport
-from fxpipe.run.transport import run_ranks
+from fxpipe.plan.sample_program import FALLEN, SampleProgram
+from fxpipe.plan.transport import Pending, T, Transport
+from fxpipe.run.transport import RankThreads
+
+Tensors = Mapping[str, torch.Tensor]
 
 
-def predict(
-    module: fx.GraphModule, program: SampleProgram, transport: Transport, tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """The whole prediction, on one rank; `tensors` are the whole inputs by the program's names."""
-    with torch.no_grad():
-        prediction: torch.Tensor = module(transport, *(tensors[name] for name in program.inputs))
-    transport.flush()
-    return prediction
+class BoundProgram:
+    """A rank's program with the state it reads, which is shared; its forms are made runnable when they first run."""
+
+    def __init__(self, program: SampleProgram, state: Tensors) -> None:
+        self.program = program
+        self._state = {name: state[name] for name in program.state}
+        self._modules: dict[str, fx.GraphModule] = {}
+
+    def module(self, form: str) -> fx.GraphModule:
+        if form not in self._modules:
+            self._modules[form] = self.program.bind(self._state, form)
+        return self._modules[form]
 
 
-def predict_in_process(
-    programs: Sequence[SampleProgram], state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Every rank's prediction, which are equal."""
-    modules = [program.bind({name: state[name] for name in program.state}) for program in programs]
+@dataclass
+class _Stream:
+    """What crosses to the next step, and the program that has carried it."""
 
-    def body(transport: Transport) -> torch.Tensor:
-        return predict(modules[transport.rank], programs[transport.rank], transport, tensors)
+    bound: BoundProgram
+    carried: dict[str, Any]
 
-    return run_ranks(len(programs), body)
+
+class SampleRun:
+    """One rank over the steps of calls.
+
+    All ranks make the same calls in the same order. The first step of a stream, and the first of another program
+    (another size, batch or number of patches), is fresh whatever is asked for.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._streams: dict[str, _Stream] = {}
+        self._num_fallen: list[torch.Tensor] = []
+
+    def predict(self, bound: BoundProgram, tensors: Tensors, form: str = "fresh", stream: str = "") -> torch.Tensor:
+        """The whole prediction. `tensors` are the whole inputs by the program's names.
+
+        Args:
+            form: "fresh", "displaced" or "last", one that the program has; nothing may follow "last" but "fresh".
+            stream: whose state it is, where one step predicts more than once.
+        """
+        arguments: list[Any] = [self._transport, *(tensors[name] for name in bound.program.inputs)]
+        carried = self._carried(bound, stream)
+        wanted = bound.program.forms[form]
+        if wanted.carried and not carried:
+            form, wanted = "fresh", bound.program.forms["fresh"]
+        if not wanted.carried:
+            _drop(carried)
+        arguments += [carried] if wanted.carried else []
+        with torch.no_grad():
+            result = bound.module(form)(*arguments)
+        prediction: torch.Tensor
+        prediction, carries = result if wanted.carries else (result, {})
+        self._keep(bound, stream, carries)
+        self._end_step()
+        return prediction
+
+    @property
+    def num_fallen(self) -> int:
+        """Moments, by group and sample, that could not be corrected since the last reset."""
+        return int(sum(self._num_fallen))
+
+    def reset(self) -> None:
+        """End a call: what is on its way is received and dropped, so that the next one begins with nothing."""
+        for stream in self._streams.values():
+            _drop(stream.carried)
+        self._streams.clear()
+        self._num_fallen.clear()
+        self._transport.flush()
+
+    def _carried(self, bound: BoundProgram, stream: str) -> dict[str, Any]:
+        """What the last step has carried for this program, and forgotten here: a step that raises leaves nothing."""
+        last = self._streams.pop(stream, None)
+        if last is None:
+            return {}
+        if last.bound is not bound:
+            _drop(last.carried)
+        return last.carried
+
+    def _keep(self, bound: BoundProgram, stream: str, carries: dict[str, Any]) -> None:
+        fallen = carries.pop(FALLEN, None)
+        if fallen is not None:
+            self._num_fallen.append(fallen)
+        if carries:
+            self._streams[stream] = _Stream(bound, carries)
+
+    def _end_step(self) -> None:
+        """Nothing is waited for while something is on its way."""
+        if self._streams:
+            self._transport.advance()
+        else:
+            self._transport.flush()
+
+
+def _drop(carried: dict[str, Any]) -> None:
+    for value in carried.values():
+        if isinstance(value, Pending):
+            value.wait()
+    carried.clear()
+
+
+class LocalRun:
+    """All ranks as threads of this process, over the steps of calls."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._start()
+
+    def predict(
+        self, bound: Sequence[BoundProgram], tensors: Tensors, form: str = "fresh", stream: str = ""
+    ) -> list[torch.Tensor]:
+        """Every rank's prediction, which are equal. After an exception the next step begins with nothing."""
+        return self._each(lambda rank, run: run.predict(bound[rank], tensors, form, stream))
+
+    @property
+    def num_fallen(self) -> int:
+        """Moments that could not be corrected since the last reset, of all ranks."""
+        return sum(run.num_fallen for run in self._runs)
+
+    def reset(self) -> None:
+        """End a call."""
+        self._each(lambda rank, run: run.reset())
+
+    def _start(self) -> None:
+        self._threads = RankThreads(self._world_size)
+        self._runs: list[SampleRun] = self._threads.run(SampleRun)
+
+    def _each(self, fn: Callable[[int, SampleRun], T]) -> list[T]:
+        try:
+            return self._threads.run(lambda transport: fn(transport.rank, self._runs[transport.rank]))
+        except BaseException:
+            self._start()
+            raise
+
+
+def predict_in_process(programs: Sequence[SampleProgram], state: Tensors, tensors: Tensors) -> list[torch.Tensor]:
+    """Every rank's prediction of one step, with nothing before and nothing after it."""
+    return LocalRun(len(programs)).predict([BoundProgram(program, state) for program in programs], tensors)

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.plan import ops, row_ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.sample_program import Form, SampleProgram
 from passes.rows import RowPlan
 from passes.rows.layout import Rows, shape_of
 from passes.sampling.exchanges import Exchange
@@ -32,12 +32,19 @@ def fresh_programs(
     programs = []
     for patch, graph in zip(patches, graphs, strict=True):
         mine = [message for message in messages if patch.index in message.channel]
-        programs.append(_FreshWriter(plan, patches, patch, mine, device).program(graph))
+        writer = FormWriter(plan, patches, patch, mine, device)
+        forms = {"fresh": writer.write(graph)}
+        programs.append(SampleProgram(patch.index, forms, writer.inputs, writer.state))
     return tuple(programs), tuple(messages)
 
 
-class _FreshWriter:
-    """One rank's graph as it grows. `_env` has a node for every node of the patch graph, or what will write one."""
+class FormWriter:
+    """One rank's graph as it grows, of the fresh form; other forms `swap` and `merged` otherwise, and carry values.
+
+    `_env` has a node for every node of the patch graph, or what will write one.
+    """
+
+    takes_carried = False
 
     def __init__(
         self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, messages: Sequence[Message], device: torch.device
@@ -49,35 +56,51 @@ class _FreshWriter:
         for message in messages:
             self._messages.setdefault((message.value, message.kind), []).append(message)
         self._env: dict[fx.Node, fx.Node | Callable[[], fx.Node]] = {}
+        self.inputs: tuple[str, ...] = ()
+        self.state: dict[str, torch.Tensor] = {}
+        self.taken: list[str] = []
+        self.carries: dict[str, fx.Node] = {}
 
-    def program(self, graph: fx.Graph) -> SampleProgram:
-        inputs, state = self._placeholders(graph)
-        self._call(ops.begin, (self.transport, "predict"), "begin_predict")
+    def write(self, graph: fx.Graph) -> Form:
+        self._placeholders(graph)
+        self.call(ops.begin, (self.transport, "predict"), "begin_predict")
         for node in graph.nodes:
             if "exchange" in node.meta:
                 self._env[node] = self._exchange(node)
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._read)
-                self._env[node] = self._call(node.target, args, node.name, kwargs, node)
+                self._env[node] = self.call(node.target, args, node.name, kwargs, node)
             elif node.op == "output":
-                self.graph.output(self._read(node.args[0]))
+                self._output(self._read(node.args[0]))
         self.graph.lint()
-        return SampleProgram(self.patch.index, self.graph, inputs, state)
+        return Form(self.graph, tuple(self.taken), tuple(self.carries))
 
-    def _placeholders(self, graph: fx.Graph) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
-        """Inputs first, then the state where the graph reads it, by its original name."""
-        inputs, state = [], {}
+    def finish(self) -> None:
+        """What is written last."""
+
+    def _output(self, prediction: fx.Node) -> None:
+        self.finish()
+        self.graph.output((prediction, dict(self.carries)) if self.carries else prediction)
+
+    def _placeholders(self, graph: fx.Graph) -> None:
+        """Inputs first, then what is carried, then the state where the graph reads it, by its original name."""
         placeholders = [node for node in graph.find_nodes(op="placeholder") if node.users]
         for node in placeholders:
             if node.meta["kind"] == "input":
                 self._env[node] = self.graph.placeholder(node.name)
-                inputs.append(node.name)
+                self.inputs += (node.name,)
+        if self.takes_carried:
+            self._carried = self.graph.placeholder("carried")
         for node in placeholders:
             if node.meta["kind"] != "input":
                 name = self.plan.sized.capture.tensors.get(node.name, CONSTANTS + node.name)
                 self._env[node] = self.graph.create_node("get_attr", name, name=node.name)
-                state[name] = node.meta["val"]
-        return tuple(inputs), state
+                self.state[name] = node.meta["val"]
+
+    def take(self, name: str) -> fx.Node:
+        """What the step before has carried under this name."""
+        self.taken.append(name)
+        return self.call(ops.take, (self._carried, name), f"carried_{name}")
 
     def _read(self, node: fx.Node) -> fx.Node:
         found = self._env[node]
@@ -85,7 +108,7 @@ class _FreshWriter:
             found = self._env[node] = found()
         return found
 
-    def _call(self, target: Any, args: Any, name: str, kwargs: Any = None, like: fx.Node | None = None) -> fx.Node:
+    def call(self, target: Any, args: Any, name: str, kwargs: Any = None, like: fx.Node | None = None) -> fx.Node:
         new = self.graph.create_node("call_function", target, args, kwargs or {}, name)
         if like is not None:
             new.meta = {key: like.meta[key] for key in ("val", "path") if key in like.meta}
@@ -99,34 +122,34 @@ class _FreshWriter:
         if exchange.kind == "halo":
             return self._halo(node, value)
         if exchange.kind == "moments":
-            own = self._call(row_ops.moments, (value, node.args[1]), f"{exchange.name}_own")
-            received = self._swap(exchange, lambda dst: own)
-            return lambda: self._merged(node, own, received())
+            own = self.call(row_ops.moments, (value, node.args[1]), f"{exchange.name}_own")
+            received = self.swap(exchange, lambda dst: own)
+            return lambda: self.merged(node, own, received())
         if exchange.kind == "sum":
-            received = self._swap(exchange, lambda dst: value)
-            return lambda: self._call(row_ops.add_up, (self._ordered(value, received()),), node.name, None, node)
+            received = self.swap(exchange, lambda dst: value)
+            return lambda: self.call(row_ops.add_up, (self.ordered(value, received()),), node.name, None, node)
         assert exchange.state is not None
         own = self._rows_of(value, exchange.name, exchange.state)
-        received = self._swap(exchange, lambda dst: own)
+        received = self.swap(exchange, lambda dst: own)
         return lambda: self._whole(node, value, own, received())
 
-    def _swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
+    def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
         """Send to every rank that waits for it, post what comes; calling the result waits, and gives it by rank."""
         name, posted = exchange.name, dict[int, fx.Node]()
         messages = self._messages.get((name, exchange.kind), ())
         for message in messages:
             if message.src == self.patch.index:
                 args = (self.transport, value_for(message.dst), message.dst, message.edge)
-                sent = self._call(ops.send, args, f"send_{name}_to_{message.dst}")
+                sent = self.call(ops.send, args, f"send_{name}_to_{message.dst}")
                 sent.meta["message"] = message
         for message in messages:
             if message.dst == self.patch.index:
                 wire = (message.src, message.edge, list(message.shape), message.dtype, str(self.device))
-                posted[message.src] = self._call(ops.recv, (self.transport, *wire), f"recv_{name}_from_{message.src}")
+                posted[message.src] = self.call(ops.recv, (self.transport, *wire), f"recv_{name}_from_{message.src}")
                 posted[message.src].meta["message"] = message
-        return lambda: {src: self._call(ops.wait, (node,), f"{name}_from_{src}") for src, node in posted.items()}
+        return lambda: {src: self.call(ops.wait, (node,), f"{name}_from_{src}") for src, node in posted.items()}
 
-    def _ordered(self, own: fx.Node, received: dict[int, fx.Node]) -> list[fx.Node]:
+    def ordered(self, own: fx.Node, received: dict[int, fx.Node]) -> list[fx.Node]:
         return [received.get(patch.index, own) for patch in self.patches]
 
     def _halo(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
@@ -136,9 +159,9 @@ class _FreshWriter:
 
         def edge(dst: int) -> fx.Node:
             start, count = halo_of(node, self.patches[dst], self.patches)[mine]
-            return self._call(row_ops.edge_rows, (value, dim, start, count), f"{exchange.name}_for_{dst}")
+            return self.call(row_ops.edge_rows, (value, dim, start, count), f"{exchange.name}_for_{dst}")
 
-        received = self._swap(exchange, edge)
+        received = self.swap(exchange, edge)
 
         def finish() -> fx.Node:
             come, sizes = received(), halo_of(node, self.patch, self.patches)
@@ -146,17 +169,21 @@ class _FreshWriter:
             above_it = above - sum(sizes[src][1] for src in up)
             below_it = end if last else below - sum(sizes[src][1] for src in down)
             parts = [come[src] for src in up], [come[src] for src in down]
-            return self._call(row_ops.with_halo, (value, *parts, dim, above_it, below_it, fill), node.name, None, node)
+            return self.call(row_ops.with_halo, (value, *parts, dim, above_it, below_it, fill), node.name, None, node)
 
         return finish
 
-    def _merged(self, node: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
+    def merged(self, node: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
+        args = (self.ordered(own, received), self.counts(node))
+        return self.call(row_ops.merge_moments, args, node.name, None, node)
+
+    def counts(self, node: fx.Node) -> list[int]:
+        """Entries of every patch in one group of an exchange of moments."""
         exchange: Exchange = node.meta["exchange"]
         assert exchange.state is not None
         entries = math.prod(shape_of(exchange.value)) // exchange.state.size(self.patch.count)
         entries //= math.prod(node.meta["val"].shape[1:])
-        counts = [entries * patch.size(exchange.state) for patch in self.patches]
-        return self._call(row_ops.merge_moments, (self._ordered(own, received), counts), node.name, None, node)
+        return [entries * patch.size(exchange.state) for patch in self.patches]
 
     def _rows_of(self, value: fx.Node, name: str, state: Rows) -> fx.Node:
         """What of a value belongs to rows."""
@@ -168,13 +195,13 @@ class _FreshWriter:
             if part.kind == "rows":
                 stretches.append((at, 1, size, 0, size))
             at += size
-        return self._call(row_ops.cut_rows, (value, state.dim, stretches), f"{name}_rows")
+        return self.call(row_ops.cut_rows, (value, state.dim, stretches), f"{name}_rows")
 
     def _whole(self, node: fx.Node, value: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
         state = node.meta["exchange"].state
-        rows = self._ordered(own, received)
+        rows = self.ordered(own, received)
         if state.plain is not None:
-            return self._call(torch.ops.aten.cat.default, (rows, state.dim), node.name, None, node)
+            return self.call(torch.ops.aten.cat.default, (rows, state.dim), node.name, None, node)
         parts, at, stretches = [], 0, []
         for part in state.parts:
             size = self.patch.of_part(part)
@@ -185,5 +212,5 @@ class _FreshWriter:
             at += part.outer * size
         other = value
         if stretches:
-            other = self._call(row_ops.cut_rows, (value, state.dim, stretches), f"{node.name}_other")
-        return self._call(row_ops.join_rows, (rows, other, state.dim, parts), node.name, None, node)
+            other = self.call(row_ops.cut_rows, (value, state.dim, stretches), f"{node.name}_other")
+        return self.call(row_ops.join_rows, (rows, other, state.dim, parts), node.name, None, node)

@@ -55,18 +55,18 @@ class InProcessTransport:
     def recv(
         self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Pending[torch.Tensor]:
-        number = self._post(src, MESSAGES)
+        number, step = self._post(src, MESSAGES), self._step
         self._open.add((src, number))
-        return Pending(lambda: self._received(src, number, describe(edge, tuple(shape), dtype)))
+        return Pending(lambda: self._received(src, number, step, describe(edge, tuple(shape), dtype)))
 
-    def _received(self, src: int, number: int, expected: str) -> torch.Tensor:
-        """Message `number` of a channel, if it is the expected one."""
+    def _received(self, src: int, number: int, step: int, expected: str) -> torch.Tensor:
+        """Message `number` of a channel, if it is the expected one, of the step in which it was asked for."""
         message = self._take(src, number, MESSAGES, expected)
         tensor: torch.Tensor = message.payload
         found = describe(message.edge, tuple(tensor.shape), tensor.dtype)
-        if found != expected or message.step != self._step:
+        if found != expected or message.step != step:
             raise RunError(
-                f"rank {self.rank} expects {expected} of step {self._step} from rank {src}, but the next message of "
+                f"rank {self.rank} expects {expected} of step {step} from rank {src}, but the next message of "
                 f"that channel is {found} of step {message.step}"
             )
         self._open.discard((src, number))
@@ -90,6 +90,10 @@ class InProcessTransport:
             return [sum(of[1:], start=of[0]) for of in zip(*(parts[rank] for rank in ranks), strict=True)]
 
         return Pending(wait)
+
+    def advance(self) -> None:
+        self._mail.check()
+        self._step += 1
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {sorted(self._open)}"
@@ -142,6 +146,46 @@ class InProcessTransport:
         return self._take(src, self._post(src, OBJECTS), OBJECTS, "an object").payload
 
 
+class RankThreads:
+    """Ranks that are threads of this process, in one run after another; messages may cross from one to the next.
+
+    After a failure every later run raises it again.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
+        self._mail = Mailboxes(world_size, timeout_seconds)
+        self._transports = [InProcessTransport(self._mail, rank) for rank in range(world_size)]
+
+    def run(self, fn: Callable[[Transport], T]) -> list[T]:
+        """Runs `fn(transport)` in one thread per rank; the results in rank order."""
+        mail, results = self._mail, list[Any]([None] * len(self._transports))
+
+        def body(transport: InProcessTransport) -> None:
+            torch.set_num_threads(1)
+            try:
+                results[transport.rank] = fn(transport)
+            except BaseException as error:
+                transport.abort(error)
+            finally:
+                transport.close()
+
+        num_threads = torch.get_num_threads()
+        mail.begin()
+        try:
+            for transport in self._transports:
+                name = f"fxpipe rank {transport.rank}"
+                threading.Thread(target=body, args=(transport,), name=name, daemon=True).start()
+            mail.join(GRACE_SECONDS)
+        except BaseException as error:
+            mail.fail(f"interrupted by {type(error).__name__}", error)
+            raise
+        finally:
+            torch.set_num_threads(num_threads)  # a thread's setting is also the default of threads started later
+        if mail.failure is not None:
+            raise RunError(mail.failure) from mail.cause
+        return results
+
+
 def run_ranks(world_size: int, fn: Callable[[Transport], T], timeout_seconds: float = 300.0) -> list[T]:
     """Runs `fn(transport)` in one thread per rank; the results in rank order.
 
@@ -149,29 +193,4 @@ def run_ranks(world_size: int, fn: Callable[[Transport], T], timeout_seconds: fl
     the RunError raised here, which names the rank and its action; what the others raise on the way out is dropped.
     Every rank computes with one intra-op thread, so sums are added up as in a process with OMP_NUM_THREADS=1.
     """
-    mail = Mailboxes(world_size, timeout_seconds)
-    results: list[Any] = [None] * world_size
-
-    def body(transport: InProcessTransport) -> None:
-        torch.set_num_threads(1)
-        try:
-            results[transport.rank] = fn(transport)
-        except BaseException as error:
-            transport.abort(error)
-        finally:
-            transport.close()
-
-    num_threads = torch.get_num_threads()
-    try:
-        for rank in range(world_size):
-            transport = InProcessTransport(mail, rank)
-            threading.Thread(target=body, args=(transport,), name=f"fxpipe rank {rank}", daemon=True).start()
-        mail.join(GRACE_SECONDS)
-    except BaseException as error:
-        mail.fail(f"interrupted by {type(error).__name__}", error)
-        raise
-    finally:
-        torch.set_num_threads(num_threads)  # a thread's setting is also the default of threads started later
-    if mail.failure is not None:
-        raise RunError(mail.failure) from mail.cause
-    return results
+    return RankThreads(world_size, timeout_seconds).run(fn)

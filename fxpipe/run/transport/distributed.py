@@ -146,7 +146,7 @@ class DistributedTransport:
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._reducing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
-        self._open: dict[int, str] = {}  # edge -> what is received, until it is waited for
+        self._num_posted, self._open = 0, dict[int, str]()  # what each receive is of, until it is waited for
         self._sent_bytes: dict[Channel, int] = {}
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
         watched.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -209,11 +209,13 @@ class DistributedTransport:
         with self._named(what, src):
             work = dist.irecv(buffer, src, group=self._group((src, self.rank)), tag=message_tag(edge, shape, dtype))
         assert work is not None
-        self._open[edge] = what
+        number = self._num_posted
+        self._num_posted += 1
+        self._open[number] = what
 
         def wait() -> torch.Tensor:
             self._wait(work, what, src)
-            self._open.pop(edge, None)
+            self._open.pop(number, None)
             return buffer
 
         return Pending(wait)
@@ -241,6 +243,9 @@ class DistributedTransport:
             return [sums[i] for i in range(len(shapes))]
 
         return Pending(wait)
+
+    def advance(self) -> None:
+        """Nothing: equal tags arrive in the order in which they were posted, whatever step that was."""
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {[*self._open.values()]}"

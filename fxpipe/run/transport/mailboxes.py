@@ -45,6 +45,11 @@ class Mailboxes:
         self._ended: set[int] = set()
         self._blocked: dict[int, tuple[str, Callable[[], bool]]] = {}  # rank -> what it waits for, whether it is there
 
+    def begin(self) -> None:
+        """All ranks run again; what is on its way stays there."""
+        with self._changed:
+            self._ended.clear()
+
     def put(self, address: Address, message: Mail) -> None:
         with self._changed:
             self.check()

@@ -1,0 +1,74 @@
+"""Operations of displaced forms: values of others that come from the step before. Each is one line of a program.
+
+flat = pack([k, v, edge])                         one message of several values
+k, v, edge = unpack(flat, shapes)                 a step later, on another rank
+carried = done(flat)                              what has arrived already, as if it had been posted
+m = corrected_moments(latest, before, [0], ...)   others' moments moved on as one's own have moved
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fxpipe.plan.row_ops import merge_moments
+from fxpipe.plan.transport import Pending
+
+UNUSABLE = 0.25  # of the merged variance: a corrected one below this is not used
+
+
+def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All entries of values of one dtype, one value after the other."""
+    flat = [value.reshape(-1) for value in values]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unpack(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The values of these shapes that were packed, as views."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(tuple(shape)) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def done(value: torch.Tensor) -> Pending[torch.Tensor]:
+    """A receive that is over."""
+    return Pending(lambda: value)
+
+
+def corrected_moments(
+    latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The moments of all patches' entries where only the patches `fresh` have told those of this step.
+
+    The others are taken to have moved as these did. Li et al., "DistriFusion" (CVPR 2024), eq. 2, in central moments,
+    for any number of fresh patches; with one it is the paper's, with all it is exact. With dm the change of a mean and
+    dq that of a mean of squares, a stale patch of mean m and variance v gets m + dm and
+
+        v + dq - 2 m dm - dm^2,   dq - 2 m dm = change of variance + dm (mean now + mean before - 2 m)
+
+    written as on the right, of differences of means, so that nothing cancels where means are large. Where patches move
+    apart the variance may fall far below that of the latest moments, even below zero: these are then used as they are.
+
+    Args:
+        latest: of every patch, [2, samples, groups], its latest moments; those of `fresh` are of this step.
+        before: of every patch in `fresh`, those of the step before.
+        counts: entries of every patch in one group.
+
+    Returns:
+        The moments [2, samples, groups], and how many groups of samples fell back to the merged latest ones.
+    """
+    shares = [counts[patch] / sum(counts[other] for other in fresh) for patch in fresh]
+    moved = [(share, latest[patch], old) for share, patch, old in zip(shares, fresh, before, strict=True)]
+    shift = torch.stack([share * (now[0] - old[0]) for share, now, old in moved]).sum(0)
+    parts = [part if patch in fresh else _moved(part, moved, shift) for patch, part in enumerate(latest)]
+    merged, corrected = merge_moments(latest, counts), merge_moments(parts, counts)
+    usable = corrected[1] > UNUSABLE * merged[1]
+    return torch.where(usable, corrected, merged), (~usable).sum()
+
+
+def _moved(
+    part: torch.Tensor, moved: Sequence[tuple[float, torch.Tensor, torch.Tensor]], shift: torch.Tensor
+) -> torch.Tensor:
+    mean, variance = part
+    for share, now, old in moved:
+        apart = (now[0] - mean) + (old[0] - mean)
+        variance = variance + share * (now[1] - old[1] + (now[0] - old[0]) * apart)
+    return torch.stack([mean + shift, variance - shift.square()])

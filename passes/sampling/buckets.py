@@ -1,0 +1,69 @@
+"""Buckets: the messages that cross from a step to the next, packed so that they are few.
+
+fresh      k -> 1 | v -> 1 | edge -> 1 | moments -> 1 | prediction -> 1      each waited for in this step
+displaced  [k v edge] -> 1 | [moments] -> 1           | prediction -> 1      a bucket is waited for a step later
+
+A bucket has messages of one channel and dtype, in the order of the graph; moments travel apart. It leaves when its last
+member is made, so that is its place among the channel's messages.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+
+from fxpipe.plan.rank_program import Message
+
+MOST_BYTES, LEAST_BYTES, PER_STEP = 16 * 2**20, 2**18, 8
+"""Bytes of a bucket; how many there are at least: one that leaves at the end of a step has no time to arrive."""
+Key = tuple[str, str]
+"""An exchange by its name and kind."""
+
+
+def key_of(message: Message) -> Key:
+    return message.value, message.kind
+
+
+def displaced_messages(
+    messages: Sequence[Message], fresh: Collection[Key], bytes_each: int | None = None
+) -> tuple[Message, ...]:
+    """The messages of a displaced step from those of a fresh one, in the order of every channel.
+
+    Args:
+        fresh: the exchanges that stay in this step.
+        bytes_each: the most that a bucket holds; a single message may be larger. Where left out, an eighth of what one
+            channel sends in a step, between 256 KiB and 16 MiB.
+    """
+    kept = [message for message in messages if key_of(message) in fresh]
+    crossing = sorted((message for message in messages if key_of(message) not in fresh), key=_group)
+    members = [bucket for _, group in groupby(crossing, _group) for bucket in _filled([*group], bytes_each)]
+    members.sort(key=lambda bucket: bucket[-1].edge)
+    numbers: dict[tuple[int, int], int] = {}
+    first = 1 + max((message.edge for message in messages), default=-1)
+    for edge, bucket in enumerate(members, first):
+        channel = bucket[0].channel
+        numbers[channel] = numbers.get(channel, -1) + 1
+        kept.append(_bucket(edge, f"bucket_{numbers[channel]}", bucket))
+    return tuple(sorted(kept, key=lambda message: (message.members or (message,))[-1].edge))
+
+
+def _group(message: Message) -> tuple[tuple[int, int], str, bool]:
+    return message.channel, str(message.dtype), message.kind == "moments"
+
+
+def _filled(messages: list[Message], most: int | None) -> Iterator[list[Message]]:
+    if most is None:
+        most = min(max(sum(message.num_bytes for message in messages) // PER_STEP, LEAST_BYTES), MOST_BYTES)
+    bucket, size = list[Message](), 0
+    for message in messages:
+        if bucket and size + message.num_bytes > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(message)
+        size += message.num_bytes
+    yield bucket
+
+
+def _bucket(edge: int, name: str, members: Sequence[Message]) -> Message:
+    one = members[0]
+    size = sum(member.num_bytes for member in members) // one.dtype.itemsize
+    wire = (edge, one.src, one.dst, None, name, -1, "bucket", (size,), one.dtype)
+    return Message(*wire, crosses=1, members=tuple(members))
