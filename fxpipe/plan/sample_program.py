@@ -14,8 +14,8 @@ from torch import fx
 from fxpipe.plan.rank_program import nest
 
 FORMS = ("fresh", "displaced", "last")
-"""fresh: all exchanges are of this step. displaced: others' values are of the step before. last: as displaced, but nothing
-is sent that a later step would read."""
+"""fresh: all exchanges are of this step. displaced: others' values are of the step before. last: as displaced, without
+sending what a later step would read."""
 
 FALLEN = "fallen"
 """Under which a displaced form returns how many moments it could not correct; no later step takes them."""

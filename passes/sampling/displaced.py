@@ -25,7 +25,7 @@ from passes.rows import RowPlan
 from passes.sampling.buckets import Key, displaced_messages, key_of
 from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import FormWriter
-from passes.sampling.messages import messages_of
+from passes.sampling.messages import exchange_nodes, messages_of
 from passes.sampling.patches import Patch
 
 Norms = Literal["corrected", "merged", "sync", "separate"]
@@ -42,6 +42,7 @@ def displaced_programs(
     everything = messages_of(patches, graphs)
     fresh = {key for graph in graphs for key in _read_by_all(graph)}
     fresh |= {key_of(m) for m in everything if m.kind == "moments" and norms == "sync"}
+    fresh |= {_key(node) for node in exchange_nodes(graphs[0])} - {key_of(m) for m in everything}
     dropped = {key_of(m) for m in everything if m.kind == "moments" and norms == "separate"} - fresh
     displaced = displaced_messages([m for m in everything if key_of(m) not in dropped], fresh)
     messages = {"fresh": tuple(everything), "displaced": displaced}
@@ -51,7 +52,7 @@ def displaced_programs(
         forms = {}
         for form in messages:
             kind: type[_CrossingWriter] = _CarryingWriter if form == "fresh" else _DisplacedWriter
-            writer = kind(plan, patches, patch, messages[form], displaced, fresh, norms, device)
+            writer = kind(plan, patches, patch, messages[form], displaced, fresh, norms, device, form != "last")
             forms[form] = writer.write(graph)
         programs.append(SampleProgram(patch.index, forms, writer.inputs, writer.state))
     return tuple(programs), messages
@@ -74,27 +75,33 @@ def _read_by_all(graph: fx.Graph) -> set[Key]:
                 "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
             )
         else:
-            keys.add((exchange.name, exchange.kind))
+            keys.add(_key(node))
     return keys
+
+
+def _key(node: fx.Node) -> Key:
+    exchange: Exchange = node.meta["exchange"]
+    return exchange.name, exchange.kind
 
 
 class _CrossingWriter(FormWriter):
     """What forms share whose values cross to the next step.
 
     Args:
-        messages: of this form. crossing: of the displaced form, among them the buckets.
+        messages: of this form. crossing: of the displaced form, among them the buckets. fresh: the exchanges that never
+            cross. carries: whether a step follows that reads what this one makes.
     """
 
     def __init__(
         self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, messages: Sequence[Message],
-        crossing: Sequence[Message], fresh: Collection[Key], norms: Norms, device: torch.device,
+        crossing: Sequence[Message], fresh: Collection[Key], norms: Norms, device: torch.device, carries: bool,
     ) -> None:  # fmt: skip
         mine = [message for message in messages if patch.index in message.channel]
         super().__init__(plan, patches, patch, [message for message in mine if not message.crosses], device)
         self.fresh, self.norms = fresh, norms
         self.buckets = [message for message in crossing if message.crosses and patch.index in message.channel]
         self.come = [bucket for bucket in self.buckets if bucket.dst == patch.index]
-        self.sends = any(message.crosses for message in mine)
+        self.sends = carries
 
     def is_fresh(self, exchange: Exchange) -> bool:
         return (exchange.name, exchange.kind) in self.fresh
@@ -208,3 +215,5 @@ class _DisplacedWriter(_CrossingWriter):
     def finish(self) -> None:
         if self._num_fallen:
             self.carries[FALLEN] = self.call(row_ops.add_up, (self._num_fallen,), FALLEN)
+        if not self.taken:
+            self.graph.erase_node(self._carried)
