@@ -49,7 +49,7 @@ class SamplePrograms:
     sample: Mapping[str, int]
     bounds: tuple[int, ...]
     programs: tuple[SampleProgram, ...]
-    messages: Mapping[str, tuple[Message, ...]]
+    messages_of: Mapping[str, tuple[Message, ...]]
     """By form, in the order of every channel."""
     device: torch.device = _CPU
     mode: Mode = "exact"
@@ -76,13 +76,18 @@ class SamplePrograms:
         return _lowered(self.model, self.captured, plan, self.sample, patches, *how)
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of the fresh form."""
+        return self.messages_of["fresh"]
+
+    @property
     def channels(self) -> list[Channel]:
         """Who sends to whom, in one order for all ranks."""
-        return sorted({message.channel for message in self.messages["fresh"]})
+        return sorted({message.channel for message in self.messages})
 
     def traffic(self, form: str = "fresh") -> Traffic:
         """What one step sends."""
-        return Traffic(self.messages[form])
+        return Traffic(self.messages_of[form])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The model's tensors and the graph's constants, by the programs' names."""

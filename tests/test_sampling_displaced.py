@@ -192,7 +192,7 @@ def rank_main(key: str, num_patches: str) -> list[Tensor]:
     before = sum(transport.sent_bytes().values())
     for inputs, form in zip(steps, FORMS, strict=True):
         found.append(run.predict(mine, programs.bind(**inputs), form))
-    sent = [message for form in FORMS for message in programs.messages[form] if message.src == transport.rank]
+    sent = [message for form in FORMS for message in programs.messages_of[form] if message.src == transport.rank]
     assert sum(transport.sent_bytes().values()) - before == sum(message.num_bytes for message in sent)
     transport.close()
     return found
@@ -208,28 +208,30 @@ def test_processes_read_what_threads_read(key: str, num_patches: int) -> None:
 
 def test_buckets_are_few_and_how_many_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     programs, steps = cut(UNET, 3), moving(UNET)
-    fresh, displaced = ([m for m in programs.messages[form] if m.channel == (0, 1)] for form in ("fresh", "displaced"))
+    fresh, displaced = (
+        [m for m in programs.messages_of[form] if m.channel == (0, 1)] for form in ("fresh", "displaced")
+    )
     assert [message.kind for message in displaced] == ["bucket", "bucket", "prediction"]
     assert {m.edge for b in displaced for m in b.members or (b,)} == {m.edge for m in fresh}
     assert {message.crosses for message in displaced[:2]} == {1}
-    assert [m.kind for m in programs.messages["last"]] == ["prediction"] * 6
+    assert [m.kind for m in programs.messages_of["last"]] == ["prediction"] * 6
     kinds = programs.traffic("displaced").kinds
     assert kinds == programs.traffic("fresh").kinds
     wanted = sampled(LocalRun(3), programs.bound(), programs, steps)
     monkeypatch.setattr(buckets, "LEAST_BYTES", 64)
     many = programs.cut(programs.bounds)
-    assert len(many.messages["displaced"]) > 4 * len(programs.messages["displaced"])
+    assert len(many.messages_of["displaced"]) > 4 * len(programs.messages_of["displaced"])
     assert equal(sampled(LocalRun(3), many.bound(), many, steps), wanted)
 
 
 def test_sequences_are_checked() -> None:
     programs = cut(UNET, 2)
-    require_sequence(programs.programs, programs.messages, ("fresh", "fresh", "displaced", "last", "fresh", "last"))
+    require_sequence(programs.programs, programs.messages_of, ("fresh", "fresh", "displaced", "last", "fresh", "last"))
     with pytest.raises(CompileError, match="never waits for a message"):
-        require_sequence(programs.programs, programs.messages, ("fresh", "displaced", "fresh"))
+        require_sequence(programs.programs, programs.messages_of, ("fresh", "displaced", "fresh"))
     with pytest.raises(CompileError, match=r"step 2, displaced: rank 0 takes .* has not carried"):
-        require_sequence(programs.programs, programs.messages, ("fresh", "last", "displaced"))
-    swapped = {**programs.messages, "displaced": programs.messages["displaced"][::-1]}
+        require_sequence(programs.programs, programs.messages_of, ("fresh", "last", "displaced"))
+    swapped = {**programs.messages_of, "displaced": programs.messages_of["displaced"][::-1]}
     with pytest.raises(CompileError, match="planned edges"):
         require_sequence(programs.programs, swapped)
 
@@ -252,7 +254,7 @@ def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     run, bound = LocalRun(3), programs.bound()
     predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(5)])
     assert error(predictions[3], model(x + 0.3).detach()) > 1e-4
-    assert [message.kind for message in programs.messages["last"]] == ["gather"] * 6
+    assert [message.kind for message in programs.messages_of["last"]] == ["gather"] * 6
 
 
 def test_one_patch_is_one_device() -> None:

@@ -85,7 +85,7 @@ def test_patches_predict_what_one_device_predicts(key: str, said: Callable[[str,
     said(key, notes_of(programs))
     for bounds in uneven(programs.rows.units.count):
         patched = programs.cut(bounds)
-        assert not check_programs(patched.programs, patched.messages["fresh"])
+        assert not check_programs(patched.programs, patched.messages)
         found = patched.predict(**given.example)
         assert all(torch.equal(other, found[0]) for other in found[1:])
         assert relative_error(found[0], wanted) <= bound, bounds
@@ -105,7 +105,7 @@ def rank_main(key: str, num_patches: str) -> tuple[float, int]:
     assert torch.equal(found, again)
     transport.close()
     sent = sum(transport.sent_bytes().values())
-    planned = 2 * sum(m.num_bytes for m in programs.messages["fresh"] if m.src == transport.rank)
+    planned = 2 * sum(m.num_bytes for m in programs.messages if m.src == transport.rank)
     assert sent == planned
     return relative_error(found, one_device(given)), sent
 
