@@ -27,7 +27,8 @@ from fxpipe.plan.transport import Channel
 from fxpipe.plan.unroll import require_sequence
 from fxpipe.run.sampling import BoundProgram, predict_in_process
 from passes.rows import RowPlan, analyse
-from passes.sampling.displaced import Norms, displaced_programs
+from passes.sampling.displaced import Norms
+from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, patches_of, require_units
@@ -54,6 +55,7 @@ class SamplePrograms:
     device: torch.device = _CPU
     mode: Mode = "exact"
     norms: Norms = "corrected"
+    advance: bool = True
 
     def of_batch(self, batch_size: int) -> "SamplePrograms":
         """The same for another number of samples, of the same trace.
@@ -72,7 +74,7 @@ class SamplePrograms:
         return self._lowered(self.rows, patches)
 
     def _lowered(self, plan: RowPlan, patches: int | Sequence[int]) -> "SamplePrograms":
-        how = self.mode, self.norms, self.device
+        how = self.mode, self.norms, self.advance, self.device
         return _lowered(self.model, self.captured, plan, self.sample, patches, *how)
 
     @property
@@ -121,6 +123,7 @@ def sample_programs(
     batch_size: int | None = None,
     mode: Mode = "exact",
     norms: Norms = "corrected",
+    advance: bool = True,
     device: torch.device = _CPU,
     observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:
@@ -135,6 +138,7 @@ def sample_programs(
         mode: "exact": every step reads what others make in it. "displaced": the programs also have forms that read what
             they made in the step before.
         norms: where displaced group norms take the others' moments from.
+        advance: whether other displaced values are moved on by their own last change, at twice the memory for them.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -150,12 +154,12 @@ def sample_programs(
     plan = analyse(captured, rows, captured.inputs.batch_size)
     observe("rows", plan)
 
-    return _lowered(model, captured, plan, rows, patches, mode, norms, device, observe)
+    return _lowered(model, captured, plan, rows, patches, mode, norms, advance, device, observe)
 
 
 def _lowered(
     model: nn.Module, captured: Capture, plan: RowPlan, sample: Mapping[str, int], patches: int | Sequence[int],
-    mode: Mode, norms: Norms, device: torch.device, observe: Observe = lambda name, artefact: None,
+    mode: Mode, norms: Norms, advance: bool, device: torch.device, observe: Observe = lambda name, artefact: None,
 ) -> SamplePrograms:  # fmt: skip
     """The back half: what of one trace every number of patches has of its own."""
     # patches: which rows each rank has
@@ -169,20 +173,30 @@ def _lowered(
     observe("patch graphs", graphs)
 
     # forms: exchanges as messages
-    programs, messages = _forms(plan, parts, graphs, device, mode, norms)
+    programs, messages = _forms(plan, parts, graphs, device, mode, norms, advance)
     observe("programs", programs)
-    return SamplePrograms(model, captured, plan, sample, tuple(patches), programs, messages, device, mode, norms)
+    return SamplePrograms(
+        model, captured, plan, sample, tuple(patches), programs, messages, device, mode, norms, advance
+    )
 
 
 def _forms(
-    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, mode: Mode, norms: Norms
+    plan: RowPlan,
+    patches: Sequence[Patch],
+    graphs: Sequence[fx.Graph],
+    device: torch.device,
+    mode: Mode,
+    norms: Norms,
+    advance: bool,
 ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
     if mode == "exact":
         programs, messages = fresh_programs(plan, patches, graphs, device)
         require_programs(programs, messages)
         return programs, {"fresh": messages}
-    programs, by_form = displaced_programs(plan, patches, graphs, device, norms)
+    programs, by_form = displaced_programs(plan, patches, graphs, device, norms, advance)
     require_sequence(programs, by_form)
+    if "again" in by_form:
+        require_sequence(programs, by_form, ("fresh", "again", "again", "displaced", "again", "last"))
     return programs, by_form
 
 

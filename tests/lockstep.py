@@ -1,7 +1,7 @@
 """The reference of displaced sampling: all patches one after the other in one thread, without messages or forms.
 
 Patch graphs run up to their next exchange, patch by patch; then each is given, of every patch, its value of this step
-(its own, and others' where the exchange is fresh) or of the step before.
+(its own, and others' where the exchange is fresh) or of the step before, moved on where programs advance.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -15,6 +15,7 @@ from fxpipe.sample_compiler import SamplePrograms
 from passes.rows.layout import Rows
 from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import CONSTANTS
+from passes.sampling.messages import halo_of
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
 
@@ -29,7 +30,9 @@ class Lockstep:
         self.patches = patches_of(programs.rows, programs.bounds)
         self.graphs = [patch_graph(programs.rows, patch) for patch in self.patches]
         self.norms, self.state, self.rows = programs.norms, programs.state(), programs.rows
+        self.advance = programs.advance
         self.before: Latest = {}
+        self.earlier: Latest = {}
 
     def step(self, tensors: Mapping[str, Tensor], displaced: bool) -> list[Tensor]:
         """Every patch's prediction; the first step is never displaced."""
@@ -40,7 +43,8 @@ class Lockstep:
             exchange: Exchange = given[0][0].meta["exchange"]
             key = exchange.name, exchange.kind
             now[key] = [self._told(node, value) for node, value in given]
-            old = self.before[key] if displaced and self.before and exchange.kind != "prediction" else None
+            crosses = displaced and self.before and exchange.kind != "prediction"
+            old = self.before[key] if crosses else None
             ends, told = [], given
             given = []
             for index, run in enumerate(runs):
@@ -50,7 +54,7 @@ class Lockstep:
                 except StopIteration as stop:
                     ends.append(stop.value)
             if ends:
-                self.before = now
+                self.before, self.earlier = now, self.before or now
                 return ends
 
     def _run(self, graph: fx.Graph, tensors: Mapping[str, Tensor]) -> Run:
@@ -76,9 +80,11 @@ class Lockstep:
         self, node: fx.Node, value: Tensor, index: int, now: Sequence[Tensor], old: Sequence[Tensor] | None
     ) -> Tensor:
         exchange: Exchange = node.meta["exchange"]
-        latest = [now[i] if old is None or i == index else old[i] for i in range(len(now))]
         if exchange.kind == "moments":
             return self._moments(node, index, now, old)
+        if old is not None and self.advance and getattr(node.args[0], "target", None) is not row_ops.power:
+            old = self._advanced(node, index, now)
+        latest = [now[i] if old is None or i == index else old[i] for i in range(len(now))]
         if exchange.kind == "sum":
             return row_ops.add_up(latest)
         assert exchange.state is not None
@@ -97,6 +103,30 @@ class Lockstep:
         if self.norms == "merged":
             return row_ops.merge_moments(latest, counts)
         return displaced_ops.corrected_moments(latest, [old[index]], [index], counts)[0]
+
+    def _advanced(self, node: fx.Node, index: int, now: Sequence[Tensor]) -> list[Tensor]:
+        key = node.meta["exchange"].name, node.meta["exchange"].kind
+        before, earlier = self.before[key], self.earlier[key]
+        own = [self._sent(node, index, values[index]) for values in (now, before, earlier)]
+        if not own[0]:
+            return before
+        alpha = displaced_ops.kept_going(*(torch.cat([value.flatten() for value in values]) for values in own))
+        return [old + alpha * (old - older) for old, older in zip(before, earlier, strict=True)]
+
+    def _sent(self, node: fx.Node, index: int, value: Tensor) -> list[Tensor]:
+        """What of its value a patch tells the others."""
+        exchange: Exchange = node.meta["exchange"]
+        state = exchange.state
+        if exchange.kind == "halo":
+            sizes = [halo_of(node, patch, self.patches).get(index) for patch in self.patches if patch.index != index]
+            assert state is not None
+            return [value.narrow(state.dim, start % value.shape[state.dim], n) for start, n in filter(None, sizes)]
+        if state is None:
+            return [value]
+        sizes = [part.outer * self.patches[index].of_part(part) for part in state.parts]
+        pieces = value.split(sizes, state.dim)
+        rows = [piece for piece, part in zip(pieces, state.parts, strict=True) if part.kind == "rows"]
+        return [torch.cat(rows, state.dim)]
 
     def _halo(self, node: fx.Node, index: int, latest: Sequence[Tensor]) -> Tensor:
         args: Any = node.args

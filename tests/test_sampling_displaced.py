@@ -30,7 +30,7 @@ KEYS = {
     "FluxTransformer2DModel": 1e-10,
     "SanaTransformer2DModel": 1e-5,  # rounds to float32 inside
 }
-FORMS = ("fresh", "fresh", "displaced", "displaced", "last")
+FORMS = ("fresh", "fresh", "displaced", "displaced", "displaced", "last")
 
 
 @cache
@@ -44,9 +44,9 @@ def compiled(key: str) -> SamplePrograms:
     return sample_programs(given.model, given.example, 2, mode="displaced")
 
 
-def cut(key: str, num_patches: int, norms: Norms = "corrected") -> SamplePrograms:
+def cut(key: str, num_patches: int, norms: Norms = "corrected", advance: bool = True) -> SamplePrograms:
     """Uneven patches, the first the smallest."""
-    programs = replace(compiled(key), norms=norms)
+    programs = replace(compiled(key), norms=norms, advance=advance)
     count = programs.rows.units.count
     return programs.cut((0, count // 2 - 1, count) if num_patches == 2 else (0, 1, count // 2, count))
 
@@ -99,14 +99,17 @@ def test_where_nothing_moves_displaced_steps_are_exact(key: str, norms: Norms, n
 
 
 @pytest.mark.parametrize(
-    ("key", "norms", "num_patches"),
+    ("key", "norms", "num_patches", "advance"),
     [
-        *((key, "corrected", 3) for key in KEYS),
-        *((UNET, norms, 2) for norms in get_args(Norms)),
+        *((key, "corrected", 3, True) for key in KEYS),
+        *((UNET, norms, 2, False) for norms in get_args(Norms)),
+        ("SD3Transformer2DModel", "corrected", 3, False),
     ],
 )
-def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num_patches: int) -> None:
-    programs, steps = cut(key, num_patches, norms), moving(key)
+def test_threads_read_what_one_patch_at_a_time_reads(
+    key: str, norms: Norms, num_patches: int, advance: bool
+) -> None:
+    programs, steps = cut(key, num_patches, norms, advance), moving(key)
     run, bound, reference = LocalRun(num_patches), programs.bound(), Lockstep(programs)
     found = sampled(run, bound, programs, steps)
     wanted = [reference.step(programs.bind(**s), form != "fresh")[0] for s, form in zip(steps, FORMS, strict=True)]
@@ -115,6 +118,19 @@ def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num
     assert max(error(f, e) for f, e in zip(found[:2], exact, strict=False)) <= KEYS[key]
     most = 1 if norms == "separate" else 0.2
     assert all(KEYS[key] < error(f, e) < most for f, e in zip(found[2:], exact[2:], strict=True))
+
+
+@pytest.mark.parametrize("key", ["DiTTransformer2DModel", "FluxTransformer2DModel"])
+def test_what_moves_evenly_is_moved_on(key: str) -> None:
+    """Half as far from one device at least; the first displaced step after one fresh step knows of no change."""
+    steps = moving(key)
+    errors = []
+    for advance in (False, True):
+        programs = cut(key, 2, advance=advance)
+        found = sampled(LocalRun(2), programs.bound(), programs, steps, ("fresh", *FORMS[2:], "last"))
+        errors.append([error(one, one_device(key, inputs)) for one, inputs in zip(found, steps, strict=True)])
+    assert errors[0][1] == errors[1][1]
+    assert all(advanced < plain / 2 for plain, advanced in zip(*(of[2:] for of in errors), strict=True))
 
 
 @pytest.mark.parametrize("key", [UNET, "SD3Transformer2DModel"])

@@ -3,6 +3,7 @@
 flat = pack([k, v, edge])                         one message of several values
 k, v, edge = unpack(flat, shapes)                 a step later, on another rank
 carried = done(flat)                              what has arrived already, as if it had been posted
+k_now = advanced(k, k_earlier, alpha)             moved on by its own last change
 m = corrected_moments(latest, before, [0], ...)   others' moments moved on as one's own have moved
 """
 
@@ -26,6 +27,24 @@ def unpack(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
     """The values of these shapes that were packed, as views."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [part.view(tuple(shape)) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all entries, which keeps nothing else alive."""
+    return torch.cat([value.reshape(-1) for value in values])
+
+
+def kept_going(now: torch.Tensor, last: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    """How much of its last change a value has gone through again, in [0, 1]: by least squares; 0 where none was."""
+    wide = torch.promote_types(now.dtype, torch.float32)
+    change, before = (now - last).to(wide), (last - earlier).to(wide)
+    size = before.square().sum()
+    return torch.where(size > 0, ((change * before).sum() / size).clamp(0, 1), 0)
+
+
+def advanced(latest: torch.Tensor, earlier: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """A value moved on by this much of its last change."""
+    return latest + alpha.to(latest.dtype) * (latest - earlier)
 
 
 def done(value: torch.Tensor) -> Pending[torch.Tensor]:

@@ -13,9 +13,9 @@ from torch import fx
 
 from fxpipe.plan.rank_program import nest
 
-FORMS = ("fresh", "displaced", "last")
+FORMS = ("fresh", "displaced", "last", "again")
 """fresh: all exchanges are of this step. displaced: others' values are of the step before. last: as displaced, without
-sending what a later step would read."""
+sending what a later step would read. again: as fresh, after a step of which displaced forms read something too."""
 
 FALLEN = "fallen"
 """Under which a displaced form returns how many moments it could not correct; no later step takes them."""

@@ -66,9 +66,8 @@ class SampleRun:
         """
         arguments: list[Any] = [self._transport, *(tensors[name] for name in bound.program.inputs)]
         carried = self._carried(bound, stream)
+        form = _form(bound.program, form, bool(carried))
         wanted = bound.program.forms[form]
-        if wanted.carried and not carried:
-            form, wanted = "fresh", bound.program.forms["fresh"]
         if not wanted.carried:
             _drop(carried)
         arguments += [carried] if wanted.carried else []
@@ -115,6 +114,13 @@ class SampleRun:
             self._transport.advance()
         else:
             self._transport.flush()
+
+
+def _form(program: SampleProgram, asked: str, carried: bool) -> str:
+    """What is asked for, if what it takes is there; a fresh step that follows another one is `again`."""
+    if asked == "fresh":
+        return "again" if carried and "again" in program.forms else asked
+    return asked if carried or not program.forms[asked].carried else "fresh"
 
 
 def _drop(carried: dict[str, Any]) -> None:

@@ -11,109 +11,68 @@ arrived. Where nothing changes from a step to the next a displaced step is exact
 """
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from fxpipe.errors import CompileError
 from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import FALLEN, SampleProgram
+from fxpipe.plan.sample_program import FALLEN
 from passes.rows import RowPlan
-from passes.sampling.buckets import Key, displaced_messages, key_of
+from passes.sampling.buckets import Key, key_of
 from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import FormWriter
-from passes.sampling.messages import exchange_nodes, messages_of
 from passes.sampling.patches import Patch
 
 Norms = Literal["corrected", "merged", "sync", "separate"]
 """The moments of a displaced group norm: the others' of the step before moved on as one's own have moved; as they were;
 all of this step, waited for; one's own alone, which is not exact where nothing changes."""
 
-Messages = dict[str, tuple[Message, ...]]
 
+@dataclass(frozen=True)
+class Crossing:
+    """What of a step crosses to the next: all exchanges but the `fresh` ones, in `buckets`, norms as `norms` says.
 
-def displaced_programs(
-    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, norms: Norms
-) -> tuple[tuple[SampleProgram, ...], Messages]:
-    """One program per patch with the forms fresh, displaced and last; every form's messages in order of channels."""
-    everything = messages_of(patches, graphs)
-    fresh = {key for graph in graphs for key in _read_by_all(graph)}
-    fresh |= {key_of(m) for m in everything if m.kind == "moments" and norms == "sync"}
-    fresh |= {_key(node) for node in exchange_nodes(graphs[0])} - {key_of(m) for m in everything}
-    dropped = {key_of(m) for m in everything if m.kind == "moments" and norms == "separate"} - fresh
-    displaced = displaced_messages([m for m in everything if key_of(m) not in dropped], fresh)
-    messages = {"fresh": tuple(everything), "displaced": displaced}
-    messages["last"] = tuple(message for message in displaced if not message.crosses)
-    programs = []
-    for patch, graph in zip(patches, graphs, strict=True):
-        forms = {}
-        for form in messages:
-            kind: type[_CrossingWriter] = _CarryingWriter if form == "fresh" else _DisplacedWriter
-            writer = kind(plan, patches, patch, messages[form], displaced, fresh, norms, device, form != "last")
-            forms[form] = writer.write(graph)
-        programs.append(SampleProgram(patch.index, forms, writer.inputs, writer.state))
-    return tuple(programs), messages
-
-
-def _read_by_all(graph: fx.Graph) -> set[Key]:
-    """The exchanges after which every patch makes the whole prediction: all must read the same, so they stay fresh."""
-    (output,) = graph.find_nodes(op="output")
-    seen, keys, todo = set[fx.Node](), set[Key](), [*output.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        exchange: Exchange | None = node.meta.get("exchange")
-        if exchange is None:
-            todo += node.all_input_nodes
-        elif exchange.state is not None and not exchange.state.all_rows:
-            raise CompileError(
-                "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
-            )
-        else:
-            keys.add(_key(node))
-    return keys
-
-
-def _key(node: fx.Node) -> Key:
-    exchange: Exchange = node.meta["exchange"]
-    return exchange.name, exchange.kind
-
-
-class _CrossingWriter(FormWriter):
-    """What forms share whose values cross to the next step.
-
-    Args:
-        messages: of this form. crossing: of the displaced form, among them the buckets. fresh: the exchanges that never
-            cross. carries: whether a step follows that reads what this one makes.
+    What others tell in `advanced` ones is moved on.
     """
+
+    fresh: frozenset[Key]
+    buckets: tuple[Message, ...]
+    norms: Norms
+    advanced: frozenset[Key]
+
+    def of(self, exchange: Exchange) -> bool:
+        return (exchange.name, exchange.kind) not in self.fresh
+
+
+class CrossingWriter(FormWriter):
+    """What forms share whose values cross. `messages` are those of this step alone; `carries`: another step follows."""
 
     def __init__(
         self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, messages: Sequence[Message],
-        crossing: Sequence[Message], fresh: Collection[Key], norms: Norms, device: torch.device, carries: bool,
+        device: torch.device, crossing: Crossing, carries: bool = True,
     ) -> None:  # fmt: skip
-        mine = [message for message in messages if patch.index in message.channel]
-        super().__init__(plan, patches, patch, [message for message in mine if not message.crosses], device)
-        self.fresh, self.norms = fresh, norms
-        self.buckets = [message for message in crossing if message.crosses and patch.index in message.channel]
+        super().__init__(plan, patches, patch, messages, device)
+        self.crossing, self.sends = crossing, carries
+        self.buckets = [bucket for bucket in crossing.buckets if patch.index in bucket.channel]
         self.come = [bucket for bucket in self.buckets if bucket.dst == patch.index]
-        self.sends = carries
-
-    def is_fresh(self, exchange: Exchange) -> bool:
-        return (exchange.name, exchange.kind) in self.fresh
 
     def corrects(self, exchange: Exchange) -> bool:
-        return self.norms == "corrected" and not self.is_fresh(exchange)
+        return self.crossing.norms == "corrected" and self.crossing.of(exchange)
 
     def name(self, bucket: Message) -> str:
         return f"{bucket.value}_from_{bucket.src}"
 
+    def arrived(self, bucket: Message) -> fx.Node:
+        """What a patch sent in the step before."""
+        name = self.name(bucket)
+        return self.call(ops.wait, (self.take(name),), name)
 
-class _CarryingWriter(_CrossingWriter):
+
+class CarryingWriter(CrossingWriter):
     """The fresh form before displaced ones: what has arrived is also carried, in the buckets that they read."""
 
     def __init__(self, *args: Any) -> None:
@@ -129,15 +88,16 @@ class _CarryingWriter(_CrossingWriter):
             for member in bucket.members:
                 if key_of(member) == (exchange.name, exchange.kind):
                     self._arrived[member.edge] = received[bucket.src]
-                    self._carry(bucket)
+                    if all(one.edge in self._arrived for one in bucket.members):
+                        self.carry(bucket)
         return received
 
-    def _carry(self, bucket: Message) -> None:
-        """Once all members are there."""
-        if all(member.edge in self._arrived for member in bucket.members):
-            values = [self._arrived[member.edge] for member in bucket.members]
-            flat = self.call(displaced_ops.pack, (values,), f"packed_{self.name(bucket)}")
-            self.carries[self.name(bucket)] = self.call(displaced_ops.done, (flat,), self.name(bucket))
+    def carry(self, bucket: Message) -> fx.Node:
+        """What has come instead of a bucket, as it would be in one."""
+        values = [self._arrived[member.edge] for member in bucket.members]
+        flat = self.call(displaced_ops.pack, (values,), f"packed_{self.name(bucket)}")
+        self.carries[self.name(bucket)] = self.call(displaced_ops.done, (flat,), f"done_{self.name(bucket)}")
+        return flat
 
     def merged(self, node: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
         exchange: Exchange = node.meta["exchange"]
@@ -146,7 +106,7 @@ class _CarryingWriter(_CrossingWriter):
         return super().merged(node, own, received)
 
 
-class _DisplacedWriter(_CrossingWriter):
+class DisplacedWriter(CrossingWriter):
     """The displaced form, and the last, which sends no bucket."""
 
     takes_carried = True
@@ -158,13 +118,13 @@ class _DisplacedWriter(_CrossingWriter):
         self._num_fallen: list[fx.Node] = []
 
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
-        if self.is_fresh(exchange):
+        if not self.crossing.of(exchange):
             return super().swap(exchange, value_for)
         key = exchange.name, exchange.kind
         if self.sends:
             self._send(key, value_for)
         read = [(bucket, member) for bucket in self.come for member in bucket.members if key_of(member) == key]
-        return lambda: {bucket.src: self._before(bucket, member) for bucket, member in read}
+        return lambda: {bucket.src: self.before(bucket, member) for bucket, member in read}
 
     def _send(self, key: Key, value_for: Callable[[int], fx.Node]) -> None:
         """Keep what buckets take; send, and post, those of which this exchange is the last."""
@@ -188,22 +148,25 @@ class _DisplacedWriter(_CrossingWriter):
             self.carries[self.name(bucket)] = node
         node.meta["message"] = bucket
 
-    def _before(self, bucket: Message, member: Message) -> fx.Node:
-        """What a patch sent in the step before; its bucket is waited for where the first of its members is read."""
+    def before(self, bucket: Message, member: Message) -> fx.Node:
+        """A value of the step before; its bucket is waited for where the first of its members is read."""
         if bucket.edge not in self._unpacked:
-            name = self.name(bucket)
-            flat = self.call(ops.wait, (self.take(name),), name)
-            shapes = [list(one.shape) for one in bucket.members]
-            self._unpacked[bucket.edge] = self.call(displaced_ops.unpack, (flat, shapes), f"unpacked_{name}")
-        place = bucket.members.index(member)
-        return self.call(operator.getitem, (self._unpacked[bucket.edge], place), f"{member.value}_of_{bucket.src}")
+            self._unpacked[bucket.edge] = self.unpack(bucket, self.arrived(bucket), self.name(bucket))
+        return self.part(self._unpacked[bucket.edge], bucket, member, f"{member.value}_of_{bucket.src}")
+
+    def unpack(self, bucket: Message, flat: fx.Node, name: str) -> fx.Node:
+        shapes = [list(member.shape) for member in bucket.members]
+        return self.call(displaced_ops.unpack, (flat, shapes), f"unpacked_{name}")
+
+    def part(self, values: fx.Node, bucket: Message, member: Message, name: str) -> fx.Node:
+        return self.call(operator.getitem, (values, bucket.members.index(member)), name)
 
     def merged(self, node: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
         exchange: Exchange = node.meta["exchange"]
-        if self.is_fresh(exchange) or self.norms == "merged":
-            return super().merged(node, own, received)
-        if self.norms == "separate":
+        if self.crossing.of(exchange) and self.crossing.norms == "separate":
             return own
+        if not self.corrects(exchange):
+            return super().merged(node, own, received)
         before = self.take(f"{exchange.name}_own")
         if self.sends:
             self.carries[f"{exchange.name}_own"] = own

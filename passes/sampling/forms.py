@@ -1,0 +1,106 @@
+"""The forms of displaced sampling: which exchanges cross to the next step, and one program per patch with all forms.
+
+fresh       every exchange is of this step; what arrives is also carried on
+displaced   exchanges cross in buckets, but the fresh ones: the prediction, synchronised norms
+last        as displaced, and nothing is sent that nobody will read
+again       where displaced forms advance: as fresh, after another step
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import fx
+
+from fxpipe.errors import CompileError
+from fxpipe.plan import row_ops
+from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_program import SampleProgram
+from passes.rows import RowPlan
+from passes.sampling.advance import AdvancedWriter, AgainWriter, HistoryWriter
+from passes.sampling.buckets import Key, displaced_messages, key_of
+from passes.sampling.displaced import CarryingWriter, Crossing, CrossingWriter, DisplacedWriter, Norms
+from passes.sampling.exchanges import Exchange
+from passes.sampling.messages import exchange_nodes, messages_of
+from passes.sampling.patches import Patch
+
+
+def displaced_programs(
+    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, norms: Norms,
+    advance: bool,
+) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:  # fmt: skip
+    """One program per patch, on the rank of its number, with all forms; each form's messages in order of channels.
+
+    Raises:
+        CompileError: the prediction has entries of no row.
+    """
+    fresh = messages_of(patches, graphs)
+    kept = _fresh_exchanges(graphs, fresh, norms)
+    asked = [m for m in fresh if m.kind != "moments" or norms != "separate" or key_of(m) in kept]
+    displaced = displaced_messages(asked, kept)
+    last = tuple(message for message in displaced if not message.crosses)
+    advanced = _advanced(graphs[0], kept) if advance else frozenset()
+    crossing = Crossing(kept, tuple(message for message in displaced if message.crosses), norms, advanced)
+    messages = {"fresh": tuple(fresh), "displaced": displaced, "last": last}
+    messages |= {"again": messages["fresh"]} if advanced else {}
+    programs = []
+    for patch, graph in zip(patches, graphs, strict=True):
+        forms = {}
+        for form in messages:
+            mine = [m for m in messages[form] if patch.index in m.channel and not m.crosses]
+            writer = _writer(form, bool(advanced))(plan, patches, patch, mine, device, crossing, form != "last")
+            forms[form] = writer.write(graph)
+        programs.append(SampleProgram(patch.index, forms, writer.inputs, writer.state))
+    return tuple(programs), messages
+
+
+def _writer(form: str, advance: bool) -> type[CrossingWriter]:
+    if form == "again":
+        return AgainWriter
+    if form == "fresh":
+        return HistoryWriter if advance else CarryingWriter
+    return AdvancedWriter if advance else DisplacedWriter
+
+
+def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
+    """Exchanges whose values may be moved on: numbers, but moments, and powers, which must not fall below zero."""
+    keys = set[Key]()
+    for node in exchange_nodes(graph):
+        operand, value = node.args[0], node.meta["val"]
+        powers = isinstance(operand, fx.Node) and operand.target is row_ops.power
+        if node.meta["exchange"].kind != "moments" and not powers and value.dtype.is_floating_point:
+            keys.add(_key(node))
+    return frozenset(keys - set(fresh))
+
+
+def _fresh_exchanges(graphs: Sequence[fx.Graph], messages: Sequence[Message], norms: Norms) -> frozenset[Key]:
+    """Those that never cross: what every patch predicts of, synchronised norms, and what needs no message at all."""
+    fresh = {key for graph in graphs for key in _read_by_all(graph)}
+    fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}
+    fresh |= {_key(node) for node in exchange_nodes(graphs[0])} - {key_of(message) for message in messages}
+    return frozenset(fresh)
+
+
+def _read_by_all(graph: fx.Graph) -> set[Key]:
+    """The exchanges after which every patch makes the whole prediction: all must read the same there."""
+    (output,) = graph.find_nodes(op="output")
+    seen, keys, todo = set[fx.Node](), set[Key](), [*output.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        exchange: Exchange | None = node.meta.get("exchange")
+        if exchange is None:
+            todo += node.all_input_nodes
+        elif exchange.state is not None and not exchange.state.all_rows:
+            raise CompileError(
+                "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
+            )
+        else:
+            keys.add(_key(node))
+    return keys
+
+
+def _key(node: fx.Node) -> Key:
+    exchange: Exchange = node.meta["exchange"]
+    return exchange.name, exchange.kind
