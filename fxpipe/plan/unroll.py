@@ -4,6 +4,7 @@ fresh      recv a; wait a; carries done(a)            step 0: recv a; wait a
 displaced  b = take; wait b; recv b, which it carries  step 1: wait done(a); recv b   step 2: wait b; recv b'   ...
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 
+_MESSAGES = (ops.send, ops.recv, ops.wait, done)
 STEADY = ("fresh", "displaced", "displaced", "last")
 
 
@@ -48,49 +50,31 @@ def require_sequence(
 
 
 def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int) -> Unrolled:
-    """The forms of `sequence` as one graph, in which a value is taken from where the step before has carried it."""
+    """The messages of the forms of `sequence` as one graph; what is computed between them stands for nothing."""
     graph, carried = fx.Graph(), dict[str, fx.Node]()
-    arguments: dict[str, fx.Node] = {}
+    value = graph.placeholder("value")
     for step, form in enumerate(sequence):
-        carried = _add_step(program, form, step, num_edges, graph, arguments, carried)
+        env: defaultdict[fx.Node, fx.Node] = defaultdict(lambda: value)
+        nodes = program.forms[form].graph.nodes
+        for node in nodes:
+            if node.target is ops.take:
+                if node.args[1] not in carried:
+                    raise CompileError(
+                        f"step {step}, {form}: rank {program.rank} takes {node.args[1]}, which the step before has "
+                        "not carried, or which is taken already; please report this"
+                    )
+                env[node] = carried.pop(node.args[1])
+            elif node.target in _MESSAGES and not (node.target is ops.wait and env[node.args[0]].target is done):
+                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].args = _renumbered(node.target, env[node].args, step * num_edges)
+        (*_, output) = nodes
+        carries = output.args[0][1] if isinstance(output.args[0], tuple) else {}
+        carried = {name: env[node] for name, node in carries.items()}
     graph.output(None)
     return Unrolled(program.rank, graph)
 
 
-def _add_step(
-    program: SampleProgram, form: str, step: int, num_edges: int, graph: fx.Graph, arguments: dict[str, fx.Node],
-    carried: dict[str, fx.Node],
-) -> dict[str, fx.Node]:  # fmt: skip
-    """Copy one form; what it carries."""
-    env: dict[fx.Node, Any] = {}
-    for node in program.forms[form].graph.nodes:
-        if node.op == "placeholder":
-            if node.name not in arguments:
-                arguments[node.name] = graph.placeholder(node.name)
-            env[node] = arguments[node.name]
-        elif node.op == "output":
-            result = node.args[0]
-            carries = result[1] if isinstance(result, tuple) else {}
-            return {name: env[value] for name, value in carries.items()}
-        elif node.target is ops.take:
-            if node.args[1] not in carried:
-                raise CompileError(
-                    f"step {step}, {form}: rank {program.rank} takes {node.args[1]}, which the step before has "
-                    "not carried, or which is taken already; please report this"
-                )
-            env[node] = carried.pop(node.args[1])
-        elif node.target is ops.wait and env[node.args[0]].target is done:
-            env[node] = env[node.args[0]].args[0]
-        else:
-            copy = graph.node_copy(node, env.__getitem__)
-            copy.args = _renumbered(copy, step * num_edges)
-            env[node] = copy
-    raise AssertionError("a form ends with its output")
-
-
-def _renumbered(node: fx.Node, more: int) -> tuple[Any, ...]:
-    """The arguments of a copy, with the edge of its step."""
-    place = {ops.send: 3, ops.recv: 2}.get(node.target)  # type: ignore[arg-type]
-    if place is None:
-        return node.args
-    return (*node.args[:place], node.args[place] + more, *node.args[place + 1 :])  # type: ignore[operator]
+def _renumbered(target: Any, args: tuple[Any, ...], more: int) -> tuple[Any, ...]:
+    """The arguments of a message's copy, with the edge of its step."""
+    place = {ops.send: 3, ops.recv: 2}.get(target)
+    return args if place is None else (*args[:place], args[place] + more, *args[place + 1 :])
