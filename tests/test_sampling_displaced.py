@@ -1,6 +1,6 @@
 """Displaced sampling: exact where nothing moves, and the same bits from threads, processes and one patch at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import get_args
@@ -247,6 +247,30 @@ def test_sequences_are_checked() -> None:
     swapped = {**programs.messages_of, "displaced": programs.messages_of["displaced"][::-1]}
     with pytest.raises(CompileError, match="planned edges"):
         require_sequence(programs.programs, swapped)
+
+
+class Small(nn.Module):
+    """One of each: a convolution with a halo, a norm, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens.exp())
+
+
+def test_forms_are_straight_lines(golden: Callable[[str, str], None]) -> None:
+    programs = sample_programs(
+        Small(), {"x": torch.zeros(1, 2, 8, 3)}, [0, 3, 8], sample={"x": 2}, mode="displaced", advance=False
+    )
+    texts = []
+    for form, one in programs.programs[0].forms.items():
+        lines = one.graph.python_code("self").src.splitlines()
+        code = "\n".join(line.split("  #")[0].split(";  ")[0].rstrip() for line in lines if line.strip())
+        texts.append(f"--- {form}\n{code}\n\n{programs.traffic(form)}\n")
+    golden("passes/displaced.txt", "\n".join(texts))
 
 
 class Flipped(nn.Module):
