@@ -289,7 +289,7 @@ def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     model, x = Flipped().double().eval(), torch.randn(1, 3, 12, 5, dtype=torch.float64)
     programs = sample_programs(model, {"x": x}, 3, sample={"x": 2}, mode="displaced")
     run, bound = LocalRun(3), programs.bound()
-    predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(5)])
+    predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(len(FORMS))])
     assert error(predictions[3], model(x + 0.3).detach()) > 1e-4
     assert [message.kind for message in programs.messages_of["last"]] == ["gather"] * 6
 
