@@ -327,7 +327,7 @@ class _Rows:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""
         programs, messages = step.programs, step.messages
         if num_steps > 1:
-            rows, sent = in_sequence(programs, step.messages_of, step.sequence(num_steps))
+            rows, sent = in_sequence(programs, step.messages_of, step.sequence(num_steps), whole=True)
             forms = [{"fresh": Form(row.graph)} for row in rows]
             programs = tuple(replace(p, forms=form) for p, form in zip(programs, forms, strict=True))
             messages = tuple(sent)

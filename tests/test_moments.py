@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxpipe.plan.displaced_ops import corrected_moments
+from fxpipe.plan.displaced_ops import advanced, corrected_moments, kept_going
 from fxpipe.plan.row_ops import merge_moments, moments
 
 GROUPS = 2
@@ -89,3 +89,17 @@ def test_patches_that_move_apart_fall_back_to_the_merged_moments() -> None:
     found, num_fallen = corrected_moments(told, [moments(before[0] - 8, GROUPS)], [0], [30, 30])
     assert num_fallen == GROUPS
     assert torch.equal(found, merge_moments(told, [30, 30]))
+
+
+@given(st.integers(-8, 24), seeds)
+def test_alpha_is_how_much_of_a_change_came_again(eighths: int, seed: int) -> None:
+    """In eighths, which are exact; never back, never further than the last change, and nothing where nothing moved."""
+    earlier, change = torch.randint(-8, 8, (2, 5), generator=torch.Generator().manual_seed(seed)).double()
+    last = earlier + change
+    alpha = kept_going(last + eighths / 8 * change, last, earlier)
+    wanted = min(max(eighths / 8, 0), 1) if change.any() else 0
+    assert abs(alpha - wanted) < 1e-12
+    assert torch.allclose(advanced(last, earlier, alpha), last + wanted * change)
+    half = kept_going(*(value.half() for value in (last + change, last, earlier)))
+    assert half.dtype == torch.float32
+    assert advanced(last.half(), earlier.half(), half).dtype == torch.float16

@@ -1,6 +1,6 @@
 """Displaced sampling: exact where nothing moves, and the same bits from threads, processes and one patch at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import get_args
@@ -121,11 +121,10 @@ def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num
 @pytest.mark.parametrize("key", ["DiTTransformer2DModel", "FluxTransformer2DModel"])
 def test_what_moves_evenly_is_moved_on(key: str) -> None:
     """Half as far from one device at least; the first displaced step after one fresh step knows of no change."""
-    steps = moving(key)
-    errors = []
+    steps, errors = moving(key, 5), list[list[float]]()
     for advance in (False, True):
         programs = cut(key, 2, advance=advance)
-        found = sampled(LocalRun(2), programs.bound(), programs, steps, ("fresh", *FORMS[2:], "last"))
+        found = sampled(LocalRun(2), programs.bound(), programs, steps, ("fresh", *FORMS[2:]))
         errors.append([error(one, one_device(key, inputs)) for one, inputs in zip(found, steps, strict=True)])
     assert errors[0][1] == errors[1][1]
     assert all(advanced < plain / 2 for plain, advanced in zip(*(of[2:] for of in errors), strict=True))
@@ -250,6 +249,30 @@ def test_sequences_are_checked() -> None:
         require_sequence(programs.programs, swapped)
 
 
+class Small(nn.Module):
+    """One of each: a convolution with a halo, a norm, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens.exp())
+
+
+def test_forms_are_straight_lines(golden: Callable[[str, str], None]) -> None:
+    programs = sample_programs(
+        Small(), {"x": torch.zeros(1, 2, 8, 3)}, [0, 3, 8], sample={"x": 2}, mode="displaced", advance=False
+    )
+    texts = []
+    for form, one in programs.programs[0].forms.items():
+        lines = one.graph.python_code("self").src.splitlines()
+        code = "\n".join(line.split("  #")[0].split(";  ")[0].rstrip() for line in lines if line.strip())
+        texts.append(f"--- {form}\n{code}\n\n{programs.traffic(form)}\n")
+    golden("passes/displaced.txt", "\n".join(texts))
+
+
 class Flipped(nn.Module):
     """Its prediction is put together by an operation without a rule, so that every patch makes the whole of it."""
 
@@ -266,7 +289,7 @@ def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     model, x = Flipped().double().eval(), torch.randn(1, 3, 12, 5, dtype=torch.float64)
     programs = sample_programs(model, {"x": x}, 3, sample={"x": 2}, mode="displaced")
     run, bound = LocalRun(3), programs.bound()
-    predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(5)])
+    predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(len(FORMS))])
     assert error(predictions[3], model(x + 0.3).detach()) > 1e-4
     assert [message.kind for message in programs.messages_of["last"]] == ["gather"] * 6
 

@@ -134,6 +134,64 @@ def test_a_left_over_message_is_not_taken_in_the_next_step() -> None:
         run_ranks(2, rank_main)
 
 
+def crossing(transport: Transport) -> list[float]:
+    """Three steps round the ring, each of whose messages is waited for a step later, under the edge of the next one."""
+    dst, src = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+    received, pending = [], None
+    for step in range(3):
+        transport.set_action(f"step {step}")
+        transport.send(torch.tensor(float(10 * step + transport.rank)), dst, 0)
+        posted = transport.recv(src, 0, (), torch.float32, CPU)
+        if pending is not None:
+            received.append(pending.wait().item())
+        pending = posted
+        transport.advance()
+    assert pending is not None
+    received.append(pending.wait().item())
+    transport.flush()
+    return received
+
+
+def test_messages_cross_from_a_step_to_the_next() -> None:
+    assert run_ranks(3, crossing) == [[10.0 * step + (rank - 1) % 3 for step in range(3)] for rank in range(3)]
+
+
+def crossing_processes() -> list[float]:
+    transport = DistributedTransport()
+    received = crossing(transport)
+    transport.close()
+    return received
+
+
+def test_messages_cross_between_processes() -> None:
+    assert run_processes(2, crossing_processes) == [[1.0, 11.0, 21.0], [0.0, 10.0, 20.0]]
+
+
+def test_a_receive_is_of_the_step_in_which_it_was_posted() -> None:
+    def rank_main(transport: Transport) -> None:
+        if transport.rank == 0:
+            transport.advance()
+            transport.send(torch.zeros(1), 1, 0)
+        else:
+            pending = transport.recv(0, 0, (1,), torch.float32, CPU)
+            transport.advance()
+            pending.wait()
+
+    with pytest.raises(RunError, match=r"of step 0 from rank 0, but .* of step 1"):
+        run_ranks(2, rank_main)
+
+
+def test_what_crosses_must_be_waited_for_in_the_end() -> None:
+    def rank_main(transport: Transport) -> None:
+        transport.send(torch.zeros(1), 1 - transport.rank, 0)
+        transport.recv(1 - transport.rank, 0, (1,), torch.float32, CPU)
+        transport.advance()
+        transport.flush()
+
+    with pytest.raises(RunError, match="posted receives without waiting for them"):
+        run_ranks(2, rank_main)
+
+
 def test_a_standstill_is_found_at_once_and_names_every_wait() -> None:
     def rank_main(transport: Transport) -> None:
         if transport.rank < 2:

@@ -99,15 +99,16 @@ def _order_faults(
 def _shape_faults(programs: Sequence[RankGraph], messages: Sequence[Message]) -> Iterator[str]:
     by_edge = {message.edge: message for message in messages}
     for program in programs:
-        waits = {node.args[0] for node in program.graph.nodes if node.target is ops.wait}
+        waits = Counter(node.args[0] for node in program.graph.nodes if node.target is ops.wait)
         for node in program.graph.nodes:
             if node.target is not ops.recv:
                 continue
             message = by_edge.get(node.args[2])
             if message is not None and (tuple(node.args[3]), node.args[4]) != (message.shape, message.dtype):
                 yield f"rank {program.rank} receives another shape than {message}\n" + _at(program, node)
-            if node not in waits:
-                yield f"rank {program.rank} never waits for a message\n" + _at(program, node)
+            if waits[node] != 1:
+                often = "twice" if waits[node] else "never"
+                yield f"rank {program.rank} {often} waits for a message\n" + _at(program, node)
 
 
 def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduction]) -> Iterator[str]:

@@ -4,6 +4,7 @@ fresh      recv a; wait a; carries done(a)            step 0: recv a; wait a
 displaced  b = take; wait b; recv b, which it carries  step 1: wait done(a); recv b   step 2: wait b; recv b'   ...
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 
+_MESSAGES = (ops.send, ops.recv, ops.wait, done)
 STEADY = ("fresh", "displaced", "displaced", "last")
 
 
@@ -41,11 +43,14 @@ def require_sequence(
 
 
 def in_sequence(
-    programs: Sequence[SampleProgram], messages: Mapping[str, Sequence[Message]], sequence: Sequence[str]
+    programs: Sequence[SampleProgram],
+    messages: Mapping[str, Sequence[Message]],
+    sequence: Sequence[str],
+    whole: bool = False,
 ) -> tuple[list[Unrolled], list[Message]]:
-    """These forms one after the other, on every rank, and all messages."""
+    """These forms one after the other on every rank, their messages alone or the `whole` of them; and all messages."""
     num_edges = 1 + max((message.edge for of_form in messages.values() for message in of_form), default=0)
-    steps = [unrolled(program, sequence, num_edges) for program in programs]
+    steps = [unrolled(program, sequence, num_edges, whole) for program in programs]
     sent = [
         replace(message, edge=message.edge + step * num_edges)
         for step, form in enumerate(sequence)
@@ -54,52 +59,39 @@ def in_sequence(
     return steps, sent
 
 
-def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int) -> Unrolled:
-    """The forms of `sequence` as one graph, in which a value is taken from where the step before has carried it."""
+def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, whole: bool = False) -> Unrolled:
+    """The forms of `sequence` as one graph; of messages alone, what is computed between them stands for nothing."""
     graph, carried = fx.Graph(), dict[str, fx.Node]()
-    arguments: dict[str, fx.Node] = {}
+    value = graph.placeholder("transport" if whole else "value")
+    inputs = {name: graph.placeholder(name) for name in program.inputs if whole}
     for step, form in enumerate(sequence):
-        carried = _add_step(program, form, step, num_edges, graph, arguments, carried)
+        env: defaultdict[fx.Node, fx.Node] = defaultdict(lambda: value)
+        nodes = program.forms[form].graph.nodes
+        for node in nodes:
+            if node.op == "placeholder":
+                env[node] = inputs.get(node.name, value)
+            elif node.target is ops.take:
+                if node.args[1] not in carried:
+                    raise CompileError(
+                        f"step {step}, {form}: rank {program.rank} takes {node.args[1]}, which the step before has "
+                        "not carried, or which is taken already; please report this"
+                    )
+                env[node] = carried.pop(node.args[1])
+            elif node.target is ops.wait and env[node.args[0]].target is done:
+                env[node] = env[node.args[0]].args[0]
+            elif node.target in _MESSAGES or (whole and node.op != "output"):
+                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].args = _renumbered(node.target, env[node].args, step * num_edges)
+        (*_, output) = nodes
+        carries = output.args[0][1] if isinstance(output.args[0], tuple) else {}
+        carried = {name: env[node] for name, node in carries.items()}
     graph.output(None)
+    for node in (node for node in graph.nodes if node.target is done and not node.users):
+        graph.erase_node(node)  # what arrived so, is read as it is
     return Unrolled(program.rank, graph)
 
 
-def _add_step(
-    program: SampleProgram, form: str, step: int, num_edges: int, graph: fx.Graph, arguments: dict[str, fx.Node],
-    carried: dict[str, fx.Node],
-) -> dict[str, fx.Node]:  # fmt: skip
-    """Copy one form; what it carries."""
-    env: dict[fx.Node, Any] = {}
-    for node in program.forms[form].graph.nodes:
-        if node.op == "placeholder" and all(user.target is ops.take for user in node.users):
-            continue  # what is carried, or an input that this form does not read
-        if node.op == "placeholder":
-            if node.name not in arguments:
-                arguments[node.name] = graph.placeholder(node.name)
-            env[node] = arguments[node.name]
-        elif node.op == "output":
-            result = node.args[0]
-            carries = result[1] if isinstance(result, tuple) else {}
-            return {name: env[value] for name, value in carries.items()}
-        elif node.target is ops.take:
-            if node.args[1] not in carried:
-                raise CompileError(
-                    f"step {step}, {form}: rank {program.rank} takes {node.args[1]}, which the step before has "
-                    "not carried, or which is taken already; please report this"
-                )
-            env[node] = carried.pop(node.args[1])
-        elif node.target is ops.wait and env[node.args[0]].target is done:
-            env[node] = env[node.args[0]].args[0]
-        else:
-            copy = graph.node_copy(node, env.__getitem__)
-            copy.args = _renumbered(copy, step * num_edges)
-            env[node] = copy
-    raise AssertionError("a form ends with its output")
-
-
-def _renumbered(node: fx.Node, more: int) -> tuple[Any, ...]:
-    """The arguments of a copy, with the edge of its step."""
-    place = {ops.send: 3, ops.recv: 2}.get(node.target)  # type: ignore[arg-type]
-    if place is None:
-        return node.args
-    return (*node.args[:place], node.args[place] + more, *node.args[place + 1 :])  # type: ignore[operator]
+def _renumbered(target: Any, args: tuple[Any, ...], more: int) -> tuple[Any, ...]:
+    """The arguments of a message's copy, with the edge of its step."""
+    place = {ops.send: 3, ops.recv: 2}.get(target)
+    return args if place is None else (*args[:place], args[place] + more, *args[place + 1 :])

@@ -131,10 +131,16 @@ class DisplacedWriter(CrossingWriter):
         for bucket in self.buckets:
             for member in bucket.members:
                 if key_of(member) == key and member.src == self.patch.index:
-                    self._made[member.edge] = value_for(member.dst)
+                    self._made[member.edge] = self._kept(member, value_for(member.dst))
         for bucket in self.buckets:
             if key_of(bucket.members[-1]) == key:
                 self._close(bucket)
+
+    def _kept(self, member: Message, value: fx.Node) -> fx.Node:
+        """A value until its bucket leaves; a few rows are copied, or all of what they are rows of would be kept."""
+        if member.kind != "halo":
+            return value
+        return self.call(displaced_ops.flat, ([value],), f"{member.value}_edge_for_{member.dst}")
 
     def _close(self, bucket: Message) -> None:
         if bucket.src == self.patch.index:
