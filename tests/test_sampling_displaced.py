@@ -287,7 +287,7 @@ class Flipped(nn.Module):
 def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     torch.manual_seed(0)
     model, x = Flipped().double().eval(), torch.randn(1, 3, 12, 5, dtype=torch.float64)
-    programs = sample_programs(model, {"x": x}, 3, sample={"x": 2}, mode="displaced")
+    programs = sample_programs(model, {"x": x}, 3, sample={"x": 2}, mode="displaced", advance=False)
     run, bound = LocalRun(3), programs.bound()
     predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(len(FORMS))])
     assert error(predictions[3], model(x + 0.3).detach()) > 1e-4
