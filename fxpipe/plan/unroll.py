@@ -78,7 +78,7 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
                     )
                 env[node] = carried.pop(node.args[1])
             elif node.target is ops.wait and env[node.args[0]].target is done:
-                env[node] = env[node.args[0]].args[0]
+                (env[node],) = env[node.args[0]].all_input_nodes
             elif node.target in _MESSAGES or (whole and node.op != "output"):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].args = _renumbered(node.target, env[node].args, step * num_edges)
