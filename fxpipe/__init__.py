@@ -1,9 +1,10 @@
 """fxpipe compiles diffusion models for several devices.
 
-    fxpipe.compile(model, world_size=8)   ->   capture  ->  blocks, costs  ->  plan  ->  one program per rank
+    fxpipe.compile(model, world_size=8)           ->   capture  ->  blocks, costs  ->  plan  ->  one program per rank
+    fxpipe.compile_sampler(pipe, world_size=4)    ->   capture  ->  rows  ->  patches        ->  one program per rank
 
 compiler       the whole story, a line per step: analysis (the front half), then plan, then program
-sample_compiler the same story for a denoiser as it samples: patches of the image's rows, one program per rank
+sample_compiler   the same story for a denoiser as it samples: patches of the image's rows, one program per rank
 options, errors                     what users give, and what they are told
 models, capture                     their step as one graph
 plan                                the language: blocks, stages, schedules, plans, rank programs, and their checks
