@@ -208,7 +208,7 @@ def _forms(
     norms: Norms,
     advance: bool,
 ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
-    if mode == "exact" or len(patches) == 1:
+    if mode == "exact":
         programs, messages = fresh_programs(plan, patches, graphs, device)
         _require(programs, {"fresh": messages})
         return programs, {"fresh": messages}
