@@ -30,7 +30,7 @@ from fxpipe.models.pipelines import denoiser_name, is_pipeline, recorded_call
 from fxpipe.options import check_counts, given_cluster
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
-from fxpipe.plan.sample_grid import grid_for
+from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.plan.unroll import require_sequence
@@ -48,6 +48,8 @@ from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.groups import grouped
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, patches_of, require_units
+from passes.sampling.staged import Staged, staged_programs
+from passes.sampling.stages import stages as cut_stages
 
 _CPU = torch.device("cpu")
 Mode = Literal["exact", "displaced"]
@@ -228,6 +230,8 @@ class _Rows:
 
     world_size: int
     cfg: int | None
+    stages: int | None
+    fold: bool | None
     patches: int | None
     rows_of: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
     device: torch.device
@@ -259,20 +263,20 @@ class _Rows:
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """Every group's patches, as if it were alone; then the groups together."""
-        grid = grid_for(self.world_size, batch_size, self.cfg, self.patches)
+        grid = grid_for(self.world_size, batch_size, self.cfg, self.patches, self.stages)
         if grid.groups > 1:
             require_independent(traced.captured)
         spans = grid.spans(batch_size)
         plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
         self.observe("rows", plans)
-        alone = {size: self._alone(plan, grid.patches) for size, plan in plans.items()}
         first = plans[spans[0][1] - spans[0][0]]
-        programs, messages = alone[spans[0][1] - spans[0][0]]
         whole = at_batch_size(traced.captured, batch_size)
         likes = {name: whole.nodes[name].meta["val"] for name in first.inputs}
+        leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
+        batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
+        alone = {size: self._alone(traced, plan, grid, batched) for size, plan in plans.items()}
+        programs, messages = alone[spans[0][1] - spans[0][0]]
         if grid.groups > 1:
-            leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
-            batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
             parts = [alone[b - a] for a, b in spans]
             programs, messages = grouped(parts, spans, batched, self.device)
         require_programs(programs, messages)
@@ -284,10 +288,40 @@ class _Rows:
         """What every rank does, for how long, and in how many bytes."""
         return sample_ops(step.programs, step.messages, step.likes, partial(_seconds_of, self.cost_model))
 
-    def _alone(self, plan: RowPlan, patches: int) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
-        require_units(plan, patches)
-        parts = patches_of(plan, even_bounds(plan.units.count, patches))
-        return fresh_programs(plan, parts, [patch_graph(plan, patch) for patch in parts], self.device)
+    def _alone(
+        self, traced: Traced, plan: RowPlan, grid: Grid, batched: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+        """One group's programs: patches beside each other; with stages, samples after each other."""
+        require_units(plan, grid.patches)
+        bounds = even_bounds(plan.units.count, grid.patches)
+        if grid.stages == 1:
+            parts = patches_of(plan, bounds)
+            return fresh_programs(plan, parts, [patch_graph(plan, patch) for patch in parts], self.device)
+        spans = _runs(traced.captured, plan.sized.batch_size)
+        plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
+        some = next(iter(plans.values()))
+        line = cut_stages(some, traced.rows, _node_seconds(self.cost_model, some), grid.stages, self.fold)
+        self.observe("stages", line)
+        return staged_programs(Staged(line, plans, spans, bounds, batched, self.device))
+
+
+def _runs(captured: Capture, batch_size: int) -> list[tuple[int, int]]:
+    """The samples that pass through stages one after the other: each by itself, if none needs another."""
+    try:
+        require_independent(captured)
+    except CompileError:
+        return [(0, batch_size)]
+    return [(sample, sample + 1) for sample in range(batch_size)]
+
+
+def _node_seconds(model: CostModel, plan: RowPlan) -> dict[str, float]:
+    """Of every operation of a denoiser, forward."""
+    nodes = [node for node in plan.sized.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    for node in nodes:
+        node.meta["requires_grad"] = False
+    costs = node_costs(nodes)
+    seconds = node_seconds(model, CostTable.of(costs.values()), 1).forward.tolist()
+    return {node.name: one for node, one in zip(costs, seconds, strict=True)}
 
 
 def compile_sampler(
@@ -296,6 +330,8 @@ def compile_sampler(
     *,
     example: Mapping[str, Any] | None = None,
     cfg: int | None = None,
+    stages: int | None = None,
+    fold: bool | None = None,
     patches: int | None = None,
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
@@ -314,7 +350,11 @@ def compile_sampler(
         example: a call: of the pipeline, (it ends where it calls its denoiser), or keyword arguments of the module.
             Left out, a diffusers backbone's is made from its config.
         cfg: groups of samples; as many as divide samples and ranks where left out.
-        patches: of the rows in every group.
+        stages: columns of ranks in every group, each with a part of the denoiser and its weights alone; samples follow
+            each other through them. One where left out.
+        fold: whether every column has two parts, from both ends, so that skip connections stay on their rank; as fewer
+            bytes are sent where left out.
+        patches: of the rows in every group, or in every stage of it.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
@@ -325,7 +365,7 @@ def compile_sampler(
         CompileError: it can, but not be cut so; names the module and what to change.
         RunError: started by torchrun, and the other ranks cannot be found.
     """
-    check_counts(world_size=world_size, cfg=cfg, patches=patches)
+    check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches)
 
     # denoiser: which module predicts, and what it is called with
     name = denoiser_name(model) if is_pipeline(model) else None
@@ -340,11 +380,11 @@ def compile_sampler(
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(cluster, world_size)
     costs = given_cost_model(cost_model or network.device)
-    lowering = _Rows(world_size, cfg, patches, rows_of, where, costs, observe)
+    lowering = _Rows(world_size, cfg, stages, fold, patches, rows_of, where, costs, observe)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
     decoder = _decoder_of(model) if vae and name is not None else None
-    of_image = replace(lowering, cfg=None, patches=None, rows_of=image_rows)
+    of_image = replace(lowering, cfg=None, stages=None, patches=None, rows_of=image_rows)
     spread = None if decoder is None else Spread(decoder, of_image, ranks)
     return Sampler(model, name, denoiser, spread, (args, kwargs), ranks, network)
 

@@ -165,7 +165,7 @@ class SampleVerification:
 
     def __str__(self) -> str:
         what = "exact" if self.ok else "NOT EXACT"
-        where = f"{self.grid} groups of samples x patches, {str(self.dtype).removeprefix('torch.')}"
+        where = f"{self.grid} {self.grid.axes}, {str(self.dtype).removeprefix('torch.')}"
         return f"{what}: prediction {self.error:.1e} off one device's, tolerance {self.tolerance:.0e} ({where})"
 
 
@@ -264,7 +264,7 @@ class Sampler:
         moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items())
         lines = [
             str(self.capture),
-            f"sampling: {self.grid} groups of samples x patches, every exchange of the step itself",
+            f"sampling: {self.grid} {self.grid.axes}, every exchange of the step itself",
             f"traffic per step: {moved or 'none'}",
             *(f"note: {note}" for note in self.step.notes),
         ]

@@ -11,6 +11,7 @@ All patches have the same exchanges in the same order.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from fxpipe.plan import row_ops
 from passes.operations import bound_arguments, call_arguments
 from passes.rows import RowPlan
 from passes.rows.how import Cut, Found, Joined, Moments, Resized, Same, Shaped, Split, Summed, Whole, Window, Written
-from passes.rows.layout import Rows, Slot, operands_of, shape_of
+from passes.rows.layout import Result, Rows, Slot, operands_of, shape_of
+from passes.rows.sized import Sized
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patch_writer import PatchWriter, meta
@@ -30,21 +32,58 @@ from passes.sampling.patches import Patch
 aten = torch.ops.aten
 
 
-def patch_graph(plan: RowPlan, patch: Patch) -> fx.Graph:
+@dataclass(frozen=True)
+class Piece:
+    """Of a patch's graph what one stage computes: `nodes`, and those of `early` that they need.
+
+    `reads` are values of other stages, `returns` those that others read, in their order; the prediction is returned
+    after them where it is made here.
+    """
+
+    nodes: frozenset[str]
+    early: frozenset[str]
+    reads: tuple[str, ...]
+    returns: tuple[str, ...]
+
+
+def patch_graph(plan: RowPlan, patch: Patch, piece: Piece | None = None) -> fx.Graph:
     """The graph of one patch: placeholders as captured, inputs whole; it returns the whole prediction.
 
-    `meta`: "val" as it is in this patch, "path", and of exchanges "exchange".
+    Of a piece: what it reads of other stages comes as further placeholders, of the kind "read"; it returns a tuple.
+    A patch of all rows is the captured graph.
+
+    `meta`: "val" as it is in this patch, "path", of exchanges "exchange", of what no patch changes "early".
     """
-    writer = PatchWriter(plan, patch)
+    plan = whole_plan(plan) if patch.is_whole else plan
+    writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early)
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             writer.placeholder(node)
-        elif node.op == "call_function":
+        elif piece is not None and node.name in piece.reads:
+            writer.read(node)
+        elif node.op == "call_function" and (piece is None or node.name in piece.nodes | piece.early):
             _call(writer, node)
-    writer.output(plan.sized.result)
+    if piece is None:
+        writer.output(plan.sized.result)
+    else:
+        _return(writer, plan.sized, piece)
     writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     writer.graph.lint()
     return writer.graph
+
+
+def _return(writer: PatchWriter, sized: Sized, piece: Piece) -> None:
+    made = [writer.here[sized.nodes[name]] for name in piece.returns]
+    last = [writer.wanted(sized.result, None, "prediction")] if sized.result.name in piece.nodes else []
+    writer.graph.output((*made, *last))
+
+
+def whole_plan(plan: RowPlan) -> RowPlan:
+    """The same graph with no rows followed: nothing is cut and nothing exchanged."""
+    states: dict[str, Result] = {}
+    for name, state in plan.states.items():
+        states[name] = tuple(None for _ in state) if isinstance(state, tuple) else None
+    return replace(plan, states=states, found={name: Found(states[name]) for name in plan.found})
 
 
 def _call(writer: PatchWriter, node: fx.Node) -> None:

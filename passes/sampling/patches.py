@@ -25,6 +25,11 @@ class Patch:
     stop: int
     count: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows."""
+        return self.stop - self.first == self.count
+
     def of_part(self, part: Part) -> int:
         """Entries of one copy of a part."""
         if part.kind == "whole":
