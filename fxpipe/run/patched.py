@@ -1,24 +1,30 @@
 """A tensor whose patches of rows come one by one: element-wise work on it is done per patch, when one asks for that.
 
 prediction = Patched(patch 0: there, patch 1: on its way)
-latents = latents - sigma * prediction        Patched: patch 0 is computed when it is asked for, patch 1 when it has come
+latents = latents - sigma * prediction        Patched: patch 0 is computed when asked for, patch 1 when it has come
 latents.quantile(0.995)                       waits for all patches; a dense tensor, as if nothing were patched
 
 So a user's own loop and scheduler run unchanged while patches are on their way: the next step begins with patch 0. What
-is not element-wise along the rows waits, and is exact; random draws are made whole, as on one device.
+is not element-wise along the rows waits, and is exact; random draws are made whole, as on one device. Before anything
+is written in place, all that was put off is done, and whatever shares memory with it in eager torch does so here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch.utils import _pytree as pytree
 
-_STRUCTURAL = {
-    "cat", "split", "split_with_sizes", "chunk", "expand", "unsqueeze", "slice", "select", "clone", "_to_copy",
-    "detach", "alias", "squeeze", "unbind", "stack", "permute", "transpose", "unsafe_split", "where",
+from fxpipe.errors import RunError
+
+_EACH_ROW = {"clone", "_to_copy", "detach", "alias", "expand", "permute", "transpose", "t"}
+_BY_DIM = {
+    "cat": 0, "stack": 0, "split": 0, "split_with_sizes": 0, "unsafe_split": 0, "chunk": 0, "unbind": 0, "slice": 0,
+    "select": None, "unsqueeze": None,
 }  # fmt: skip
-"""Beside element-wise operations: those that act on every row alone where their result has the rows in one dimension."""
+"""Operations along a dimension, and which where none is named: they act on every row alone if it is not the rows'."""
+_DRAWS = {"rand_like", "randn_like", "randint_like"}
 
 
 class Lazy:
@@ -50,15 +56,21 @@ class Patched(torch.Tensor):
     along: int
     sizes: tuple[int, ...]
     parts: list[Lazy]
+    source: "tuple[Patched, Callable[[torch.Tensor], torch.Tensor]] | None"
+    """Of a view: what it is a view of, and how it is made of that."""
+    views: "list[ref[Patched]]"
+    dense: torch.Tensor | None
+    """All of it, where something shares its memory."""
 
     @staticmethod
     def of(
-        parts: Sequence[Lazy], shape: Sequence[int], along: int, sizes: Sequence[int], dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Patched":  # fmt: skip
-        """Args: shape: of all parts together."""
-        made = torch.Tensor._make_wrapper_subclass(Patched, tuple(shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+        parts: Sequence[Lazy], like: torch.Tensor, along: int, sizes: Sequence[int], device: torch.device
+    ) -> "Patched":
+        """Args: like: of all parts together the shape, strides and type."""
+        layout: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": device}
+        made: Any = torch.Tensor._make_wrapper_subclass(Patched, like.shape, **layout)
         made.along, made.sizes, made.parts = along, tuple(sizes), list(parts)
+        made.source, made.views, made.dense = None, [], None
         found: Patched = made
         return found
 
@@ -68,9 +80,14 @@ class Patched(torch.Tensor):
 
     def settle(self) -> torch.Tensor:
         """All patches, as a dense tensor."""
-        return torch.cat([part.get() for part in self.parts], self.along)
+        if self.dense is not None:
+            return self.dense
+        dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+        for part, piece in zip(self.parts, dense.split(list(self.sizes), self.along), strict=True):
+            piece.copy_(part.get())
+        return dense
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         there = sum(part.is_there for part in self.parts)
         return f"Patched({list(self.shape)}, {there} of {len(self.parts)} patches there)"
 
@@ -80,11 +97,30 @@ class Patched(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.settle().__reduce_ex__(protocol)
 
+    def solid(self) -> torch.Tensor:
+        """All patches as one tensor whose memory this one, what it is a view of, and all views share from now on."""
+        if self.source is not None:
+            base = self.source[0].solid()
+            if self.dense is None:
+                self._become(self.source[1](base))
+        elif self.dense is None:
+            self._become(self.settle())
+        assert self.dense is not None
+        return self.dense
+
+    def _become(self, dense: torch.Tensor) -> None:
+        self.dense = dense
+        self.parts = [Lazy.there(piece) for piece in dense.split(list(self.sizes), self.along)]
+        for one in self.views:
+            view = one()
+            if view is not None and view.source is not None:
+                view._become(view.source[1](dense))
+
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         call = _Call(func, leaves, spec)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if func.overloadpacket.__name__ in _DRAWS:
             return call.on([_like(leaf) if isinstance(leaf, Patched) else leaf for leaf in leaves])
         return call.by_patch() if call.is_local else call.settled()
 
@@ -92,6 +128,9 @@ class Patched(torch.Tensor):
 def _like(value: Patched) -> torch.Tensor:
     """What a random draw reads of a tensor: shape, type and device."""
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+_put_off: "WeakSet[_OfPatch]" = WeakSet()
 
 
 class _Call:
@@ -103,12 +142,27 @@ class _Call:
         self.first = self.patched[0]
         self.pointwise = torch.Tag.pointwise in func.tags
 
+        self.versions = [_versions(leaf) for leaf in leaves]
+
     @property
     def is_local(self) -> bool:
         """Whether every patch may be computed alone: their rows meet, and nothing is written in place."""
-        known = self.pointwise or self.func.overloadpacket.__name__ in _STRUCTURAL
-        meet = all(p.sizes == self.first.sizes and self._from_end(p) == self._from_end(self.first) for p in self.patched)
-        return known and meet and not self.func._schema.is_mutable
+        meet = all(
+            p.sizes == self.first.sizes and self._from_end(p) == self._from_end(self.first) for p in self.patched
+        )
+        return meet and not self.func._schema.is_mutable and (self.pointwise or self._is_by_row())
+
+    def _is_by_row(self) -> bool:
+        name = self.func.overloadpacket.__name__
+        if name not in _BY_DIM:
+            return name in _EACH_ROW
+        arguments = [argument.name for argument in self.func._schema.arguments]
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        dim, along = given.get("dim", _BY_DIM[name]), self.first.along
+        if name in ("unsqueeze", "stack"):  # it makes a dimension, and takes none
+            return True
+        return dim is not None and dim % self.first.dim() != along
 
     def _from_end(self, value: Patched) -> int:
         return value.dim() - value.along
@@ -122,18 +176,28 @@ class _Call:
         try:
             whole, spec = pytree.tree_flatten(self._sized(None))
             each = [pytree.tree_leaves(self._sized(index)) for index in range(len(self.first.sizes))]
+            places = [self._place(value, [of[i] for of in each]) for i, value in enumerate(whole)]
         except (RuntimeError, ValueError, IndexError):  # of a patch alone it is another operation
             return self.settled()
-        places = [self._place(value, [of[i] for of in each]) for i, value in enumerate(whole)]
-        if any(place is None for place in places):
-            return self.settled()
-        once = [_Shared(self, index) for index in range(len(self.first.sizes))]
+        once = [_OfPatch(self, index) for index in range(len(self.first.sizes))]
         results = []
         for i, (value, place) in enumerate(zip(whole, places, strict=True)):
-            assert place is not None
-            parts = [Lazy(lambda shared=shared, i=i: shared.get(i)) for shared in once]  # type: ignore[misc]
-            results.append(Patched.of(parts, value.shape, *place, value.dtype, self._device()))
+            if place is None:
+                return self.settled()
+            parts = [Lazy(lambda one=one, i=i: one.get(i)) for one in once]  # type: ignore[misc]
+            results.append(Patched.of(parts, value, *place, self._device()))
+        for i, result in enumerate(results if self.func.is_view else ()):
+            result.source = self.first, lambda dense, i=i: pytree.tree_leaves(self._again(dense))[i]
+            self.first.views.append(ref(result))
+        if all(part.is_there for patched in self.patched for part in patched.parts):
+            for one in once:
+                one.get(0)
+        _put_off.update(once)
         return pytree.tree_unflatten(results, spec)
+
+    def _again(self, dense: torch.Tensor) -> Any:
+        """A view, of another tensor."""
+        return self.on([dense if leaf is self.first else leaf for leaf in self.leaves])
 
     def _device(self) -> torch.device:
         _, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
@@ -154,9 +218,9 @@ class _Call:
         leaves = []
         for leaf in self.leaves:
             if isinstance(leaf, Patched):
-                shape = list(leaf.shape)
-                shape[leaf.along] = shape[leaf.along] if index is None else leaf.sizes[index]
-                leaf = torch.empty(shape, dtype=leaf.dtype, device="meta")
+                leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta").narrow(
+                    leaf.along, 0, leaf.shape[leaf.along] if index is None else leaf.sizes[index]
+                )
             elif isinstance(leaf, torch.Tensor):
                 leaf = self._rows_of(leaf, index)
                 leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
@@ -166,7 +230,12 @@ class _Call:
     def of_patch(self, index: int) -> list[torch.Tensor]:
         """The results of one patch."""
         leaves = []
-        for leaf in self.leaves:
+        for leaf, versions in zip(self.leaves, self.versions, strict=True):
+            if any(old not in (None, now) for old, now in zip(versions or (), _versions(leaf) or (), strict=True)):
+                raise RunError(
+                    f"an operand {list(leaf.shape)} of {self.func} was written in place while patches of another were "
+                    "on their way; write `x = x + y` instead of `x += y`, or wait for them first: x.clone()"
+                )
             if isinstance(leaf, Patched):
                 leaf = leaf.part(index)
             elif isinstance(leaf, torch.Tensor):
@@ -182,20 +251,28 @@ class _Call:
         return value.narrow(dim, sum(self.first.sizes[:index]), self.first.sizes[index])
 
     def settled(self) -> Any:
-        """All patches are waited for."""
-        dense = {id(patched): patched.settle() for patched in self.patched}
+        """All patches are waited for. What shares memory with the result, or is written, shares it."""
+        shares = self.func.is_view or self.func._schema.is_mutable
+        if shares:
+            for one in list(_put_off):
+                one.get(0)
+        dense = {id(patched): patched.solid() if shares else patched.settle() for patched in self.patched}
         result = self.on([dense.get(id(leaf), leaf) for leaf in self.leaves])
-        if self.func._schema.is_mutable:
-            for patched in self.patched:  # what was written in place is seen
-                pieces = dense[id(patched)].split(list(patched.sizes), patched.along)
-                patched.parts = [Lazy.there(piece) for piece in pieces]
-            written = {id(tensor): patched for patched in self.patched for tensor in [dense[id(patched)]]}
-            result = pytree.tree_map(lambda value: written.get(id(value), value), result)
-        return result
+        written = {id(dense[id(patched)]): patched for patched in self.patched}
+        return pytree.tree_map(lambda value: written.get(id(value), value), result)
 
 
-class _Shared:
-    """The results of one patch, computed once for all of them."""
+def _versions(value: Any) -> list[int | None] | None:
+    """How often a tensor, or every patch of it, has been written in place; None of what is not there yet."""
+    if isinstance(value, Patched):
+        return [one for part in value.parts for one in (_versions(part.get()) if part.is_there else None) or [None]]
+    if not isinstance(value, torch.Tensor):
+        return None
+    return [None if value.is_inference() else value._version]
+
+
+class _OfPatch:
+    """What an operation makes of one patch, computed once for all its results."""
 
     def __init__(self, call: _Call, index: int) -> None:
         self._call: _Call | None = call
@@ -207,6 +284,6 @@ class _Shared:
         return self._results[result]
 
 
-def patches_in(value: Any) -> Iterator[Patched]:
-    """The patched tensors in arguments."""
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Patched))
+def settled(value: Any) -> Any:
+    """The same, its patched tensors dense."""
+    return pytree.tree_map(lambda leaf: leaf.settle() if isinstance(leaf, Patched) else leaf, value)
