@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -48,6 +48,8 @@ from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.groups import grouped
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, patches_of, require_units
+from passes.sampling.piped import Piped
+from passes.sampling.piped_rank import piped_programs
 from passes.sampling.staged import Staged, staged_programs
 from passes.sampling.stages import stages as cut_stages
 
@@ -237,6 +239,9 @@ class _Rows:
     device: torch.device
     cost_model: CostModel
     observe: Observe
+    mode: Mode = "exact"
+    warmup: int = 4
+    norms: Norms = "corrected"
 
     def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The call as one flat graph, and which inputs have rows. A single sample is traced as two, since a graph of
@@ -263,7 +268,8 @@ class _Rows:
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """Every group's patches, as if it were alone; then the groups together."""
-        grid = grid_for(self.world_size, batch_size, self.cfg, self.patches, self.stages)
+        patches = self.patches if self.mode == "exact" else 1
+        grid = grid_for(self.world_size, batch_size, self.cfg, patches, self.stages)
         if grid.groups > 1:
             require_independent(traced.captured)
         spans = grid.spans(batch_size)
@@ -274,6 +280,8 @@ class _Rows:
         likes = {name: whole.nodes[name].meta["val"] for name in first.inputs}
         leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
         batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
+        if self.mode == "displaced":
+            return self._displaced(traced, batch_size, grid, spans, batched, likes)
         alone = {size: self._alone(traced, plan, grid, batched) for size, plan in plans.items()}
         programs, messages = alone[spans[0][1] - spans[0][0]]
         if grid.groups > 1:
@@ -287,6 +295,29 @@ class _Rows:
     def ops(self, step: SampleStep) -> StepOps:
         """What every rank does, for how long, and in how many bytes."""
         return sample_ops(step.programs, step.messages, step.likes, partial(_seconds_of, self.cost_model))
+
+    def _displaced(
+        self, traced: Traced, batch_size: int, grid: Grid, spans: Sequence[tuple[int, int]],
+        batched: Mapping[str, torch.Tensor], likes: Mapping[str, torch.Tensor],
+    ) -> SampleStep:  # fmt: skip
+        """Patches that follow each other through stages."""
+        groups = [[(start + a, start + b) for a, b in _runs(traced.captured, stop - start)] for start, stop in spans]
+        sizes = {b - a for runs in groups for a, b in runs}
+        plans = {size: analyse(traced.captured, traced.rows, size) for size in sizes}
+        some = next(iter(plans.values()))
+        line = cut_stages(some, traced.rows, _node_seconds(self.cost_model, some), grid.stages, self.fold)
+        self.observe("stages", line)
+        count = some.units.count
+        turns = min(2 * grid.stages, count) if self.patches is None else self.patches
+        require_units(some, turns)
+        how = self.norms, self.device
+        programs, messages = piped_programs(Piped(line, plans, groups, even_bounds(count, turns), batched, *how))
+        require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
+        self.observe("programs", programs)
+        notes = (*traced.captured.notes, *map(str, some.notes))
+        rest = programs, messages["fresh"], str(some), notes, self.warmup, messages["displaced"]
+        grid = replace(grid, turns=turns)
+        return SampleStep(traced, batch_size, grid, some.inputs, likes, *rest)
 
     def _alone(
         self, traced: Traced, plan: RowPlan, grid: Grid, batched: Mapping[str, torch.Tensor]
@@ -303,6 +334,17 @@ class _Rows:
         line = cut_stages(some, traced.rows, _node_seconds(self.cost_model, some), grid.stages, self.fold)
         self.observe("stages", line)
         return staged_programs(Staged(line, plans, spans, bounds, batched, self.device))
+
+
+def _check_mode(mode: str, norms: str, stages: int | None) -> None:
+    if mode not in get_args(Mode):
+        raise CompileError(f"mode={mode!r}: use one of {', '.join(get_args(Mode))}")
+    if norms not in get_args(Norms):
+        raise CompileError(f"norms={norms!r}: use one of {', '.join(get_args(Norms))}")
+    if mode == "displaced" and stages is None:
+        raise CompileError("mode='displaced' is for patches that follow each other through stages: give stages=")
+    if mode == "displaced" and norms == "sync":
+        raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
 
 
 def _runs(captured: Capture, batch_size: int) -> list[tuple[int, int]]:
@@ -329,6 +371,9 @@ def compile_sampler(
     world_size: int,
     *,
     example: Mapping[str, Any] | None = None,
+    mode: Mode = "exact",
+    warmup: int = 4,
+    norms: Norms = "corrected",
     cfg: int | None = None,
     stages: int | None = None,
     fold: bool | None = None,
@@ -349,12 +394,17 @@ def compile_sampler(
         model: a diffusers pipeline, or a module that predicts.
         example: a call: of the pipeline, (it ends where it calls its denoiser), or keyword arguments of the module.
             Left out, a diffusers backbone's is made from its config.
+        mode: "exact": one device's result. "displaced", with stages: patches follow each other through these, and know
+            of the patches behind them what was in the step before.
+        warmup: fresh steps at the beginning of a displaced call; at least one.
+        norms: where displaced group norms take the moments of patches behind from.
         cfg: groups of samples; as many as divide samples and ranks where left out.
         stages: columns of ranks in every group, each with a part of the denoiser and its weights alone; samples follow
             each other through them. One where left out.
         fold: whether every column has two parts, from both ends, so that skip connections stay on their rank; as fewer
             bytes are sent where left out.
-        patches: of the rows in every group, or in every stage of it.
+        patches: of the rows in every group, or in every stage of it; of displaced stages how many follow each other,
+            twice as many as stages where left out.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
@@ -365,7 +415,8 @@ def compile_sampler(
         CompileError: it can, but not be cut so; names the module and what to change.
         RunError: started by torchrun, and the other ranks cannot be found.
     """
-    check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches)
+    check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches, warmup=warmup)
+    _check_mode(mode, norms, stages)
 
     # denoiser: which module predicts, and what it is called with
     name = denoiser_name(model) if is_pipeline(model) else None
@@ -380,11 +431,11 @@ def compile_sampler(
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(cluster, world_size)
     costs = given_cost_model(cost_model or network.device)
-    lowering = _Rows(world_size, cfg, stages, fold, patches, rows_of, where, costs, observe)
+    lowering = _Rows(world_size, cfg, stages, fold, patches, rows_of, where, costs, observe, mode, warmup, norms)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
     decoder = _decoder_of(model) if vae and name is not None else None
-    of_image = replace(lowering, cfg=None, stages=None, patches=None, rows_of=image_rows)
+    of_image = replace(lowering, cfg=None, stages=None, patches=None, rows_of=image_rows, mode="exact")
     spread = None if decoder is None else Spread(decoder, of_image, ranks)
     return Sampler(model, name, denoiser, spread, (args, kwargs), ranks, network)
 

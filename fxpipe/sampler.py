@@ -23,6 +23,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
+from fxpipe.run.patched import settled
 from fxpipe.run.ranks import LaunchedRank, LocalRanks
 from fxpipe.run.verification import TOLERANCES
 from fxpipe.simulate import timeline
@@ -61,10 +62,18 @@ class SampleStep:
     messages: tuple[Message, ...]
     about: str
     notes: tuple[str, ...]
+    warmup: int = 0
+    displaced: tuple[Message, ...] = ()
+    """The messages of a displaced step, where there are such after `warmup` fresh ones."""
 
     @property
     def channels(self) -> list[Channel]:
-        return sorted({message.channel for message in self.messages})
+        return sorted({message.channel for message in (*self.messages, *self.displaced)})
+
+    @property
+    def samples(self) -> list[str]:
+        """The programs' inputs that have rows."""
+        return [name for name, argument in self.inputs.items() if argument in self.traced.rows]
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""
@@ -215,7 +224,7 @@ class Sampler:
         if self.decoder is not None:
             shell = Shell(self.decoder.module, self.decoder)
             parts["vae"] = with_submodule(self.model.vae, "decoder", shell)
-        return with_components(self.model, parts, self.ranks.call)
+        return with_components(self.model, parts, self.ranks.call, settled)
 
     def verify(self, *args: Any, **kwargs: Any) -> SampleVerification:
         """One call of all ranks against the uncompiled model; the example where no arguments are given."""

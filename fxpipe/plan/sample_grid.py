@@ -20,11 +20,13 @@ class Grid:
     """`groups` of samples, of `stages` columns of `patches` each.
 
     Group g's patch p is on rank g * patches + p; with stages s too, on rank (g * stages + s) * patches + p.
+    `turns`: patches that follow each other through the stages.
     """
 
     groups: int
     patches: int
     stages: int = 1
+    turns: int = 1
 
     @property
     def world_size(self) -> int:
@@ -46,7 +48,8 @@ class Grid:
     @property
     def axes(self) -> str:
         """What `str` counts."""
-        return "groups of samples x patches" if self.stages == 1 else "groups of samples x stages x patches"
+        turns = "" if self.turns == 1 else " in turn"
+        return "groups of samples x patches" if self.stages == 1 else f"groups of samples x stages x patches{turns}"
 
 
 def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None, stages: int | None = None) -> Grid:

@@ -78,6 +78,10 @@ class Patched(torch.Tensor):
         """One patch; waits for it alone."""
         return self.parts[index].get()
 
+    def part_of(self, index: int, along: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        """One patch, of patches of these sizes; None where they are others."""
+        return self.part(index) if (self.along, self.sizes) == (along, tuple(sizes)) else None
+
     def settle(self) -> torch.Tensor:
         """All patches, as a dense tensor."""
         if self.dense is not None:

@@ -13,8 +13,8 @@ import torch
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, told
-from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors
-from fxpipe.run.transport import run_ranks
+from fxpipe.run.patched import Patched
+from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 
 
 class Programs(Protocol):
@@ -26,12 +26,47 @@ class Programs(Protocol):
     @property
     def channels(self) -> list[Channel]: ...
 
+    @property
+    def samples(self) -> Sequence[str]:
+        """The programs' inputs that have rows."""
+        ...
 
-def _run(bound: Sequence[BoundProgram], tensors: Tensors) -> torch.Tensor:
-    def body(transport: Transport) -> torch.Tensor:
-        return SampleRun(transport).predict(bound[transport.rank], tensors)
+    @property
+    def warmup(self) -> int:
+        """How many steps of a call are fresh."""
+        ...
 
-    return run_ranks(len(bound), body)[0]
+
+class _Call:
+    """Which form each step of a call has: the first `warmup` of a stream are fresh, and so is what is outside of calls.
+
+    Several predictions of one step, as with and without a prompt, are streams by their position: of the same sample at
+    the same time.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.begin(False)
+
+    def begin(self, inside: bool) -> None:
+        self.inside, self._done = inside, dict[tuple[int, int], int]()
+        self._position, self._last = 0, dict[str, torch.Tensor]()
+
+    def next(self, step: Programs, tensors: Tensors) -> tuple[str, str]:
+        """Form and stream of the call that comes."""
+        if "displaced" not in step.programs[0].forms or not self.inside:
+            return "fresh", ""
+        told = {name: tensor for name, tensor in tensors.items() if name in step.samples or tensor.ndim < 2}
+        same = self._last.keys() == told.keys() and all(_same(self._last[n], told[n]) for n in told)
+        self._position, self._last = self._position + 1 if same else 0, told
+        key = self._position, id(step)
+        self._done[key] = self._done.get(key, 0) + 1
+        return "fresh" if self._done[key] <= step.warmup else "displaced", str(self._position)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are equal; patches that may be on their way are only if they are the same."""
+    return one is other or not (isinstance(one, Patched) or isinstance(other, Patched) or not torch.equal(one, other))
 
 
 class LocalRanks:
@@ -39,18 +74,27 @@ class LocalRanks:
 
     def __init__(self) -> None:
         self._bound: dict[int, tuple[Programs, Tensors, list[BoundProgram]]] = {}
+        self._runs: dict[int, LocalRun] = {}
+        self._call = _Call()
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """A call of the user's pipeline: its steps belong together."""
-        yield
+        self._call.begin(True)
+        try:
+            yield
+        finally:
+            self._call.begin(False)
+            for run in self._runs.values():
+                run.reset()
 
     def predict(self, step: Programs, state: Tensors, tensors: Tensors) -> torch.Tensor:
         """The whole prediction; `state` has the module's tensors by their original names."""
         known = self._bound.get(id(step))
         if known is None or known[1] is not state:
             known = self._bound[id(step)] = step, state, [BoundProgram(program, state) for program in step.programs]
-        return _run(known[2], tensors)
+        run = self._runs.setdefault(len(step.programs), LocalRun(len(step.programs)))
+        return run.predict(known[2], tensors, *self._call.next(step, tensors))[0]
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -65,7 +109,7 @@ class LaunchedRank:
         self._run = SampleRun(self._transport)
         self._bound: dict[int, tuple[Programs, Tensors, BoundProgram]] = {}
         self._opened: set[Channel] = set()
-        self._inside, self._compared = False, False
+        self._call, self._compared = _Call(), False
 
     @property
     def rank(self) -> int:
@@ -74,22 +118,24 @@ class LaunchedRank:
     @contextmanager
     def call(self) -> Iterator[None]:
         """As `LocalRanks.call`; what is raised inside ends the other ranks too."""
-        self._inside, self._compared = True, False
+        self._compared = False
+        self._call.begin(True)
         try:
             with told(self._transport):
                 yield
+                self._run.reset()
         finally:
-            self._inside = False
+            self._call.begin(False)
 
     def predict(self, step: Programs, state: Tensors, tensors: Tensors) -> torch.Tensor:
         """As `LocalRanks.predict`."""
         with told(self._transport):
-            if not (self._inside and self._compared):
+            if not (self._call.inside and self._compared):
                 self._compare(tensors)
             known = self._bound.get(id(step))
             if known is None or known[1] is not state:
                 known = self._bound[id(step)] = step, state, self._take(step, state)
-            return self._run.predict(known[2], tensors)
+            return self._run.predict(known[2], tensors, *self._call.next(step, tensors))
 
     def close(self) -> None:
         self._transport.close()

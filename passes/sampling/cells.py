@@ -6,7 +6,7 @@
                               column 1:     1F0 1F1
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,8 @@ class CellWriter(FormWriter):
 
     def __init__(
         self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, messages: Sequence[Message], device: torch.device,
-        transport: fx.Node, given: Callable[[fx.Node], fx.Node], values: dict[str, fx.Node], early: dict[str, fx.Node],
-        place: Callable[[Message], Message],
+        transport: fx.Node, given: Callable[[fx.Node], fx.Node], values: Mapping[str, fx.Node],
+        early: dict[str, fx.Node], place: Callable[[Message], Message],
     ) -> None:  # fmt: skip
         super().__init__(plan, patches, patch, messages, device)
         self.graph, self.transport = transport.graph, transport
@@ -73,10 +73,14 @@ class CellWriter(FormWriter):
         """The nodes of what the cell returns."""
         self.call(ops.begin, (self.transport, str(cell)), f"begin_{cell}")
         for node in graph.find_nodes(op="placeholder"):
-            if node.users or node.meta["kind"] == "read":
+            if node.users:
                 self._env[node] = self.values[node.name] if node.meta["kind"] == "read" else self.given(node)
         returned: tuple[fx.Node, ...] = tuple(self.body(graph))
         return returned
+
+    def made(self) -> dict[str, fx.Node]:
+        """The rank's node for every node of the cell's graph, by name."""
+        return {node.name: made for node, made in self._env.items() if isinstance(made, fx.Node)}
 
     def copied(self, node: fx.Node) -> fx.Node:
         if "early" not in node.meta:

@@ -52,9 +52,9 @@ class FormWriter:
         self.plan, self.patches, self.patch, self.device = plan, patches, patch, device
         self.graph = fx.Graph()
         self.transport = self.graph.placeholder("transport")
-        self._messages: dict[tuple[str, str], list[Message]] = {}
+        self.messages: dict[tuple[str, str], list[Message]] = {}
         for message in messages:
-            self._messages.setdefault((message.value, message.kind), []).append(message)
+            self.messages.setdefault((message.value, message.kind), []).append(message)
         self._env: dict[fx.Node, fx.Node | Callable[[], fx.Node]] = {}
         self.inputs: tuple[str, ...] = ()
         self.state: dict[str, torch.Tensor] = {}
@@ -140,6 +140,10 @@ class FormWriter:
         if exchange.kind == "sum":
             received = self.swap(exchange, lambda dst: value)
             return lambda: self.call(row_ops.add_up, (self.ordered(value, received()),), node.name, None, node)
+        return self.gathered(node, value)
+
+    def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
+        exchange: Exchange = node.meta["exchange"]
         assert exchange.state is not None
         own = self._rows_of(value, exchange.name, exchange.state)
         received = self.swap(exchange, lambda dst: own)
@@ -148,7 +152,7 @@ class FormWriter:
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
         """Send to every rank that waits for it, post what comes; calling the result waits, and gives it by rank."""
         name, posted = exchange.name, dict[int, fx.Node]()
-        messages = self._messages.get((name, exchange.kind), ())
+        messages = self.messages.get((name, exchange.kind), ())
         for message in messages:
             if message.src == self.patch.index:
                 wire = self.placed(message)

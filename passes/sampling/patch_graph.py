@@ -37,13 +37,16 @@ class Piece:
     """Of a patch's graph what one stage computes: `nodes`, and those of `early` that they need.
 
     `reads` are values of other stages, `returns` those that others read, in their order; the prediction is returned
-    after them where it is made here.
+    after them where it is made here, whole or `own_rows` of it. A patch that does not own what belongs to no row reads
+    what is `shared`.
     """
 
     nodes: frozenset[str]
     early: frozenset[str]
     reads: tuple[str, ...]
     returns: tuple[str, ...]
+    shared: frozenset[str] = frozenset()
+    own_rows: bool = False
 
 
 def patch_graph(plan: RowPlan, patch: Patch, piece: Piece | None = None) -> fx.Graph:
@@ -59,7 +62,7 @@ def patch_graph(plan: RowPlan, patch: Patch, piece: Piece | None = None) -> fx.G
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             writer.placeholder(node)
-        elif piece is not None and node.name in piece.reads:
+        elif piece is not None and (node.name in piece.reads or (node.name in piece.shared and not patch.owns)):
             writer.read(node)
         elif node.op == "call_function" and (piece is None or node.name in piece.nodes | piece.early):
             _call(writer, node)
@@ -67,15 +70,32 @@ def patch_graph(plan: RowPlan, patch: Patch, piece: Piece | None = None) -> fx.G
         writer.output(plan.sized.result)
     else:
         _return(writer, plan.sized, piece)
-    writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    told = piece is not None and piece.own_rows  # to later patches, whoever reads it here
+    kept = ("placeholder", "output")
+    writer.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or (told and "exchange" in n.meta))
     writer.graph.lint()
     return writer.graph
 
 
 def _return(writer: PatchWriter, sized: Sized, piece: Piece) -> None:
     made = [writer.here[sized.nodes[name]] for name in piece.returns]
-    last = [writer.wanted(sized.result, None, "prediction")] if sized.result.name in piece.nodes else []
-    writer.graph.output((*made, *last))
+    if sized.result.name in piece.nodes:
+        own = writer.here[sized.result]
+        made.append(own if piece.own_rows else writer.wanted(sized.result, None, "prediction"))
+    writer.graph.output(tuple(made))
+
+
+def sum_graph(plan: RowPlan, patch: Patch, name: str, early: frozenset[str]) -> fx.Graph:
+    """A patch's part of a sum over patches, of values of which it reads its own rows."""
+    node = plan.sized.nodes[name]
+    reads = tuple(operand.name for operand in node.all_input_nodes if operand.op == "call_function")
+    piece = Piece(frozenset([name]), early, tuple(read for read in reads if read not in early), (name,))
+    graph = patch_graph(plan, patch, piece)
+    (output,) = graph.find_nodes(op="output")
+    (exchange,) = (node for node in graph.nodes if "exchange" in node.meta)
+    output.args = ((exchange.args[0],),)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return graph
 
 
 def whole_plan(plan: RowPlan) -> RowPlan:
@@ -250,6 +270,11 @@ def _whole(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str
 
 
 def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+    if not writer.patch.owns:
+        rows = [operand for operand in node.all_input_nodes if writer.plan.state(operand) is not None]
+        kept = {writer.here[operand] for operand in rows}
+        name, values = next(iter(arguments.items()))
+        arguments = {**arguments, name: [value for value in values if value in kept]}
     writer.emit_call(node, node.target, arguments)
 
 

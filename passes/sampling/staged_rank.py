@@ -87,10 +87,14 @@ class RankGraph:
                 node.meta["message"] = message
                 self._posted[message.edge] = node
 
-    def wait(self, message: Message) -> fx.Node:
+    def posted(self, message: Message) -> fx.Node:
+        """A message on its way."""
         self.post([message])
+        return self._posted[message.edge]
+
+    def wait(self, message: Message) -> fx.Node:
         like = torch.empty(message.shape, dtype=message.dtype, device="meta")
-        return self.call(ops.wait, (self._posted[message.edge],), f"{message.value}_from_{message.src}", like)
+        return self.call(ops.wait, (self.posted(message),), f"{message.value}_from_{message.src}", like)
 
 
 def reads_of(cell: Cell, rank: int, messages: Sequence[Message]) -> list[Message]:
