@@ -41,15 +41,14 @@ class Grid:
         return spans
 
     def __str__(self) -> str:
-        return (
-            f"{self.groups} x {self.patches}" if self.stages == 1 else f"{self.groups} x {self.stages} x {self.patches}"
-        )
+        stages = "" if self.stages == 1 else f" x {self.stages}"
+        return f"{self.groups}{stages} x {self.patches if self.turns == 1 else self.turns}"
 
     @property
     def axes(self) -> str:
         """What `str` counts."""
-        turns = "" if self.turns == 1 else " in turn"
-        return "groups of samples x patches" if self.stages == 1 else f"groups of samples x stages x patches{turns}"
+        stages = "" if self.stages == 1 else " x stages"
+        return f"groups of samples{stages} x patches" + " in turn" * (self.turns > 1)
 
 
 def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None, stages: int | None = None) -> Grid:

@@ -234,7 +234,8 @@ def _split(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str
     assert isinstance(found.state, tuple)
     sizes = []
     for state, whole in zip(found.state, node.meta["val"], strict=True):
-        sizes.append(whole.shape[before.dim] if state is None else writer.patch.size(state))
+        of_none = whole.shape[before.dim] if writer.patch.owns else 0
+        sizes.append(of_none if state is None else writer.patch.size(state))
     writer.emit(node, aten.split_with_sizes.default, (next(iter(arguments.values())), sizes, before.dim))
 
 
