@@ -239,9 +239,15 @@ class Sampler:
         error = float((found.to(wide) - wanted.to(wide)).abs().max()) / scale
         return SampleVerification(error, TOLERANCES.get(wanted.dtype, 5e-2), wanted.dtype, step.grid)
 
+    @property
+    def _exchanges(self) -> str:
+        if not self.step.displaced:
+            return "every exchange of the step itself"
+        return f"after {self.step.warmup} fresh steps, patches behind are read as they were in the step before"
+
     def traffic(self) -> Traffic:
-        """Bytes of one call of the denoiser, by directed channel and by kind."""
-        return Traffic(self.step.messages)
+        """Bytes of one call of the denoiser by directed channel and by kind; of a displaced one where there is one."""
+        return Traffic(self.step.displaced or self.step.messages)
 
     def simulate(self, cluster: Cluster | str | None = None) -> Timeline:
         """Predict one call of the denoiser from the programs of all ranks: time, traffic and memory of each.
@@ -273,7 +279,7 @@ class Sampler:
         moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items())
         lines = [
             str(self.capture),
-            f"sampling: {self.grid} {self.grid.axes}, every exchange of the step itself",
+            f"sampling: {self.grid} {self.grid.axes}, {self._exchanges}",
             f"traffic per step: {moved or 'none'}",
             *(f"note: {note}" for note in self.step.notes),
         ]

@@ -27,7 +27,7 @@ class Rank{rank}(torch.nn.Module):
 
 
 def dump(sampler: "Sampler", directory: Path) -> Path:
-    """plan.txt, rows.txt, traffic.txt, traffic.json and rank_<r>.py."""
+    """plan.txt, rows.txt, traffic.txt, traffic.json, rank_<r>.py, and of other forms than fresh rank_<r>_<form>.py."""
     traffic = sampler.traffic()
     table = [
         {"source": src, "target": dst, "kind": kind, "bytes": size}
@@ -39,7 +39,11 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
         "rows.txt": sampler.step.about,
         "traffic.txt": str(traffic),
         "traffic.json": json.dumps(table, indent=1),
-        **{f"rank_{program.rank}.py": rank_text(program) for program in sampler.step.programs},
+        **{
+            f"rank_{program.rank}{'' if form == 'fresh' else '_' + form}.py": rank_text(program, form)
+            for program in sampler.step.programs
+            for form in program.forms
+        },
     }
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -47,11 +51,12 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
     return directory
 
 
-def rank_text(program: SampleProgram) -> str:
-    """One rank's program as the method of a class that holds the model's tensors."""
-    body = textwrap.indent(method("forward", program.graph, {}), "    ")
+def rank_text(program: SampleProgram, form: str = "fresh") -> str:
+    """One form of a rank's program as the method of a class that holds the model's tensors."""
+    graph = program.forms[form].graph
+    body = textwrap.indent(method("forward", graph, {}), "    ")
     used: dict[str, set[str]] = {}
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         if (name := own_name(node)) is not None:
             used.setdefault(node.target.__module__, set()).add(name)
     imports = "".join(f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(used.items()))

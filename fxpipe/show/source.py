@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.plan import ops, row_ops
+from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.actions import KINDS
 from fxpipe.plan.rank_program import Message
 
 _WIDTH = 112  # of a line inside a method
-_OWN = (ops.__name__, row_ops.__name__)
+_OWN = (ops.__name__, row_ops.__name__, displaced_ops.__name__)
 
 
 def method(name: str, graph: fx.Graph, bodies: Mapping[str, fx.Graph]) -> str:
