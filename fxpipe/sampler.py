@@ -70,11 +70,6 @@ class SampleStep:
     def channels(self) -> list[Channel]:
         return sorted({message.channel for message in (*self.messages, *self.displaced)})
 
-    @property
-    def samples(self) -> list[str]:
-        """The programs' inputs that have rows."""
-        return [name for name, argument in self.inputs.items() if argument in self.traced.rows]
-
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""
         return {name: tensors[argument].contiguous() for name, argument in self.inputs.items()}

@@ -255,6 +255,35 @@ def test_messages_are_those_of_a_fresh_step() -> None:
     assert sum(m.num_bytes for m in sampler.step.displaced) == sum(m.num_bytes for m in sampler.step.messages)
 
 
+class Timed(Tokens):
+    """The same at some time."""
+
+    def forward(self, x: Tensor, text: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * time.reshape(-1, 1, 1), text)
+
+
+def test_predictions_of_one_step_are_streams_of_their_own() -> None:
+    torch.manual_seed(0)
+    x, texts = noise(1, 12, 4), (noise(1, 3, 4), -noise(1, 3, 4))
+    sampler = fxpipe.compile_sampler(
+        Timed().double(), 2, stages=2, mode="displaced", patches=3, warmup=2, sample={"x": 1},
+        example={"x": x, "text": texts[0], "time": torch.ones(1, dtype=torch.float64)},
+    )  # fmt: skip
+    steps = [(x + 0.3 * step * x.cos(), torch.full([1], 1.0 - 0.1 * step, dtype=torch.float64)) for step in range(5)]
+    wanted: list[list[Tensor]] = []
+    for text in texts:
+        with sampler.ranks.call():
+            wanted.append([sampler.denoiser(x, text, time) for x, time in steps])
+    with sampler.ranks.call():
+        for index, (x, time) in enumerate(steps):
+            for text, of_text in zip(texts, wanted, strict=True):
+                assert torch.equal(sampler.denoiser(x, text, time), of_text[index])
+    with torch.no_grad():
+        exact = [sampler.denoiser.module(x, texts[0], time) for x, time in steps]
+    differs = [error(found, one) > 1e-9 for found, one in zip(wanted[0], exact, strict=True)]
+    assert differs == [False, False, True, True, True]
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(2, keepdim=True).expand_as(x) * 2

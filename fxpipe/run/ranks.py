@@ -13,7 +13,6 @@ import torch
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, told
-from fxpipe.run.patched import Patched
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 
 
@@ -27,11 +26,6 @@ class Programs(Protocol):
     def channels(self) -> list[Channel]: ...
 
     @property
-    def samples(self) -> Sequence[str]:
-        """The programs' inputs that have rows."""
-        ...
-
-    @property
     def warmup(self) -> int:
         """How many steps of a call are fresh."""
         ...
@@ -40,33 +34,28 @@ class Programs(Protocol):
 class _Call:
     """Which form each step of a call has: the first `warmup` of a stream are fresh, and so is what is outside of calls.
 
-    Several predictions of one step, as with and without a prompt, are streams by their position: of the same sample at
-    the same time.
+    Several predictions of one step, as with and without a prompt, are streams by their position. A step goes on while
+    its time does not change: the inputs without rows or channels. No value of a sample decides it, so that every rank
+    says the same while patches are on their way.
     """
 
     def __init__(self) -> None:
-        self.inside = False
         self.begin(False)
 
     def begin(self, inside: bool) -> None:
         self.inside, self._done = inside, dict[tuple[int, int], int]()
-        self._position, self._last = 0, dict[str, torch.Tensor]()
+        self._position, self._time = 0, dict[str, torch.Tensor]()
 
     def next(self, step: Programs, tensors: Tensors) -> tuple[str, str]:
         """Form and stream of the call that comes."""
         if "displaced" not in step.programs[0].forms or not self.inside:
             return "fresh", ""
-        told = {name: tensor for name, tensor in tensors.items() if name in step.samples or tensor.ndim < 2}
-        same = self._last.keys() == told.keys() and all(_same(self._last[n], told[n]) for n in told)
-        self._position, self._last = self._position + 1 if same else 0, told
+        time = {name: tensor.clone() for name, tensor in tensors.items() if tensor.ndim < 2}
+        same = time and time.keys() == self._time.keys() and all(torch.equal(time[n], self._time[n]) for n in time)
+        self._position, self._time = self._position + 1 if same else 0, time
         key = self._position, id(step)
         self._done[key] = self._done.get(key, 0) + 1
         return "fresh" if self._done[key] <= step.warmup else "displaced", str(self._position)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal; patches that may be on their way are only if they are the same."""
-    return one is other or not (isinstance(one, Patched) or isinstance(other, Patched) or not torch.equal(one, other))
 
 
 class LocalRanks:
