@@ -23,7 +23,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
-from fxpipe.run.patched import settled
+from fxpipe.run.patched import finished
 from fxpipe.run.ranks import LaunchedRank, LocalRanks
 from fxpipe.run.verification import TOLERANCES
 from fxpipe.simulate import timeline
@@ -219,7 +219,7 @@ class Sampler:
         if self.decoder is not None:
             shell = Shell(self.decoder.module, self.decoder)
             parts["vae"] = with_submodule(self.model.vae, "decoder", shell)
-        return with_components(self.model, parts, self.ranks.call, settled)
+        return with_components(self.model, parts, self.ranks.call, finished)
 
     def verify(self, *args: Any, **kwargs: Any) -> SampleVerification:
         """One call of all ranks against the uncompiled model; the example where no arguments are given."""

@@ -6,10 +6,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.stable_diffusion import StableDiffusionPipelineOutput
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.run.patched import Lazy, Patched, settled
+from fxpipe.run.patched import Lazy, Patched, finished, settled
 
 SIZES = (3, 1, 6, 2)  # of rows
 SHAPE = (2, 4, 12, 5)
@@ -179,6 +180,14 @@ def test_what_is_written_in_place_is_seen_where_eager_torch_shows_it(name: str) 
         WRITES[name](value)
         seen.append([settled(one) for one in (before, view, computed, value, value[:, 1:], value + view.sum())])
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_what_a_pipeline_returns_is_dense() -> None:
+    made = finished(StableDiffusionPipelineOutput(images=patched(noise()), nsfw_content_detected=None))
+    assert torch.equal(made.images, noise())
+    assert torch.equal(made["images"], noise())
+    assert not isinstance(made.images, Patched)
+    assert torch.equal(finished((patched(noise()), None))[0], noise())
 
 
 def test_a_dense_operand_that_is_written_before_its_use_is_refused() -> None:

@@ -10,6 +10,7 @@ is written in place, all that was put off is done, and whatever shares memory wi
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -286,6 +287,17 @@ class _OfPatch:
         if self._call is not None:
             self._results, self._call = self._call.of_patch(self._index), None
         return self._results[result]
+
+
+def finished(result: Any) -> Any:
+    """What a pipeline returns, its patched tensors dense: a tensor, a tuple, or an object whose fields are set."""
+    if isinstance(result, tuple):
+        return tuple(map(settled, result))
+    for field in fields(result) if is_dataclass(result) else ():
+        value = getattr(result, field.name)
+        if isinstance(value, Patched):
+            setattr(result, field.name, value.settle())
+    return result.settle() if isinstance(result, Patched) else result
 
 
 def settled(value: Any) -> Any:
