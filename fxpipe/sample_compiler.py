@@ -32,7 +32,7 @@ from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, 
 from fxpipe.options import check_counts, given_cluster
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, Traffic
-from fxpipe.plan.sample_grid import grid_for
+from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.plan.unroll import in_sequence, require_sequence
@@ -51,6 +51,10 @@ from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.groups import grouped
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, patches_of, require_units
+from passes.sampling.piped import Piped
+from passes.sampling.piped_rank import piped_programs
+from passes.sampling.staged import Staged, staged_programs
+from passes.sampling.stages import stages as cut_stages
 
 _CPU = torch.device("cpu")
 Mode = Literal["exact", "displaced"]
@@ -257,6 +261,8 @@ class _Rows:
 
     world_size: int
     cfg: int | None
+    stages: int | None
+    fold: bool | None
     patches: int | None
     mode: Mode
     warmup: int
@@ -295,25 +301,29 @@ class _Rows:
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """Every group's patches, as if it were alone; then the groups together."""
-        grid = grid_for(self.world_size, batch_size, self.cfg, self.patches)
+        in_turn = self.mode == "displaced" and self.stages is not None
+        patches = 1 if in_turn else self.patches
+        grid = grid_for(self.world_size, batch_size, self.cfg, patches, self.stages)
         if grid.groups > 1:
             try:
                 require_independent(traced.captured)
             except CompileError:  # perturbed attention, say, which reads one half of the batch for the other
                 if self.cfg is not None or self.patches is not None:
                     raise
-                grid = grid_for(self.world_size, batch_size, 1, None)
+                grid = grid_for(self.world_size, batch_size, 1, 1 if in_turn else None, self.stages)
         spans = grid.spans(batch_size)
         plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
         self.observe("rows", plans)
-        alone = {size: self._alone(plan, grid.patches) for size, plan in plans.items()}
         first = plans[spans[0][1] - spans[0][0]]
-        programs, messages = alone[spans[0][1] - spans[0][0]]
         whole = at_batch_size(traced.captured, batch_size)
         likes = {name: whole.nodes[name].meta["val"] for name in first.inputs}
+        leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
+        batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
+        if in_turn:
+            return self._displaced(traced, batch_size, grid, spans, batched, likes)
+        alone = {size: self._alone(traced, plan, grid, batched) for size, plan in plans.items()}
+        programs, messages = alone[spans[0][1] - spans[0][0]]
         if grid.groups > 1:
-            leaves = {leaf.name for leaf in traced.captured.inputs.leaves if leaf.batched}
-            batched = {name: likes[name] for name, argument in first.inputs.items() if argument in leaves}
             parts = [alone[b - a] for a, b in spans]
             programs, messages = grouped(parts, spans, batched, self.device)
             _require(programs, messages)
@@ -333,13 +343,65 @@ class _Rows:
             messages = tuple(sent)
         return sample_ops(programs, messages, step.likes, partial(_seconds_of, self.cost_model))
 
+    def _displaced(
+        self, traced: Traced, batch_size: int, grid: Grid, spans: Sequence[tuple[int, int]],
+        batched: Mapping[str, torch.Tensor], likes: Mapping[str, torch.Tensor],
+    ) -> SampleStep:  # fmt: skip
+        """Patches that follow each other through stages."""
+        groups = [[(start + a, start + b) for a, b in _runs(traced.captured, stop - start)] for start, stop in spans]
+        sizes = {b - a for runs in groups for a, b in runs}
+        plans = {size: analyse(traced.captured, traced.rows, size) for size in sizes}
+        some = next(iter(plans.values()))
+        line = cut_stages(some, traced.rows, _node_seconds(self.cost_model, some), grid.stages, self.fold)
+        self.observe("stages", line)
+        count = some.units.count
+        turns = min(2 * grid.stages, count) if self.patches is None else self.patches
+        require_units(some, turns)
+        how = self.norms, self.device
+        programs, messages = piped_programs(Piped(line, plans, groups, even_bounds(count, turns), batched, *how))
+        require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
+        self.observe("programs", programs)
+        notes = (*traced.captured.notes, *map(str, some.notes))
+        grid = replace(grid, turns=turns)
+        rest = programs, messages, str(some), notes, self.warmup
+        return SampleStep(traced, batch_size, grid, some.inputs, likes, *rest)
+
     def _alone(
-        self, plan: RowPlan, patches: int
+        self, traced: Traced, plan: RowPlan, grid: Grid, batched: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
-        require_units(plan, patches)
-        parts = patches_of(plan, even_bounds(plan.units.count, patches))
-        graphs = [patch_graph(plan, patch) for patch in parts]
-        return _forms(plan, parts, graphs, self.device, self.mode, self.norms, self.advance)
+        """One group's programs: patches beside each other; with stages, samples after each other."""
+        require_units(plan, grid.patches)
+        bounds = even_bounds(plan.units.count, grid.patches)
+        if grid.stages == 1:
+            parts = patches_of(plan, bounds)
+            graphs = [patch_graph(plan, patch) for patch in parts]
+            return _forms(plan, parts, graphs, self.device, self.mode, self.norms, self.advance)
+        spans = _runs(traced.captured, plan.sized.batch_size)
+        plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
+        some = next(iter(plans.values()))
+        line = cut_stages(some, traced.rows, _node_seconds(self.cost_model, some), grid.stages, self.fold)
+        self.observe("stages", line)
+        programs, messages = staged_programs(Staged(line, plans, spans, bounds, batched, self.device))
+        return programs, {"fresh": messages}
+
+
+def _runs(captured: Capture, batch_size: int) -> list[tuple[int, int]]:
+    """The samples that pass through stages one after the other: each by itself, if none needs another."""
+    try:
+        require_independent(captured)
+    except CompileError:
+        return [(0, batch_size)]
+    return [(sample, sample + 1) for sample in range(batch_size)]
+
+
+def _node_seconds(model: CostModel, plan: RowPlan) -> dict[str, float]:
+    """Of every operation of a denoiser, forward."""
+    nodes = [node for node in plan.sized.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    for node in nodes:
+        node.meta["requires_grad"] = False
+    costs = node_costs(nodes)
+    seconds = node_seconds(model, CostTable.of(costs.values()), 1).forward.tolist()
+    return {node.name: one for node, one in zip(costs, seconds, strict=True)}
 
 
 def compile_sampler(
@@ -348,6 +410,8 @@ def compile_sampler(
     *,
     example: Mapping[str, Any] | None = None,
     cfg: int | None = None,
+    stages: int | None = None,
+    fold: bool | None = None,
     patches: int | None = None,
     mode: Mode = "exact",
     warmup: int = 4,
@@ -370,12 +434,19 @@ def compile_sampler(
         example: a call: of the pipeline, (it ends where it calls its denoiser), or keyword arguments of the module.
             Left out, a diffusers backbone's is made from its config.
         cfg: groups of samples; as many as divide samples and ranks where left out.
-        patches: of the rows in every group.
+        patches: of the rows in every group, or in every stage of it; of displaced stages how many follow each other,
+            twice as many as stages where left out.
+        stages: columns of ranks in every group, each with a part of the denoiser and its weights alone; samples follow
+            each other through them, in displaced mode patches (Wang et al., "PipeFusion", 2024). One where left out.
+        fold: whether every column has two parts, from both ends, so that skip connections stay on their rank; as fewer
+            bytes are sent where left out.
         mode: "exact"; or "displaced", which is approximate: after `warmup` exact steps of a call a patch reads of the
-            others what they had one step before, so that nobody waits (Li et al., "DistriFusion", CVPR 2024).
+            others what they had one step before, so that nobody waits (Li et al., "DistriFusion", CVPR 2024); of those
+            that went through a stage before it, what they have now.
         norms: the others' moments of displaced group norms: "corrected" as one's own have moved (the paper's),
             "merged" as they were, "sync" of this step, "separate" none.
-        advance: whether the others' displaced values are moved on by their own last change, at twice the memory.
+        advance: whether the others' displaced values are moved on by their own last change, at twice the memory; not
+            with stages.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
@@ -386,8 +457,10 @@ def compile_sampler(
         CompileError: it can, but not be cut so; names the module and what to change.
         RunError: started by torchrun, and the other ranks cannot be found.
     """
-    check_counts(world_size=world_size, cfg=cfg, patches=patches, warmup=warmup)
+    check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches, warmup=warmup)
     _check_choices(mode=mode, norms=norms)
+    if mode == "displaced" and norms == "sync" and stages is not None:
+        raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
     if sample is not None and not all(type(dim) is int for dim in sample.values()):
         raise CompileError(f"sample={dict(sample)}: dimensions are integers, {{'sample': 2}}")
 
@@ -398,18 +471,19 @@ def compile_sampler(
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
     where = _device_of(module)
-    ranks: Ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks(world_size)
+    ranks: Ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks()
 
     # programs: for the example, and for other calls when they come
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(cluster, world_size)
     costs = given_cost_model(cost_model or network.device)
-    lowering = _Rows(world_size, cfg, patches, mode, warmup, norms, advance, rows_of, where, costs, observe)
+    how = mode, warmup, norms, advance, rows_of, where, costs, observe
+    lowering = _Rows(world_size, cfg, stages, fold, patches, *how)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae and name is not None else None
-    of_image = replace(lowering, cfg=None, patches=None, mode="exact", rows_of=image_rows)
+    of_image = replace(lowering, cfg=None, stages=None, patches=None, mode="exact", rows_of=image_rows)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 

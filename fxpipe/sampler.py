@@ -27,6 +27,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
+from fxpipe.run.patched import finished
 from fxpipe.run.ranks import Ranks
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
@@ -118,15 +119,13 @@ class Spread:
     are no programs runs whole on every rank, and `whole` says why.
 
     Several calls in one step of a pipeline, such as with the prompt and without, are streams of their own: by the name
-    that the pipeline gives them (`cache_context`), else by their order among calls with the same rows.
+    that the pipeline gives them (`cache_context`), else by their order among calls at the same time.
     """
 
     def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
         self.whole: str | None = None
         self.stream_name: str | None = None
-        self._seen: dict[str, torch.Tensor] = {}
-        self._turn = 0
         self._traced: list[Traced] = []
         self._steps: dict[tuple[int, int], SampleStep] = {}
         self._states: dict[int, dict[str, torch.Tensor]] = {}
@@ -144,11 +143,10 @@ class Spread:
     def predict(
         self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any], stream: str | None = None
     ) -> Any:
-        """By these programs, as the next step of a stream; which one is found out where it is not given."""
+        """By these programs, as the next step of a stream; which one is found out where it has no name."""
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
-        if stream is None:
-            stream = self._stream(step, tensors)
-        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors), stream)
+        own = self.stream_name if stream is None else stream
+        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors), own)
         return step.traced.returned.rebuilt(prediction)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
@@ -164,15 +162,6 @@ class Spread:
         self._traced.append(traced)
         self._settings = settings_of(self.module)  # as tracing has left them
         return self._of_size(traced, size)
-
-    def _stream(self, step: SampleStep, tensors: Mapping[str, torch.Tensor]) -> str:
-        if len(step.forms) == 1:
-            return ""
-        rows = {name: tensors[name] for name in step.traced.rows}
-        again = rows.keys() == self._seen.keys() and all(torch.equal(rows[n], t) for n, t in self._seen.items())
-        self._turn = self._turn + 1 if again else 0
-        self._seen = rows
-        return str(self._turn) if self.stream_name is None else self.stream_name
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls must, for calls may follow from each other."""
@@ -238,7 +227,7 @@ class SampleVerification:
 
     def __str__(self) -> str:
         what = "exact" if self.ok else "NOT EXACT"
-        where = f"{self.grid} groups of samples x patches, {str(self.dtype).removeprefix('torch.')}"
+        where = f"{self.grid} {self.grid.axes}, {str(self.dtype).removeprefix('torch.')}"
         return f"{what}: prediction {self.error:.1e} off one device's, tolerance {self.tolerance:.0e} ({where})"
 
 
@@ -294,7 +283,7 @@ class Sampler:
         if self.decoder is not None:
             decoder = shell(self.decoder.module, self.decoder)
             parts["vae"] = with_submodule(self.model.vae, "decoder", decoder)
-        return with_components(self.model, parts, self.ranks.call)
+        return with_components(self.model, parts, self.ranks.call, finished)
 
     def verify(self, *args: Any, **kwargs: Any) -> SampleVerification:
         """One call of all ranks against the uncompiled model; the example where no arguments are given.
@@ -360,7 +349,7 @@ class Sampler:
         mode = f"displaced after {step.warmup} fresh steps" if "displaced" in step.forms else "all exchanges fresh"
         lines = [
             str(self.capture),
-            f"sampling: {self.grid} groups of samples x patches, {mode}",
+            f"sampling: {self.grid} {self.grid.axes}, {mode}",
             *(
                 f"traffic of a {form} step: {self._moved(form)}"
                 for form in ("fresh", "displaced")

@@ -220,9 +220,7 @@ def test_forms_are_dumped_and_simulated(displaced: fxpipe.Sampler, tmp_path: Pat
     compile(text, "rank_1.py", "exec")
     assert "def displaced(self, transport, sample" in text
     assert "displaced after 1 fresh steps" in str(displaced)
-    three, four = (displaced.simulate(steps).makespan_seconds for steps in (3, 4))
-    slow = [displaced.simulate(steps, "4x1xV100+Ethernet-10").makespan_seconds for steps in (3, 4)]
-    assert four - three < slow[1] - slow[0]
+    assert displaced.simulate(2).makespan_seconds < displaced.simulate(2, "4x1xV100+Ethernet-1").makespan_seconds
 
 
 def test_unknown_modes_are_refused(pipe: StableDiffusionPipeline) -> None:

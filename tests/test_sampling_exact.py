@@ -37,9 +37,8 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def uneven(count: int) -> list[tuple[int, ...]]:
-    """Bounds of two and three patches of different sizes."""
-    few = max(1, count // 5)
-    return [(0, few, count), (0, count // 2, count - few, count)] if count >= 4 else [(0, 1, count)]
+    """Bounds of three patches of different sizes, of two where there are few units."""
+    return [(0, count // 2, count - max(1, count // 5), count)] if count >= 4 else [(0, 1, count)]
 
 
 def notes_of(programs: SamplePrograms) -> list[str]:

@@ -113,20 +113,24 @@ def recorded_call(
 
 
 def with_components(
-    pipe: Any, parts: Mapping[str, object], around: Callable[[], AbstractContextManager[None]] | None = None
+    pipe: Any,
+    parts: Mapping[str, object],
+    around: Callable[[], AbstractContextManager[None]] | None = None,
+    finish: Callable[[Any], Any] = lambda result: result,
 ) -> Any:
-    """A shallow copy of the pipeline with these components; its calls run inside `around()`."""
+    """A shallow copy of the pipeline with these components; its calls run inside `around()`, and `finish` has what they
+    return."""
     new = copy.copy(pipe)
     new.__dict__.update(parts)  # past its own setter, which writes the component's class into the saved config
     if around is not None:
-        new.__class__ = _around(type(pipe), around)
+        new.__class__ = _around(type(pipe), around, finish)
     return new
 
 
-def _around(kind: type, around: Callable[[], AbstractContextManager[None]]) -> type:
+def _around(kind: type, around: Callable[[], AbstractContextManager[None]], finish: Callable[[Any], Any]) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with around():
-            return kind.__call__(self, *args, **kwargs)
+            return finish(kind.__call__(self, *args, **kwargs))
 
     return _like(kind, call)
 

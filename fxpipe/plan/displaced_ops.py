@@ -5,13 +5,16 @@ k, v, edge = unpack(flat, shapes)                 a step later, on another rank
 carried = done(flat)                              what has arrived already, as if it had been posted
 k_now = advanced(k, k_earlier, alpha)             moved on by its own last change
 m = corrected_moments(latest, before, [0], ...)   others' moments moved on as one's own have moved
+
+rows = own_rows(x, 1, 2, sizes, ...)              patch 1 of an input; of patches on their way it alone is waited for
+k = put(k, k_own, 2, ...)                         what a patch has of a value, over what it had in the step before
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from fxpipe.plan.row_ops import merge_moments
+from fxpipe.plan.row_ops import Stretch, cut_rows, merge_moments
 from fxpipe.plan.transport import Pending
 
 UNUSABLE = 0.25  # of the merged variance: a corrected one below this is not used
@@ -91,3 +94,22 @@ def _moved(
         apart = (now[0] - mean) + (old[0] - mean)
         variance = variance + share * (now[1] - old[1] + (now[0] - old[0]) * apart)
     return torch.stack([mean + shift, variance - shift.square()])
+
+
+def own_rows(
+    value: torch.Tensor, patch: int, dim: int, sizes: Sequence[int], stretches: Sequence[Stretch]
+) -> torch.Tensor:
+    """A patch's rows of an input that may come in patches of these sizes, one after the other."""
+    part_of = getattr(value, "part_of", None)
+    part: torch.Tensor | None = None if part_of is None else part_of(patch, dim, sizes)
+    return cut_rows(value, dim, stretches) if part is None else part
+
+
+def put(cache: torch.Tensor, value: torch.Tensor, dim: int, stretches: Sequence[Stretch]) -> torch.Tensor:
+    """The cache, in which a patch's entries of a dimension are `value`'s now. It is written in place."""
+    at = 0
+    for first, outer, each, start, length in stretches:
+        kept = cache.narrow(dim, first, outer * each).unflatten(dim, (outer, each)).narrow(dim + 1, start, length)
+        kept.copy_(value.narrow(dim, at, outer * length).unflatten(dim, (outer, length)))
+        at += outer * length
+    return cache

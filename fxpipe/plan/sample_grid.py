@@ -3,6 +3,9 @@
 2 groups of samples x 3 patches        rank 0: samples 0:1, patch 0    rank 3: samples 1:2, patch 0
                                        rank 1: samples 0:1, patch 1    rank 4: samples 1:2, patch 1
                                        rank 2: samples 0:1, patch 2    rank 5: samples 1:2, patch 2
+
+1 group x 2 stages x 2 patches         rank 0: stage 0, patch 0          rank 2: stage 1, patch 0
+                                       rank 1: stage 0, patch 1          rank 3: stage 1, patch 1
 """
 
 from dataclasses import dataclass
@@ -14,14 +17,20 @@ from fxpipe.plan.plan import microbatch_sizes
 
 @dataclass(frozen=True)
 class Grid:
-    """`groups` of samples, of `patches` each: group g's patch p is on rank g * patches + p."""
+    """`groups` of samples, of `stages` columns of `patches` each.
+
+    Group g's patch p is on rank g * patches + p; with stages s too, on rank (g * stages + s) * patches + p.
+    `turns`: patches that follow each other through the stages.
+    """
 
     groups: int
     patches: int
+    stages: int = 1
+    turns: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.groups * self.patches
+        return self.groups * self.stages * self.patches
 
     def spans(self, batch_size: int) -> list[tuple[int, int]]:
         """The samples [start, stop) of every group."""
@@ -32,26 +41,37 @@ class Grid:
         return spans
 
     def __str__(self) -> str:
-        return f"{self.groups} x {self.patches}"
+        stages = "" if self.stages == 1 else f" x {self.stages}"
+        return f"{self.groups}{stages} x {self.patches if self.turns == 1 else self.turns}"
+
+    @property
+    def axes(self) -> str:
+        """What `str` counts."""
+        stages = "" if self.stages == 1 else " x stages"
+        return f"groups of samples{stages} x patches" + " in turn" * (self.turns > 1)
 
 
-def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None) -> Grid:
+def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None, stages: int | None = None) -> Grid:
     """The grid of a call with so many samples: as many groups as divide both where `cfg` is left open, since groups
-    exchange the prediction alone.
+    exchange the prediction alone; one stage where `stages` is.
 
     Raises:
         CompileError: the ranks cannot be used so.
     """
+    columns = stages or 1
+    ranks = world_size // columns  # of one stage
     if cfg is None:
-        cfg = gcd(world_size, batch_size) if patches is None else world_size // patches
+        cfg = gcd(ranks, batch_size) if patches is None else ranks // patches
     if patches is None:
-        patches = world_size // cfg
-    if cfg < 1 or patches < 1 or cfg * patches != world_size:
+        patches = ranks // max(cfg, 1)
+    if cfg < 1 or patches < 1 or cfg * columns * patches != world_size:
+        middle = "" if stages is None else f" x stages={stages}"
         raise CompileError(
-            f"cfg={cfg} groups of samples x patches={patches} are not world_size={world_size} ranks; leave one open"
+            f"cfg={cfg} groups of samples{middle} x patches={patches} are not world_size={world_size} ranks; leave one "
+            "open"
         )
     if cfg > batch_size:
         raise CompileError(
-            f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(world_size, batch_size)}"
+            f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(ranks, batch_size)}"
         )
-    return Grid(cfg, patches)
+    return Grid(cfg, patches, columns)

@@ -22,17 +22,29 @@ FALLEN = "fallen"
 
 
 @dataclass(frozen=True)
+class Parts:
+    """How a prediction comes in patches: `sizes` entries each along dimension `along`; `like` is all of it, on the meta
+    device."""
+
+    along: int
+    sizes: tuple[int, ...]
+    like: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Form:
     """One way to do a step.
 
     `graph` takes (transport, the whole inputs) and returns the whole prediction. Where a step before has `carried`
     something, it takes that too, as a last argument: a dict of these names that it empties. Where it `carries`
-    something to the next step, it returns (prediction, a dict of these names).
+    something to the next step, it returns (prediction, a dict of these names). With `parts` the prediction is a list:
+    of every patch its pieces along the batch, tensors or receives on their way.
     """
 
     graph: fx.Graph
     carried: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 fresh      recv a; wait a; carries done(a)            step 0: recv a; wait a
 displaced  b = take; wait b; recv b, which it carries  step 1: wait done(a); recv b   step 2: wait b; recv b'   ...
+
+A prediction that comes in patches is waited for in the next step: each patch where that reads the same patch of an
+input, all others at its end.
 """
 
 from collections import defaultdict
@@ -13,7 +16,7 @@ from torch import fx
 
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
-from fxpipe.plan.displaced_ops import done
+from fxpipe.plan.displaced_ops import done, own_rows
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
@@ -61,13 +64,15 @@ def in_sequence(
 
 def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, whole: bool = False) -> Unrolled:
     """The forms of `sequence` as one graph; of messages alone, what is computed between them stands for nothing."""
-    graph, carried = fx.Graph(), dict[str, fx.Node]()
+    graph, carried, coming = fx.Graph(), dict[str, fx.Node](), list[list[fx.Node]]()
     value = graph.placeholder("transport" if whole else "value")
     inputs = {name: graph.placeholder(name) for name in program.inputs if whole}
     for step, form in enumerate(sequence):
         env: defaultdict[fx.Node, fx.Node] = defaultdict(lambda: value)
         nodes = program.forms[form].graph.nodes
         for node in nodes:
+            if node.target is own_rows:
+                _arrive(graph, coming[node.args[1] : node.args[1] + 1])
             if node.op == "placeholder":
                 env[node] = inputs.get(node.name, value)
             elif node.target is ops.take:
@@ -82,13 +87,30 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
             elif node.target in _MESSAGES or (whole and node.op != "output"):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].args = _renumbered(node.target, env[node].args, step * num_edges)
+        _arrive(graph, coming)
         (*_, output) = nodes
-        carries = output.args[0][1] if isinstance(output.args[0], tuple) else {}
+        prediction, carries = output.args[0] if _carries(output) else (output.args[0], {})
+        parts = prediction if isinstance(prediction, list | tuple) else ()
+        coming = [[env[piece] for piece in part if piece.target is ops.recv] for part in parts]
         carried = {name: env[node] for name, node in carries.items()}
+    _arrive(graph, coming)
     graph.output(None)
     for node in (node for node in graph.nodes if node.target is done and not node.users):
         graph.erase_node(node)  # what arrived so, is read as it is
     return Unrolled(program.rank, graph)
+
+
+def _carries(output: fx.Node) -> bool:
+    """Whether a form returns, beside what it predicts, what it carries."""
+    returned = output.args[0]
+    return isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+
+
+def _arrive(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> None:
+    """Wait for what has not been waited for."""
+    for part in parts:
+        while part:
+            graph.call_function(ops.wait, (part.pop(0),))
 
 
 def _renumbered(target: Any, args: tuple[Any, ...], more: int) -> tuple[Any, ...]:

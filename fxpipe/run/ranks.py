@@ -36,7 +36,8 @@ class Ranks(ABC):
     """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run."""
 
     def __init__(self) -> None:
-        self._num_steps: Counter[str] | None = None  # of every stream of this call; None outside of calls
+        self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
+        self._position, self._time = 0, dict[str, torch.Tensor]()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -45,25 +46,39 @@ class Ranks(ABC):
             yield
             return
         self._num_steps = Counter()
+        self._position, self._time = 0, {}
         try:
             with self._ended():
                 yield
         finally:
             self._num_steps = None
 
-    def predict(self, step: Programs, state: Tensors, tensors: Tensors, stream: str = "") -> torch.Tensor:
+    def predict(self, step: Programs, state: Tensors, tensors: Tensors, stream: str | None = None) -> torch.Tensor:
         """The whole prediction.
 
         Args:
             state: the module's tensors by their original names.
-            stream: where one step predicts more than once: which of these it is.
+            stream: where one step predicts more than once: which of these it is; by its position where left out.
         """
         with self.call():
-            assert self._num_steps is not None
-            done = self._num_steps[stream]
-            self._num_steps[stream] += 1
-            form = "displaced" if done >= step.warmup and "displaced" in step.programs[0].forms else "fresh"
-            return self._predict(step, state, tensors, form, stream)
+            form, name = "fresh", ""
+            if "displaced" in step.programs[0].forms:
+                assert self._num_steps is not None
+                name = self._stream(tensors) if stream is None else stream
+                form = "displaced" if self._num_steps[name, id(step)] >= step.warmup else "fresh"
+                self._num_steps[name, id(step)] += 1
+            return self._predict(step, state, tensors, form, name)
+
+    def _stream(self, tensors: Tensors) -> str:
+        """The position among the predictions of one step, as with and without a prompt.
+
+        A step goes on while its time does not change: the inputs without rows or channels. No value of a sample decides
+        it, so that every rank says the same while patches are on their way.
+        """
+        time = {name: tensor.clone() for name, tensor in tensors.items() if tensor.ndim < 2}
+        same = time and time.keys() == self._time.keys() and all(torch.equal(time[n], self._time[n]) for n in time)
+        self._position, self._time = self._position + 1 if same else 0, time
+        return str(self._position)
 
     @abstractmethod
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor: ...
@@ -83,23 +98,25 @@ class Ranks(ABC):
 class LocalRanks(Ranks):
     """All ranks as threads of this process."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._run = LocalRun(world_size)
+        self._runs: dict[int, LocalRun] = {}  # by the number of ranks
         self._bound: dict[int, tuple[Programs, Tensors, list[BoundProgram]]] = {}
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         known = self._bound.get(id(step))
         if known is None or known[1] is not state:
             known = self._bound[id(step)] = step, state, [BoundProgram(program, state) for program in step.programs]
-        return self._run.predict(known[2], tensors, form, stream)[0]
+        run = self._runs.setdefault(len(step.programs), LocalRun(len(step.programs)))
+        return run.predict(known[2], tensors, form, stream)[0]
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
         try:
             yield
         finally:
-            self._run.reset()
+            for run in self._runs.values():
+                run.reset()
 
     def close(self) -> None:
         pass

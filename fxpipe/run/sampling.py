@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.plan.sample_program import FALLEN, SampleProgram
+from fxpipe.plan.sample_program import FALLEN, Parts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
+from fxpipe.run.patched import Lazy, Patched, settled
 from fxpipe.run.transport import RankThreads
 
 Tensors = Mapping[str, torch.Tensor]
@@ -56,28 +57,46 @@ class SampleRun:
         self._transport = transport
         self._streams: dict[str, _Stream] = {}
         self._num_fallen: list[torch.Tensor] = []
+        self._coming: list[Lazy] = []
 
     def predict(self, bound: BoundProgram, tensors: Tensors, form: str = "fresh", stream: str = "") -> torch.Tensor:
-        """The whole prediction. `tensors` are the whole inputs by the program's names.
+        """The whole prediction; a `Patched` one where patches follow each other through stages, of which some may still
+        be on their way. `tensors` are the whole inputs by the program's names, which may be such, too.
 
         Args:
             form: "fresh", "displaced" or "last", one that the program has; nothing may follow "last" but "fresh".
             stream: whose state it is, where one step predicts more than once.
         """
-        arguments: list[Any] = [self._transport, *(tensors[name] for name in bound.program.inputs)]
+        inputs = [tensors[name] for name in bound.program.inputs]
         carried = self._carried(bound, stream)
         form = _form(bound.program, form, bool(carried))
         wanted = bound.program.forms[form]
         if not wanted.carried:
             _drop(carried)
-        arguments += [carried] if wanted.carried else []
+        inputs = inputs if wanted.carried else settled(inputs)
+        arguments: list[Any] = [self._transport, *inputs, *([carried] if wanted.carried else [])]
         with torch.no_grad():
             result = bound.module(form)(*arguments)
-        prediction: torch.Tensor
-        prediction, carries = result if wanted.carries else (result, {})
-        self._keep(bound, stream, carries)
+            prediction, carries = result if wanted.carries else (result, {})
+            self._keep(bound, stream, carries)
+            settled(inputs)  # of the step before, which is over where this one's work is done
+            self._arrive()
+            if wanted.parts is not None:
+                prediction = self._in_parts(prediction, wanted.parts)
         self._end_step()
-        return prediction
+        found: torch.Tensor = prediction
+        return found
+
+    def _in_parts(self, pieces: Sequence[Sequence[Any]], parts: Parts) -> Patched:
+        """The patches of a prediction, each of pieces that are there or on their way."""
+        self._coming = [Lazy(lambda of_patch=of_patch: _come(of_patch)) for of_patch in pieces]  # type: ignore[misc]
+        return Patched.of(self._coming, parts.like, parts.along, parts.sizes, self._transport.device)
+
+    def _arrive(self) -> None:
+        """Wait for what a step before has left on its way."""
+        for lazy in self._coming:
+            lazy.get()
+        self._coming = []
 
     @property
     def num_fallen(self) -> int:
@@ -86,6 +105,7 @@ class SampleRun:
 
     def reset(self) -> None:
         """End a call: what is on its way is received and dropped, so that the next one begins with nothing."""
+        self._arrive()
         for stream in self._streams.values():
             _drop(stream.carried)
         self._streams.clear()
@@ -123,6 +143,11 @@ def _form(program: SampleProgram, asked: str, carried: bool) -> str:
     return asked if carried or not program.forms[asked].carried else "fresh"
 
 
+def _come(pieces: Sequence[Any]) -> torch.Tensor:
+    there: list[torch.Tensor] = [piece.wait() if isinstance(piece, Pending) else piece for piece in pieces]
+    return there[0] if len(there) == 1 else torch.cat(there)
+
+
 def _drop(carried: dict[str, Any]) -> None:
     for value in carried.values():
         if isinstance(value, Pending):
@@ -141,7 +166,7 @@ class LocalRun:
         self, bound: Sequence[BoundProgram], tensors: Tensors, form: str = "fresh", stream: str = ""
     ) -> list[torch.Tensor]:
         """Every rank's prediction, which are equal. After an exception the next step begins with nothing."""
-        return self._each(lambda rank, run: run.predict(bound[rank], tensors, form, stream))
+        return self._each(lambda rank, run: settled(run.predict(bound[rank], tensors, form, stream)))
 
     @property
     def num_fallen(self) -> int:

@@ -28,7 +28,7 @@ class Rank{rank}(torch.nn.Module):
 
 
 def dump(sampler: "Sampler", directory: Path) -> Path:
-    """plan.txt, rows.txt, traffic.txt, traffic.json and rank_<r>.py."""
+    """plan.txt, rows.txt, traffic.txt, traffic.json, rank_<r>.py, and of other forms than fresh rank_<r>_<form>.py."""
     traffic = sampler.traffic()
     table = [
         {"source": src, "target": dst, "kind": kind, "bytes": size}

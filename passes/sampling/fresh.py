@@ -52,9 +52,9 @@ class FormWriter:
         self.plan, self.patches, self.patch, self.device = plan, patches, patch, device
         self.graph = fx.Graph()
         self.transport = self.graph.placeholder("transport")
-        self._messages: dict[tuple[str, str], list[Message]] = {}
+        self.messages: dict[tuple[str, str], list[Message]] = {}
         for message in messages:
-            self._messages.setdefault((message.value, message.kind), []).append(message)
+            self.messages.setdefault((message.value, message.kind), []).append(message)
         self._env: dict[fx.Node, fx.Node | Callable[[], fx.Node]] = {}
         self.inputs: tuple[str, ...] = ()
         self.state: dict[str, torch.Tensor] = {}
@@ -64,16 +64,28 @@ class FormWriter:
     def write(self, graph: fx.Graph) -> Form:
         self._placeholders(graph)
         self.call(ops.begin, (self.transport, "predict"), "begin_predict")
+        self._output(self.body(graph))
+        self.graph.lint()
+        return Form(self.graph, tuple(self.taken), tuple(self.carries))
+
+    def body(self, graph: fx.Graph) -> Any:
+        """Everything between placeholders and output; what the output has."""
         for node in graph.nodes:
             if "exchange" in node.meta:
                 self._env[node] = self._exchange(node)
             elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._read)
-                self._env[node] = self.call(node.target, args, node.name, kwargs, node)
-            elif node.op == "output":
-                self._output(self._read(node.args[0]))
-        self.graph.lint()
-        return Form(self.graph, tuple(self.taken), tuple(self.carries))
+                self._env[node] = self.copied(node)
+        (output,) = graph.find_nodes(op="output")
+        return fx.map_arg(output.args[0], self._read)
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """An operation of the patch's own."""
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._read)
+        return self.call(node.target, args, node.name, kwargs, node)
+
+    def placed(self, message: Message) -> Message:
+        """A message between patches as one between ranks."""
+        return message
 
     def finish(self) -> None:
         """What is written last."""
@@ -128,6 +140,10 @@ class FormWriter:
         if exchange.kind == "sum":
             received = self.swap(exchange, lambda dst: value)
             return lambda: self.call(row_ops.add_up, (self.ordered(value, received()),), node.name, None, node)
+        return self.gathered(node, value)
+
+    def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
+        exchange: Exchange = node.meta["exchange"]
         assert exchange.state is not None
         own = self._rows_of(value, exchange.name, exchange.state)
         received = self.swap(exchange, lambda dst: own)
@@ -136,18 +152,22 @@ class FormWriter:
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
         """Send to every rank that waits for it, post what comes; calling the result waits, and gives it by rank."""
         name, posted = exchange.name, dict[int, fx.Node]()
-        messages = self._messages.get((name, exchange.kind), ())
+        messages = self.messages.get((name, exchange.kind), ())
         for message in messages:
             if message.src == self.patch.index:
-                args = (self.transport, value_for(message.dst), message.dst, message.edge)
-                sent = self.call(ops.send, args, f"send_{name}_to_{message.dst}")
-                sent.meta["message"] = message
+                wire = self.placed(message)
+                args = (self.transport, value_for(message.dst), wire.dst, wire.edge)
+                sent = self.call(ops.send, args, f"send_{name}_to_{wire.dst}")
+                sent.meta["message"] = wire
         for message in messages:
             if message.dst == self.patch.index:
-                wire = (message.src, message.edge, list(message.shape), message.dtype, str(self.device))
-                posted[message.src] = self.call(ops.recv, (self.transport, *wire), f"recv_{name}_from_{message.src}")
-                posted[message.src].meta["message"] = message
-        return lambda: {src: self.call(ops.wait, (node,), f"{name}_from_{src}") for src, node in posted.items()}
+                wire = self.placed(message)
+                come = (self.transport, wire.src, wire.edge, list(wire.shape), wire.dtype, str(self.device))
+                posted[message.src] = self.call(ops.recv, come, f"recv_{name}_from_{wire.src}")
+                posted[message.src].meta["message"] = wire
+        return lambda: {
+            src: self.call(ops.wait, (node,), f"{name}_from_{node.meta['message'].src}") for src, node in posted.items()
+        }
 
     def ordered(self, own: fx.Node, received: dict[int, fx.Node]) -> list[fx.Node]:
         return [received.get(patch.index, own) for patch in self.patches]

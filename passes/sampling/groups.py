@@ -111,6 +111,7 @@ class _MovedForm:
         self.env: dict[fx.Node, fx.Node] = {}
 
     def written(self) -> fx.Graph:
+        sliced = False
         for node in self.alone.nodes:
             if node.op == "output":
                 carries = node.args[0][1:] if isinstance(node.args[0], tuple) else ()
@@ -121,7 +122,8 @@ class _MovedForm:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
             if node.target in (ops.send, ops.recv):
                 self._move(self.env[node])
-            if node.target is ops.begin:
+            if node.target is ops.begin and not sliced:
+                sliced = True
                 self._slice()
         self.graph.lint()
         return self.graph

@@ -11,6 +11,7 @@ All patches have the same exchanges in the same order.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from fxpipe.plan import row_ops
 from passes.operations import bound_arguments, call_arguments
 from passes.rows import RowPlan
 from passes.rows.how import Cut, Found, Joined, Moments, Resized, Same, Shaped, Split, Summed, Whole, Window, Written
-from passes.rows.layout import Rows, Slot, operands_of, shape_of
+from passes.rows.layout import Result, Rows, Slot, operands_of, shape_of
+from passes.rows.sized import Sized
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patch_writer import PatchWriter, meta
@@ -30,21 +32,78 @@ from passes.sampling.patches import Patch
 aten = torch.ops.aten
 
 
-def patch_graph(plan: RowPlan, patch: Patch) -> fx.Graph:
+@dataclass(frozen=True)
+class Piece:
+    """Of a patch's graph what one stage computes: `nodes`, and those of `early` that they need.
+
+    `reads` are values of other stages, `returns` those that others read, in their order; the prediction is returned
+    after them where it is made here, whole or `own_rows` of it. A patch that does not own what belongs to no row reads
+    what is `shared`.
+    """
+
+    nodes: frozenset[str]
+    early: frozenset[str]
+    reads: tuple[str, ...]
+    returns: tuple[str, ...]
+    shared: frozenset[str] = frozenset()
+    own_rows: bool = False
+
+
+def patch_graph(plan: RowPlan, patch: Patch, piece: Piece | None = None) -> fx.Graph:
     """The graph of one patch: placeholders as captured, inputs whole; it returns the whole prediction.
 
-    `meta`: "val" as it is in this patch, "path", and of exchanges "exchange".
+    Of a piece: what it reads of other stages comes as further placeholders, of the kind "read"; it returns a tuple.
+    A patch of all rows is the captured graph.
+
+    `meta`: "val" as it is in this patch, "path", of exchanges "exchange", of what no patch changes "early".
     """
-    writer = PatchWriter(plan, patch)
+    plan = whole_plan(plan) if patch.is_whole else plan
+    writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early)
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             writer.placeholder(node)
-        elif node.op == "call_function":
+        elif piece is not None and (node.name in piece.reads or (node.name in piece.shared and not patch.owns)):
+            writer.read(node)
+        elif node.op == "call_function" and (piece is None or node.name in piece.nodes | piece.early):
             _call(writer, node)
-    writer.output(plan.sized.result)
-    writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    if piece is None:
+        writer.output(plan.sized.result)
+    else:
+        _return(writer, plan.sized, piece)
+    told = piece is not None and piece.own_rows  # to later patches, whoever reads it here
+    kept = ("placeholder", "output")
+    writer.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or (told and "exchange" in n.meta))
     writer.graph.lint()
     return writer.graph
+
+
+def _return(writer: PatchWriter, sized: Sized, piece: Piece) -> None:
+    made = [writer.here[sized.nodes[name]] for name in piece.returns]
+    if sized.result.name in piece.nodes:
+        own = writer.here[sized.result]
+        made.append(own if piece.own_rows else writer.wanted(sized.result, None, "prediction"))
+    writer.graph.output(tuple(made))
+
+
+def sum_graph(plan: RowPlan, patch: Patch, name: str, early: frozenset[str]) -> fx.Graph:
+    """A patch's part of a sum over patches, of values of which it reads its own rows."""
+    node = plan.sized.nodes[name]
+    reads = tuple(operand.name for operand in node.all_input_nodes if operand.op == "call_function")
+    piece = Piece(frozenset([name]), early, tuple(read for read in reads if read not in early), (name,))
+    graph = patch_graph(plan, patch, piece)
+    (output,) = graph.find_nodes(op="output")
+    (exchange,) = (node for node in graph.nodes if "exchange" in node.meta)
+    output.args = ((exchange.args[0],),)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return graph
+
+
+def whole_plan(plan: RowPlan) -> RowPlan:
+    """The same graph with no rows followed: nothing is cut and nothing exchanged."""
+    states: dict[str, Result] = {}
+    for name, state in plan.states.items():
+        states[name] = tuple(None for _ in state) if isinstance(state, tuple) else None
+    return replace(plan, states=states, found={name: Found(states[name]) for name in plan.found})
 
 
 def _call(writer: PatchWriter, node: fx.Node) -> None:
@@ -177,7 +236,8 @@ def _split(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str
     assert isinstance(found.state, tuple)
     sizes = []
     for state, whole in zip(found.state, node.meta["val"], strict=True):
-        sizes.append(whole.shape[before.dim] if state is None else writer.patch.size(state))
+        of_none = whole.shape[before.dim] if writer.patch.owns else 0
+        sizes.append(of_none if state is None else writer.patch.size(state))
     writer.emit(node, aten.split_with_sizes.default, (next(iter(arguments.values())), sizes, before.dim))
 
 
@@ -213,6 +273,11 @@ def _whole(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str
 
 
 def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+    if not writer.patch.owns:
+        rows = [operand for operand in node.all_input_nodes if writer.plan.state(operand) is not None]
+        kept = {writer.here[operand] for operand in rows}
+        name, values = next(iter(arguments.items()))
+        arguments = {**arguments, name: [value for value in values if value in kept]}
     writer.emit_call(node, node.target, arguments)
 
 

@@ -4,7 +4,7 @@ wanted(positions, rows)    the same for all patches, cut      cut_rows(positions
 wanted(k, None)            this patch's, gathered             gather(k)
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from passes.sampling.patches import Patch
 class PatchWriter:
     """The graph as it grows; `here` has the node of each captured value as this patch holds it."""
 
-    def __init__(self, plan: RowPlan, patch: Patch) -> None:
-        self.plan, self.patch, self.graph = plan, patch, fx.Graph()
+    def __init__(self, plan: RowPlan, patch: Patch, early: Collection[str] = ()) -> None:
+        self.plan, self.patch, self.early, self.graph = plan, patch, early, fx.Graph()
         self.here: dict[fx.Node, fx.Node] = {}
         self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
@@ -37,6 +37,11 @@ class PatchWriter:
         assert not isinstance(state, tuple)
         self.here[node] = new if state is None else self.cut_rows(node, new, state)
 
+    def read(self, node: fx.Node) -> None:
+        """A value of another stage, as this patch holds it."""
+        self.here[node] = self.graph.placeholder(node.name)
+        self.here[node].meta = {"kind": "read", "val": self._value(node)}
+
     def output(self, result: fx.Node) -> None:
         self.graph.output(self.wanted(result, None, "prediction"))
 
@@ -44,6 +49,8 @@ class PatchWriter:
         """The node that stands for a captured one."""
         new = self.graph.create_node("call_function", target, args, kwargs or {}, node.name)
         new.meta = {"path": node.meta.get("path", ""), "val": self._value(node)}
+        if node.name in self.early:
+            new.meta["early"] = True
         self.here[node] = new
         return new
 

@@ -7,6 +7,7 @@ at half the rows, 9 units of 2, 1 short                      patch 0: rows 0:8, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from torch import fx
 
@@ -18,17 +19,23 @@ from passes.rows.layout import Part, Place, Rows, shape_of
 
 @dataclass(frozen=True)
 class Patch:
-    """Units [first, stop) of `count`."""
+    """Units [first, stop) of `count`; `owns` also what belongs to no row (text), beside rows in one dimension."""
 
     index: int
     first: int
     stop: int
     count: int
+    owns: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows."""
+        return self.stop - self.first == self.count
 
     def of_part(self, part: Part) -> int:
         """Entries of one copy of a part."""
         if part.kind == "whole":
-            return part.inner
+            return part.inner if self.owns else 0
         return (self.stop - self.first) * part.inner - (part.short if self.stop == self.count else 0)
 
     def size(self, state: Rows) -> int:
@@ -81,8 +88,11 @@ def even_bounds(count: int, num_patches: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def patches_of(plan: RowPlan, bounds: Sequence[int]) -> list[Patch]:
+def patches_of(plan: RowPlan, bounds: Sequence[int], text: Literal["all", "first"] = "all") -> list[Patch]:
     """The patches between these bounds, from 0 to the number of units.
+
+    Args:
+        text: which patches own what belongs to no row.
 
     Raises:
         CompileError: they leave units out, or one of them has none.
@@ -90,7 +100,7 @@ def patches_of(plan: RowPlan, bounds: Sequence[int]) -> list[Patch]:
     count = plan.units.count
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or sorted(set(bounds)) != list(bounds):
         raise CompileError(f"bounds {list(bounds)} are no patches of {_units(plan)}: from 0 to {count}, each larger")
-    return [Patch(i, a, b, count) for i, (a, b) in enumerate(pairwise(bounds))]
+    return [Patch(i, a, b, count, text == "all" or i == 0) for i, (a, b) in enumerate(pairwise(bounds))]
 
 
 def require_units(plan: RowPlan, num_patches: int) -> None:

@@ -1,0 +1,202 @@
+"""Stages on ranks, exact: samples follow each other through the stages, patches of the rows beside each other in each.
+
+2 columns x 2 patches, samples 0 and 1
+
+rank 0: stage 0, patch 0 of sample 0; send h    stage 0, patch 0 of sample 1; send h ...   wait prediction
+rank 1: stage 0, patch 1 of sample 0; send h    ...
+rank 2:     wait h; stage 1, patch 0 of sample 0     wait h; stage 1, patch 0 of sample 1; send prediction
+rank 3:     wait h; stage 1, patch 1 of sample 0     ...
+
+Patches of a stage exchange what they need of each other in the step itself. Every rank holds its stages' weights alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_program import Form, SampleProgram
+from passes.rows import RowPlan
+from passes.sampling.cells import Cell, CellWriter, cells
+from passes.sampling.groups import Span
+from passes.sampling.messages import messages_of
+from passes.sampling.patch_graph import Piece, patch_graph
+from passes.sampling.patches import Patch, patches_of
+from passes.sampling.staged_rank import RankGraph, reads_of
+from passes.sampling.stages import Line
+
+PREDICTION = "prediction"
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Stages, patches beside each other, and runs of samples that follow each other.
+
+    `plans` has where the rows lie for every number of samples in a run; `batched` are the inputs whose dimension 0 is
+    the batch. Column c's patch p is on rank c * patches + p.
+    """
+
+    line: Line
+    plans: Mapping[int, RowPlan]
+    spans: Sequence[Span]
+    bounds: Sequence[int]
+    batched: Mapping[str, torch.Tensor]
+    device: torch.device
+
+    @property
+    def num_patches(self) -> int:
+        return len(self.bounds) - 1
+
+    def rank(self, column: int, patch: int) -> int:
+        return column * self.num_patches + patch
+
+    def size(self, turn: int) -> int:
+        return self.spans[turn][1] - self.spans[turn][0]
+
+    def patches(self, turn: int) -> list[Patch]:
+        return patches_of(self.plans[self.size(turn)], self.bounds)
+
+
+def piece_of(line: Line, index: int) -> Piece:
+    """What a stage computes."""
+    stage = line.stages[index]
+    return Piece(stage.nodes, line.early, stage.reads, stage.returns)
+
+
+def staged_programs(staged: Staged) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+    """One program per rank, and all messages in the order of every channel."""
+    graphs = {
+        (stage.index, size): [patch_graph(plan, patch, piece_of(staged.line, stage.index)) for patch in of_size]
+        for size, plan in staged.plans.items()
+        for of_size in [patches_of(plan, staged.bounds)]
+        for stage in staged.line.stages
+    }
+    order = cells(staged.line, len(staged.spans))
+    messages = Messages()
+    for cell in order:
+        messages.add(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)])
+    programs = []
+    for column in range(staged.line.num_columns):
+        own = [cell for cell in order if cell.stage.column == column]
+        for patch in range(staged.num_patches):
+            of_rank = [graphs[cell.stage.index, staged.size(cell.turn)][patch] for cell in own]
+            programs.append(_RankWriter(staged, column, patch, messages).program(own, of_rank))
+    return tuple(programs), tuple(messages.all)
+
+
+class Messages:
+    """All messages as they are planned: within a cell, between its patches, and from a cell to later ones."""
+
+    def __init__(self) -> None:
+        self.all: list[Message] = []
+        self.within: dict[Cell, tuple[int, list[Message]]] = {}
+
+    def add(self, staged: Staged, cell: Cell, graphs: Sequence[fx.Graph]) -> None:
+        swapped = messages_of(staged.patches(cell.turn), graphs)
+        self.within[cell] = len(self.all), swapped
+        self.all += [self.placed(staged, cell, message) for message in swapped]
+        returned = [output.args[0] for graph in graphs for output in graph.find_nodes(op="output")]
+        for place, name in enumerate(returns_of(cell)):
+            for patch, values in enumerate(returned):
+                assert isinstance(values, tuple)
+                for column, kind in _readers(staged.line, cell, name):
+                    self._send(staged, cell, patch, column, name, kind, values[place])
+
+    def placed(self, staged: Staged, cell: Cell, message: Message) -> Message:
+        """A message between patches of one cell as one between ranks."""
+        first, column = self.within[cell][0], cell.stage.column
+        src, dst = staged.rank(column, message.src), staged.rank(column, message.dst)
+        return replace(message, edge=message.edge + first, src=src, dst=dst, microbatch=cell.turn)
+
+    def _send(self, staged: Staged, cell: Cell, patch: int, column: int, name: str, kind: str, value: Any) -> None:
+        src, dst = staged.rank(cell.stage.column, patch), staged.rank(column, patch)
+        like = value.meta["val"]
+        wire = (len(self.all), src, dst, None, name, cell.turn, kind, tuple(like.shape), like.dtype)
+        self.all.append(Message(*wire))
+
+
+def returns_of(cell: Cell) -> tuple[str, ...]:
+    """What a cell's graph returns, by name; the last stage's has the prediction too."""
+    return (*cell.stage.returns, PREDICTION)
+
+
+def _readers(line: Line, cell: Cell, name: str) -> list[tuple[int, str]]:
+    """The other columns that a value goes to, and what it is for them."""
+    if name == PREDICTION:
+        everyone = range(line.num_columns) if cell.stage == line.stages[-1] else ()
+        return [(column, "prediction") for column in everyone if column != cell.stage.column]
+    found = []
+    for column in line.readers(name):
+        readers = [s.index for s in line.stages if s.column == column and name in s.reads]
+        if column != cell.stage.column:
+            found.append((column, "main" if cell.stage.index + 1 in readers else "skip"))
+    return found
+
+
+class _RankWriter:
+    """One rank's program."""
+
+    def __init__(self, staged: Staged, column: int, patch: int, messages: Messages) -> None:
+        self.staged, self.column, self.patch, self.messages = staged, column, patch, messages
+        self.rank = staged.rank(column, patch)
+        self.between = [m for m in messages.all if m.kind in ("main", "skip", PREDICTION) and self._is_between(m)]
+
+    def _is_between(self, message: Message) -> bool:
+        """Whether it goes from column to column."""
+        return message.src // self.staged.num_patches != message.dst // self.staged.num_patches
+
+    def program(self, own: Sequence[Cell], graphs: Sequence[fx.Graph]) -> SampleProgram:
+        plan = next(iter(self.staged.plans.values()))
+        self.rows = RankGraph(plan, graphs, self.rank, self.between, self.staged.device)
+        turns = range(len(self.staged.spans))
+        self.values: list[dict[str, fx.Node]] = [{} for _ in turns]
+        self.early: list[dict[str, fx.Node]] = [{} for _ in turns]
+        for index, (cell, graph) in enumerate(zip(own, graphs, strict=True)):
+            for soon in own[index : index + 2]:
+                self.rows.post(reads_of(soon, self.rank, self.between))
+            self._add(cell, graph)
+        result = self._prediction()
+        self.rows.graph.output(result)
+        self.rows.graph.lint()
+        return SampleProgram(self.rank, {"fresh": Form(self.rows.graph)}, tuple(self.rows.given), self.rows.state)
+
+    def _add(self, cell: Cell, graph: fx.Graph) -> None:
+        staged, turn = self.staged, cell.turn
+        for message in reads_of(cell, self.rank, self.between):
+            if message.value not in self.values[turn]:
+                self.values[turn][message.value] = self.rows.wait(message)
+        patches, (_, swapped) = staged.patches(turn), self.messages.within[cell]
+        span = staged.spans[turn] if len(staged.spans) > 1 else None
+        writer = CellWriter(
+            staged.plans[staged.size(turn)], patches, patches[self.patch],
+            [message for message in swapped if self.patch in message.channel], staged.device, self.rows.transport,
+            self.rows.operand(turn, span, staged.batched), self.values[turn], self.early[turn],
+            lambda message: self.messages.placed(staged, cell, message),
+        )  # fmt: skip
+        returned = writer.add(graph, cell)
+        self.values[turn].update(zip(returns_of(cell), returned, strict=False))
+        for message in self.between:
+            if message.src == self.rank and message.microbatch == turn and self._made(message, cell):
+                self.rows.send(self.values[turn][message.value], message)
+
+    def _made(self, message: Message, cell: Cell) -> bool:
+        last = cell.stage == self.staged.line.stages[-1]
+        return message.value in cell.stage.returns or (last and message.value == PREDICTION)
+
+    def _prediction(self) -> fx.Node:
+        """Of all samples, from the last stage."""
+        parts = []
+        for turn, values in enumerate(self.values):
+            for message in self.between:
+                if message.dst == self.rank and message.microbatch == turn and message.kind == PREDICTION:
+                    values[PREDICTION] = self.rows.wait(message)
+            parts.append(values[PREDICTION])
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(parts[0].meta["val"].shape)
+        shape[0] = self.staged.spans[-1][1] - self.staged.spans[0][0]
+        like = torch.empty(shape, dtype=parts[0].meta["val"].dtype, device="meta")
+        return self.rows.call(torch.ops.aten.cat.default, (parts, 0), PREDICTION, like)

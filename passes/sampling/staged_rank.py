@@ -1,0 +1,105 @@
+"""One rank's program over its cells: what comes for the next cell is asked for before this one's work begins.
+
+begin 1F0;  recv h[0];  recv h[1];  h = wait(h[0]);  ... ;  send prediction[0]
+begin 1F1;  recv h[2];  h_1 = wait(h[1]);  ...
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.plan import ops
+from fxpipe.plan.rank_program import Message
+from passes.rows import RowPlan
+from passes.sampling.cells import Cell
+from passes.sampling.fresh import CONSTANTS
+from passes.sampling.groups import Span
+
+
+class RankGraph:
+    """The graph as it grows: inputs and the model's tensors by name, once for all cells, and messages between cells."""
+
+    def __init__(
+        self, plan: RowPlan, graphs: Sequence[fx.Graph], rank: int, messages: Sequence[Message], device: torch.device,
+        takes_carried: bool = False,
+    ) -> None:  # fmt: skip
+        self.plan, self.rank, self.device, self.graph = plan, rank, device, fx.Graph()
+        self.transport = self.graph.placeholder("transport")
+        self._wires = [message for message in messages if message.dst == rank]
+        self._posted: dict[int, fx.Node] = {}
+        used = {node.name for graph in graphs for node in graph.find_nodes(op="placeholder") if node.users}
+        self.given = {name: self.graph.placeholder(name) for name in plan.inputs if name in used}
+        self.carried = self.graph.placeholder("carried") if takes_carried else None
+        self.state: dict[str, torch.Tensor] = {}
+        self._state_nodes: dict[str, fx.Node] = {}
+        self._slices: dict[tuple[str, int], fx.Node] = {}
+        self.call(ops.begin, (self.transport, "predict"), "begin_predict")
+
+    def call(self, target: Any, args: tuple[Any, ...], name: str, like: torch.Tensor | None = None) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, name=name)
+        if like is not None:
+            node.meta["val"] = like
+        return node
+
+    def operand(
+        self, turn: int, span: Span | None, batched: Mapping[str, torch.Tensor]
+    ) -> Callable[[fx.Node], fx.Node]:
+        """Where a cell finds its inputs, the samples of `span` alone, and the model's tensors."""
+
+        def find(node: fx.Node) -> fx.Node:
+            if node.meta["kind"] != "input":
+                return self._tensor(node)
+            if span is None or node.name not in batched:
+                return self.given[node.name]
+            if (node.name, turn) not in self._slices:
+                args = (self.given[node.name], 0, 1, 1, *span, 0)
+                self._slices[node.name, turn] = self.call(
+                    ops.slice_batch, args, f"{node.name}_{turn}", node.meta["val"]
+                )
+            return self._slices[node.name, turn]
+
+        return find
+
+    def _tensor(self, node: fx.Node) -> fx.Node:
+        if node.name not in self._state_nodes:
+            name = self.plan.sized.capture.tensors.get(node.name, CONSTANTS + node.name)
+            self._state_nodes[node.name] = self.graph.create_node("get_attr", name, name=node.name)
+            self.state[name] = node.meta["val"]
+        return self._state_nodes[node.name]
+
+    # -- messages between cells
+
+    def send(self, value: fx.Node, message: Message) -> None:
+        args = (self.transport, value, message.dst, message.edge)
+        self.call(ops.send, args, f"send_{message.value}_to_{message.dst}").meta["message"] = message
+
+    def post(self, wanted: Sequence[Message]) -> None:
+        """Ask for these, and for what comes before them on their channels."""
+        last = {message.src: message.edge for message in sorted(wanted, key=lambda message: message.edge)}
+        for message in self._wires:
+            if message.edge not in self._posted and message.edge <= last.get(message.src, -1):
+                args = (
+                    self.transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device)
+                )  # fmt: skip
+                node = self.call(ops.recv, args, f"recv_{message.value}_from_{message.src}")
+                node.meta["message"] = message
+                self._posted[message.edge] = node
+
+    def posted(self, message: Message) -> fx.Node:
+        """A message on its way."""
+        self.post([message])
+        return self._posted[message.edge]
+
+    def wait(self, message: Message) -> fx.Node:
+        like = torch.empty(message.shape, dtype=message.dtype, device="meta")
+        return self.call(ops.wait, (self.posted(message),), f"{message.value}_from_{message.src}", like)
+
+
+def reads_of(cell: Cell, rank: int, messages: Sequence[Message]) -> list[Message]:
+    """What comes to a rank for one of its cells."""
+    return [
+        m for m in messages
+        if m.dst == rank and m.microbatch == cell.turn and m.kind in ("main", "skip") and m.value in cell.stage.reads
+    ]  # fmt: skip

@@ -1,0 +1,170 @@
+"""Stages: the operations that depend on the patch, cut into runs that columns of ranks have.
+
+    line, 3 columns            conv_in res0 | res1 mid up0 | up1 out       stages 0 1 2 on columns 0 1 2
+    fold, 3 columns            conv_in | res0 | res1 mid up0 | up1 | out   stages 0 1 2 3 4 on columns 0 1 2 1 0
+
+What is known before the patch (text, time embeddings, positions) belongs to no stage: whoever reads it computes it.
+The busiest column decides how fast patches follow each other, so it is made as light as it can be; among cuts that are
+nearly as good the one with the fewest bytes on the wire is taken. A fold keeps both ends of a skip on one column.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+
+from torch import fx
+
+from fxpipe.errors import CompileError
+from passes.blocks import blocks
+from passes.blocks.freeze import Freeze
+from passes.rows import RowPlan
+from passes.sampling.times import PATCH, binding_times
+
+_BLOCKS = 8  # for every column, from which stages are made
+_SLACKS = (1.15, 1.4, 2.0, inf)  # of the mean load: the busiest column has no more, if that can be
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of operations by node name, and the column of ranks that has it.
+
+    `reads` are values of other stages, `returns` those that other stages read. `seconds`: of its operations, once.
+    """
+
+    index: int
+    column: int
+    nodes: frozenset[str]
+    reads: tuple[str, ...]
+    returns: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """All stages in order. `early` are the operations that every stage computes for itself."""
+
+    stages: tuple[Stage, ...]
+    num_columns: int
+    early: frozenset[str]
+
+    @property
+    def folded(self) -> bool:
+        return len(self.stages) > self.num_columns
+
+    def readers(self, value: str) -> list[int]:
+        """The columns that read a value."""
+        return sorted({stage.column for stage in self.stages if value in stage.reads})
+
+
+def stages(
+    plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], columns: int, fold: bool | None
+) -> Line:
+    """Cut a denoiser for so many columns of ranks.
+
+    Args:
+        sample: the inputs that have rows.
+        node_seconds: of every operation, by its name.
+        fold: whether the line is folded, so that a column has two stages; where fewer bytes cross, if left out.
+
+    Raises:
+        CompileError: it cannot be divided so often.
+    """
+    times = binding_times(plan.sized, dict.fromkeys(sample, PATCH))
+    late = [n.name for n in plan.sized.graph.nodes if n.op == "call_function" and times[n.name] == PATCH]
+    if plan.sized.result.name not in late:
+        raise CompileError(f"the prediction is not made of {', '.join(sample)}: there are no stages; leave stages open")
+    split = Freeze(tuple(late), (), frozenset(), ())
+    cut = blocks(plan.sized.capture, split, node_seconds, max(_BLOCKS * columns, 2))
+    if len(cut) < columns:
+        raise CompileError(
+            f"stages={columns}, but the denoiser divides into {len(cut)} blocks; use stages={len(cut)} or fewer"
+        )
+    runs = [block.nodes for block in cut]
+    seconds = [sum(node_seconds.get(name, 0.0) for name in run) for run in runs]
+    values = list(_values(plan.sized.nodes, runs))
+    ways = (False, True) if fold is None else (fold,)
+    found = [_columns(seconds, values, columns, way) for way in ways]
+    _, bounds = min(found, key=lambda way: (way[0], _sent(values, way[1], len(runs))))
+    early = frozenset(n.name for n in plan.sized.graph.nodes if n.op == "call_function") - set(late)
+    return Line(_stages(plan.sized.nodes, runs, seconds, bounds), columns, early)
+
+
+Bounds = tuple[tuple[int, int], ...]
+"""Of every column but the last: its blocks end before the first number, and go on from the second."""
+
+
+def _values(nodes: Mapping[str, fx.Node], runs: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, set[int]]]:
+    """What crosses between blocks: (bytes, the block that makes it, the blocks that read it)."""
+    block_of = {name: index for index, run in enumerate(runs) for name in run}
+    for name, own in block_of.items():
+        readers = {block_of[user.name] for user in nodes[name].users if user.name in block_of} - {own}
+        if readers:
+            yield nodes[name].meta["val"].nbytes, own, readers
+
+
+def _columns(
+    seconds: Sequence[float], values: Sequence[tuple[int, int, set[int]]], columns: int, fold: bool
+) -> tuple[float, Bounds]:
+    """How even loads can be, and the bounds: columns take blocks from both ends until the last has the rest.
+
+    A value that passes over several columns counts for each of them.
+    """
+    count, total = len(seconds), sum(seconds)
+    sums = [sum(seconds[:i]) for i in range(count + 1)]
+
+    @cache
+    def crossing(i: int, j: int) -> int:
+        inside = range(i, j)
+        return sum(size for size, own, readers in values if any((r in inside) != (own in inside) for r in readers))
+
+    def load(i: int, j: int, inner: tuple[int, int]) -> float:
+        return sums[inner[0]] - sums[i] + sums[j] - sums[inner[1]]
+
+    def best(limit: float) -> Bounds | None:
+        @cache
+        def rest(i: int, j: int, left: int) -> tuple[float, Bounds]:
+            if left == 1:
+                return (0.0 if sums[j] - sums[i] <= limit else inf), ()
+            found: tuple[float, Bounds] = inf, ()
+            for start in range(i + 1, j - left + 2):
+                for stop in range(j, start + left - 2, -1) if fold else (j,):
+                    if load(i, j, (start, stop)) > limit:
+                        break
+                    inner, bounds = rest(start, stop, left - 1)
+                    if inner + crossing(start, stop) < found[0]:
+                        found = inner + crossing(start, stop), ((start, stop), *bounds)
+            return found
+
+        cost, bounds = rest(0, count, columns)
+        return bounds if cost < inf else None
+
+    for slack in _SLACKS:
+        if (bounds := best(max(slack * total / columns, max(seconds)) * (1 + 1e-9))) is not None:
+            return slack, bounds
+    raise AssertionError("there are as many blocks as columns")
+
+
+def _sent(values: Sequence[tuple[int, int, set[int]]], bounds: Bounds, count: int) -> int:
+    """Bytes that go from column to column."""
+    column = [sum(start <= block < stop for start, stop in bounds) for block in range(count)]
+    return sum(size * len({column[r] for r in readers} - {column[own]}) for size, own, readers in values)
+
+
+def _stages(
+    nodes: Mapping[str, fx.Node], runs: Sequence[Sequence[str]], seconds: Sequence[float], bounds: Bounds
+) -> tuple[Stage, ...]:
+    edges = [(0, len(runs)), *bounds]
+    spans = [(edges[c][0], edges[c + 1][0], c) for c in range(len(bounds))]
+    spans.append((*edges[-1], len(bounds)))
+    spans += [(edges[c + 1][1], edges[c][1], c) for c in reversed(range(len(bounds)))]
+    spans = [span for span in spans if span[0] < span[1]]
+    members = [[name for run in runs[start:stop] for name in run] for start, stop, _ in spans]
+    stage_of = {name: index for index, names in enumerate(members) for name in names}
+    made = []
+    for index, ((start, stop, column), names) in enumerate(zip(spans, members, strict=True)):
+        operands = dict.fromkeys(operand.name for name in names for operand in nodes[name].all_input_nodes)
+        reads = tuple(name for name in operands if stage_of.get(name, index) != index)
+        returns = tuple(n for n in names if any(stage_of.get(u.name, index) != index for u in nodes[n].users))
+        made.append(Stage(index, column, frozenset(names), reads, returns, sum(seconds[start:stop])))
+    return tuple(made)

@@ -1,0 +1,307 @@
+"""Patches that follow each other through stages: which values they read, and pipelines that overlap their steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CompileError, RunError
+from fxpipe.models.backbones import prediction_of
+from fxpipe.run.patched import Patched
+from fxpipe.run.sampling import BoundProgram, LocalRun
+from fxpipe.sampler import Sampler, SampleStep
+from tests.denoisers import case, noise, revealed
+from tests.distributed import run_processes
+from tests.tiny_backbones import CONFIGS
+
+UNET = "UNet2DConditionModel"
+KEYS = {
+    UNET: 1e-10, "DiTTransformer2DModel": 1e-10, "SD3Transformer2DModel": 1e-10, "FluxTransformer2DModel": 1e-10,
+    "SanaTransformer2DModel": 1e-6,
+}  # fmt: skip
+FORMS = ("fresh", "fresh", "displaced", "displaced", "displaced")
+
+
+@cache
+def compiled(key: str) -> Sampler:
+    given = case(key)
+    return fxpipe.compile_sampler(given.model, 2, stages=2, cfg=1, patches=3, mode="displaced", example=given.example)
+
+
+def laid_out(sampler: Sampler, world_size: int, **how: Any) -> SampleStep:
+    """The programs of another layout, of the same trace."""
+    lowering: Any = sampler.denoiser.lowering
+    return replace(lowering, world_size=world_size, **how).step(sampler.step.traced, sampler.step.batch_size)
+
+
+def moving(sampler: Sampler, still: bool = False) -> list[dict[str, Any]]:
+    """A call's inputs step by step, the sample a little different in each."""
+    (name,), example = sampler.step.traced.rows, sampler.example[1]
+    change = noise(*example[name].shape).to(example[name].dtype)
+    return [{**example, name: example[name] + 0.05 * step * (not still) * change} for step in range(len(FORMS))]
+
+
+def sampled(
+    sampler: Sampler, steps: Sequence[Mapping[str, Any]], forms: Sequence[str] = FORMS, step: SampleStep | None = None
+) -> list[Tensor]:
+    """Predictions of one call, which are every rank's."""
+    step, found = step or sampler.step, []
+    bound = [BoundProgram(program, sampler.denoiser.state(step.traced)) for program in step.programs]
+    run = LocalRun(len(bound))
+    for given, form in zip(steps, forms, strict=True):
+        each = run.predict(bound, step.bind(step.traced.captured.inputs.bind((), given)[0]), form)
+        assert all(torch.equal(one, each[0]) for one in each)
+        found.append(each[0])
+    run.reset()
+    return found
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_where_nothing_moves_it_is_exact_and_stages_change_no_bit(key: str) -> None:
+    line = compiled(key)
+    with torch.no_grad():
+        wanted = prediction_of(line.denoiser.module(**line.example[1]))
+    assert max(error(found, wanted) for found in sampled(line, moving(line, still=True))) <= KEYS[key]
+    steps = moving(line)
+    found = sampled(line, steps)
+    with torch.no_grad():
+        exact = [prediction_of(line.denoiser.module(**given)) for given in steps]
+    assert max(error(f, e) for f, e in zip(found[:2], exact[:2], strict=True)) <= KEYS[key]
+    assert all(1e-6 < error(f, e) < 0.2 for f, e in zip(found[2:], exact[2:], strict=True))
+    assert equal(found, sampled(line, steps, step=laid_out(line, 1, stages=1)))
+    fold = laid_out(line, 6, stages=3, fold=True, cfg=2)
+    assert str(fold.grid) == "2 x 3 x 3"
+    assert equal(found, sampled(line, steps, step=fold))
+
+
+class Tokens(nn.Module):
+    """Attention over text and rows, twice; the text is none of the prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+
+    def mix(self, x: Tensor, known: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(known), self.v(known)
+        return x + torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        both = torch.cat([text, x], 1)
+        for _ in range(2):
+            text, x = self.mix(both, both).split([text.shape[1], x.shape[1]], 1)
+            both = torch.cat([text * 0.5, x], 1)
+        return both[:, text.shape[1] :]
+
+
+def by_hand(model: Tokens, x: Tensor, text: Tensor, before: list[Tensor], bounds: Sequence[int]) -> Tensor:
+    """One step, patch by patch: of patches behind what `before` has of them, layer by layer; the text goes first."""
+    size, made = text.shape[1], []
+    for patch, (start, stop) in enumerate(pairwise(bounds)):
+        rows = slice(size + start, size + stop) if patch else slice(0, size + stop)
+        both = torch.cat([text, x], 1)[:, rows]
+        for layer in range(2):
+            before[layer][:, rows] = both
+            both = model.mix(both, before[layer])
+            both = both if patch else torch.cat([both[:, :size] * 0.5, both[:, size:]], 1)
+        made.append(both if patch else both[:, size:])
+    return torch.cat(made, 1)
+
+
+def test_patches_read_those_before_them_of_now_and_those_behind_of_the_step_before() -> None:
+    torch.manual_seed(0)
+    model, x, text = Tokens().double(), noise(1, 12, 4), noise(1, 3, 4)
+    sampler = fxpipe.compile_sampler(
+        model, 2, stages=2, mode="displaced", patches=3, example={"x": x, "text": text}, sample={"x": 1}
+    )
+    steps = [{"x": x + 0.3 * step * x.cos(), "text": text} for step in range(4)]
+    found = sampled(sampler, steps, ("fresh", "displaced", "displaced", "displaced"))
+    before = [torch.zeros(1, 15, 4, dtype=torch.float64) for _ in range(2)]
+    with torch.no_grad():
+        assert error(found[0], by_hand(model, **steps[0], before=before, bounds=(0, 12))) <= 1e-12
+        for given, one in zip(steps[1:], found[1:], strict=True):
+            assert error(one, by_hand(model, **given, before=before, bounds=(0, 4, 8, 12))) <= 1e-12
+            assert error(one, model(**given)) > 1e-6
+    first, second = sampler.step.programs
+    texts = [str(program.forms["displaced"].graph) for program in (first, second)]
+    assert all(text.count("displaced_ops.put") == 2 * 3 for text in texts)
+
+
+def test_state_ends_with_the_call_the_shape_and_an_exception() -> None:
+    sampler = compiled(UNET)
+    steps, step = moving(sampler), sampler.step
+    bound = [BoundProgram(program, sampler.denoiser.state(step.traced)) for program in step.programs]
+    tensors = [step.bind(step.traced.captured.inputs.bind((), given)[0]) for given in steps]
+    wanted, run = sampled(sampler, steps), LocalRun(2)
+    for form, given in zip(FORMS[:4], tensors[::-1], strict=False):
+        run.predict(bound, given, form)
+    run.reset()
+    forms = ("displaced", *FORMS[1:])  # the first is fresh all the same
+    assert equal([run.predict(bound, given, form)[0] for given, form in zip(tensors, forms, strict=True)], wanted)
+    with pytest.raises(RunError, match="failed in"):
+        run.predict(bound, {**tensors[0], "sample": tensors[0]["sample"][:, :3]}, "displaced")
+    assert equal([run.predict(bound, given, form)[0] for given, form in zip(tensors, forms, strict=True)], wanted)
+    once = [BoundProgram(program, sampler.denoiser.state(step.traced)) for program in step.programs]
+    other = [BoundProgram(program, bound[0]._state | bound[1]._state) for program in step.programs]
+    run.predict(once, tensors[1], "displaced")
+    assert error(run.predict(other, tensors[2], "displaced")[0], sampled(sampler, [steps[2]], ["fresh"])[0]) == 0
+
+
+# -- pipelines
+
+
+def pipeline(scheduler: Any) -> Any:
+    torch.manual_seed(0)
+    config = {**CONFIGS["SD3Transformer2DModel"], "sample_size": 16, "pos_embed_max_size": 16, "num_layers": 4}
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, latent_channels=4, shift_factor=0.1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    nothing = dict.fromkeys(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
+    pipe = diffusers.StableDiffusion3Pipeline(
+        transformer=revealed(diffusers.SD3Transformer2DModel(**config)), scheduler=scheduler,
+        vae=vae.double().eval(), **nothing,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def call(seed: int = 0) -> dict[str, Any]:
+    text, pooled = noise(1, 7, 8) + seed, noise(1, 8) - seed
+    negative = {"negative_prompt_embeds": -text, "negative_pooled_prompt_embeds": -pooled}
+    return {"prompt_embeds": text, "pooled_prompt_embeds": pooled, **negative, "height": 32, "width": 24}
+
+
+def latents(pipe: Any, steps: int = 6, output: str = "latent", seed: int = 0, **more: Any) -> Tensor:
+    given = {"num_inference_steps": steps, "output_type": output, "generator": torch.Generator().manual_seed(5)}
+    found: Tensor = pipe(**call(seed), **given, **more).images
+    assert not isinstance(found, Patched)
+    return found
+
+
+@cache
+def piped(warmup: int = 2, **how: Any) -> Any:
+    pipe = pipeline(diffusers.FlowMatchEulerDiscreteScheduler())
+    how = {"stages": 2, "patches": 3, **how}
+    world_size = how["stages"] * how.get("cfg", 1)
+    return fxpipe.compile_sampler(pipe, world_size, mode="displaced", warmup=warmup, example=call(), **how)
+
+
+def test_a_pipeline_of_one_patch_or_of_fresh_steps_is_one_devices() -> None:
+    wanted = latents(pipeline(diffusers.FlowMatchEulerDiscreteScheduler()))
+    for sampler in (piped(warmup=6), piped(patches=1)):
+        assert error(latents(sampler.pipeline()), wanted) <= 1e-12
+    displaced = latents(piped().pipeline())
+    assert 1e-4 < error(displaced, wanted) < 0.05
+
+
+def test_a_call_leaves_nothing_to_the_next() -> None:
+    fast = piped().pipeline()
+    first = latents(fast)
+    other = latents(fast, seed=1)
+    assert not torch.equal(first, other)
+    with pytest.raises(ZeroDivisionError):
+        latents(fast, callback_on_step_end=lambda pipe, step, t, given: {"latents": 1 / (step - 3) * given["latents"]})
+    assert torch.equal(latents(fast), first)
+
+
+def launched(changes: str) -> list[Any]:
+    """What one rank of a launch gets of two calls, and whether the loop was ever handed patches on their way."""
+    seen = []
+
+    def look(pipe: Any, step: int, t: Any, given: dict[str, Any]) -> dict[str, Any]:
+        seen.append(isinstance(given["latents"], Patched))
+        return {"latents": given["latents"] * 1.01} if step == 3 and changes == "changed" else {}
+
+    sampler = piped(fold=changes == "folded")
+    fast = sampler.pipeline()
+    found = [latents(fast, callback_on_step_end=look), latents(fast, 4, "pt", 1)]
+    sampler.close()
+    return [*found, seen]
+
+
+@pytest.mark.parametrize("changes", ["none", "changed"])
+def test_processes_overlap_their_steps_and_give_what_threads_give(changes: str) -> None:
+    def look(pipe: Any, step: int, t: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": given["latents"] * 1.01} if step == 3 and changes == "changed" else {}
+
+    fast = piped().pipeline()
+    wanted = [latents(fast, callback_on_step_end=look), latents(fast, 4, "pt", 1)]
+    for *found, seen in run_processes(2, launched, changes):
+        assert equal(found, wanted)
+        assert seen == [False, False, True, True, True, True]
+
+
+def test_messages_are_those_of_a_fresh_step() -> None:
+    sampler = piped()
+    assert str(sampler.grid) == "1 x 2 x 3"
+    hidden = [m for m in sampler.step.messages_of["displaced"] if m.kind in ("main", "skip")]
+    assert {message.microbatch for message in hidden} == set(range(2 * 3))
+    displaced, fresh = sampler.step.messages_of["displaced"], sampler.step.messages
+    assert sum(m.num_bytes for m in displaced) == sum(m.num_bytes for m in fresh)
+
+
+class Timed(Tokens):
+    """The same at some time."""
+
+    def forward(self, x: Tensor, text: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * time.reshape(-1, 1, 1), text)
+
+
+def test_predictions_of_one_step_are_streams_of_their_own() -> None:
+    torch.manual_seed(0)
+    x, texts = noise(1, 12, 4), (noise(1, 3, 4), -noise(1, 3, 4))
+    sampler = fxpipe.compile_sampler(
+        Timed().double(), 2, stages=2, mode="displaced", patches=3, warmup=2, sample={"x": 1},
+        example={"x": x, "text": texts[0], "time": torch.ones(1, dtype=torch.float64)},
+    )  # fmt: skip
+    steps = [(x + 0.3 * step * x.cos(), torch.full([1], 1.0 - 0.1 * step, dtype=torch.float64)) for step in range(5)]
+    wanted: list[list[Tensor]] = []
+    for text in texts:
+        with sampler.ranks.call():
+            wanted.append([sampler.denoiser(x, text, time) for x, time in steps])
+    with sampler.ranks.call():
+        for index, (x, time) in enumerate(steps):
+            for text, of_text in zip(texts, wanted, strict=True):
+                assert torch.equal(sampler.denoiser(x, text, time), of_text[index])
+    with torch.no_grad():
+        exact = [sampler.denoiser.module(x, texts[0], time) for x, time in steps]
+    differs = [error(found, one) > 1e-9 for found, one in zip(wanted[0], exact, strict=True)]
+    assert differs == [False, False, True, True, True]
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(2, keepdim=True).expand_as(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "says"),
+    [
+        (Mean(), {"stages": 1}, r"the prediction \(mul\) is not made row by row"),
+        (Tokens(), {"stages": 2, "norms": "sync"}, "waits for patches that come later"),
+        (Tokens(), {"stages": 2, "patches": 99}, "99 patches of"),
+        (Tokens(), {"stages": 2, "warmup": 0}, "warmup"),
+    ],
+)
+def test_refusals(model: nn.Module, how: dict[str, Any], says: str) -> None:
+    given: dict[str, Any] = {"example": {"x": noise(1, 12, 4), "text": noise(1, 3, 4)}, "sample": {"x": 1}}
+    if isinstance(model, Mean):
+        given = {"example": {"x": noise(1, 2, 8, 4)}, "sample": {"x": 2}}
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile_sampler(model.double(), how.get("stages", 2), mode="displaced", **given, **how)
