@@ -135,7 +135,7 @@ def step_seconds(sampler: fxpipe.Sampler, example: dict[str, Any]) -> Iterator[f
     picture = "sample" if "sample" in example else "hidden_states"
     with sampler.call():
         for step in range(WARM_UP + STEPS):
-            moved = {**example, picture: example[picture] + 0.01 * step}
+            moved = {**example, picture: example[picture] + 0.01 * step, "timestep": example["timestep"] - step}
             started = time.perf_counter()
             sampler.predict(**moved)
             if step >= WARM_UP:
