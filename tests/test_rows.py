@@ -104,7 +104,7 @@ def test_norms_of_half_precision_are_exchanged_in_float32(dtype: torch.dtype) ->
     torch.manual_seed(0)
     norm, x = nn.GroupNorm(2, 4).to(dtype), (100 + torch.randn(2, 4, 8, 8)).to(dtype)
     programs = sample_programs(norm, {"input": x}, 2, sample={"input": 2})
-    assert {m.dtype for m in programs.messages["fresh"] if m.kind == "moments"} == {torch.float32}
+    assert {m.dtype for m in programs.messages if m.kind == "moments"} == {torch.float32}
     torch.testing.assert_close(programs.predict(input=x)[0], norm(x).detach())
 
 
@@ -148,7 +148,7 @@ def test_sdxl_sends_what_was_worked_out_by_hand() -> None:
     programs = sample_programs(model, call, 8, sample={"sample": 2}, batch_size=1)
     assert (programs.rows.units.count, programs.rows.units.each, programs.rows.notes) == (32, 4, ())
     kinds = ("gather", "halo", "moments")
-    assert [len({m.value for m in programs.messages["fresh"] if m.kind == kind}) for kind in kinds] == [140, 40, 46]
+    assert [len({m.value for m in programs.messages if m.kind == kind}) for kind in kinds] == [140, 40, 46]
     sent = programs.traffic().kinds
     assert sent["gather"] == 7 * 419_430_400  # all have all in the end, each had an eighth
     assert sent["halo"] == 7 * 8_030_208  # over seven borders
