@@ -4,7 +4,7 @@
     fxpipe.compile_sampler(pipe, world_size=4)    ->   capture  ->  rows  ->  patches        ->  one program per rank
 
 compiler       the whole story, a line per step: analysis (the front half), then plan, then program
-sample_compiler   the same story for a denoiser as it samples: patches of the image's rows, one program per rank
+sample_compiler, sampling           the same story for a denoiser as it samples; what it does for every kind of call
 options, errors                     what users give, and what they are told
 models, capture                     their step as one graph
 plan                                the language: blocks, stages, schedules, plans, rank programs, and their checks

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.plan import displaced_ops, row_ops
-from fxpipe.sample_compiler import SamplePrograms
 from passes.rows.layout import Rows
 from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import CONSTANTS
 from passes.sampling.messages import halo_of
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
+from tests.row_programs import RowPrograms
 
 Run = Generator[tuple[fx.Node, Tensor], Tensor, Tensor]
 Latest = dict[tuple[str, str], list[Tensor]]
@@ -26,11 +26,11 @@ Latest = dict[tuple[str, str], list[Tensor]]
 class Lockstep:
     """The patches of `programs`, and what each exchange has seen in the step before."""
 
-    def __init__(self, programs: SamplePrograms) -> None:
+    def __init__(self, programs: RowPrograms) -> None:
         self.patches = patches_of(programs.rows, programs.bounds)
         self.graphs = [patch_graph(programs.rows, patch) for patch in self.patches]
-        self.norms, self.state, self.rows = programs.norms, programs.state(), programs.rows
-        self.advance = programs.advance
+        self.norms, self.state, self.rows = programs.lowering.norms, programs.state(), programs.rows
+        self.advance = programs.lowering.advance
         self.before: Latest = {}
         self.earlier: Latest = {}
 

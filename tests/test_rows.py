@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import prediction_of
-from fxpipe.sample_compiler import captured_denoiser, sample_programs
-from passes.rows import RowPlan, analyse
+from passes.rows import RowPlan
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
 from passes.sampling.times import CALL, PATCH, STEP, binding_times
+from tests.row_programs import row_programs
 
 ARROW = "\n\n  |\n  v\n\n"
 Golden = Callable[[str, str], None]
@@ -45,7 +45,7 @@ def example(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def plan_of(model: nn.Module, call: dict[str, Any], rows: dict[str, int]) -> RowPlan:
-    return analyse(captured_denoiser(model, call), rows, 2)
+    return row_programs(model, call, 1, sample=rows).rows
 
 
 def listed(graph: torch.fx.Graph) -> str:
@@ -69,7 +69,7 @@ def test_rows_and_patches(golden: Golden) -> None:
 
 
 def test_a_rank_program_is_a_few_lines_of_messages(golden: Golden) -> None:
-    programs = sample_programs(Denoiser(), example(), [0, 2, 5], sample={"x": 2})
+    programs = row_programs(Denoiser(), example(), [0, 2, 5], sample={"x": 2})
     golden("passes/fresh.txt", "\n".join(map(str, programs.programs[0].graph.nodes)) + f"\n\n{programs.traffic()}\n")
 
 
@@ -87,14 +87,14 @@ def test_it_predicts_the_same(bounds: tuple[int, ...]) -> None:
     model, call = Denoiser().double(), example(torch.float64)
     with torch.no_grad():
         wanted = prediction_of(model(**call))
-    for found in sample_programs(model, call, bounds, sample={"x": 2}).predict(**call):
+    for found in row_programs(model, call, bounds, sample={"x": 2}).predict(**call):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_model_stays_as_it_was() -> None:
     model = Denoiser().train()
     model.down.eval()
-    sample_programs(model, example(), 2, sample={"x": 2})
+    row_programs(model, example(), 2, sample={"x": 2})
     assert (model.training, model.norm.training, model.down.training) == (True, True, False)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -103,7 +103,7 @@ def test_the_model_stays_as_it_was() -> None:
 def test_norms_of_half_precision_are_exchanged_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm, x = nn.GroupNorm(2, 4).to(dtype), (100 + torch.randn(2, 4, 8, 8)).to(dtype)
-    programs = sample_programs(norm, {"input": x}, 2, sample={"input": 2})
+    programs = row_programs(norm, {"input": x}, 2, sample={"input": 2})
     assert {m.dtype for m in programs.messages if m.kind == "moments"} == {torch.float32}
     torch.testing.assert_close(programs.predict(input=x)[0], norm(x).detach())
 
@@ -111,20 +111,19 @@ def test_norms_of_half_precision_are_exchanged_in_float32(dtype: torch.dtype) ->
 def test_one_trace_serves_every_batch_size() -> None:
     torch.manual_seed(0)
     model, call = Denoiser().double(), example(torch.float64)
-    programs = sample_programs(model, call, 2, sample={"x": 2})
+    programs = row_programs(model, call, 2, sample={"x": 2})
     other = {name: torch.cat([value, value.flip(0), value[:1]]) for name, value in call.items()}
     with torch.no_grad():
         wanted = prediction_of(model(**other))
-    torch.testing.assert_close(programs.of_batch(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
-    alone = sample_programs(model, {name: value[:1] for name, value in call.items()}, 2, sample={"x": 2})
-    with pytest.raises(CompileError, match="no programs for 2 samples"):
-        alone.of_batch(2)
+    torch.testing.assert_close(programs.of_samples(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
+    alone = row_programs(model, {name: value[:1] for name, value in call.items()}, 2, sample={"x": 2})
+    torch.testing.assert_close(alone.of_samples(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_what_would_need_all_rows_in_one_unit_is_gathered() -> None:
     torch.manual_seed(0)
     model, x = nn.Conv2d(2, 3, 8, stride=8).double(), torch.randn(2, 2, 8, 16, dtype=torch.float64)
-    programs = sample_programs(model, {"input": x}, 8, sample={"input": 2})
+    programs = row_programs(model, {"input": x}, 8, sample={"input": 2})
     assert [note.why for note in programs.rows.notes] == ["stride 8: one unit would have all rows"]
     torch.testing.assert_close(programs.predict(input=x)[7], model(x).detach(), rtol=1e-12, atol=1e-12)
 
@@ -145,7 +144,7 @@ def test_sdxl_sends_what_was_worked_out_by_hand() -> None:
             "encoder_hidden_states": torch.empty(1, 77, 2048, **half),
             "added_cond_kwargs": {"text_embeds": torch.empty(1, 1280, **half), "time_ids": torch.empty(1, 6, **half)},
         }  # fmt: skip
-    programs = sample_programs(model, call, 8, sample={"sample": 2}, batch_size=1)
+    programs = row_programs(model, call, 8, sample={"sample": 2})
     assert (programs.rows.units.count, programs.rows.units.each, programs.rows.notes) == (32, 4, ())
     kinds = ("gather", "halo", "moments")
     assert [len({m.value for m in programs.messages if m.kind == kind}) for kind in kinds] == [140, 40, 46]
@@ -166,16 +165,16 @@ class Strided(nn.Module):
 
 X = {"x": torch.randn(2, 2, 10, 8)}
 REFUSED: dict[str, Callable[[], object]] = {
-    "more patches than units": lambda: sample_programs(Denoiser(), example(), 6, sample={"x": 2}),
-    "bounds": lambda: sample_programs(Denoiser(), example(), [0, 2, 4], sample={"x": 2}),
-    "unknown input": lambda: sample_programs(Denoiser(), example(), 2, sample={"y": 2}),
-    "no such dimension": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 4}),
-    "no rows named": lambda: sample_programs(Denoiser(), example(), 2, sample={}),
-    "rows unknown": lambda: sample_programs(Denoiser(), example(), 2),
-    "other rows": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 2, "text": 1}),
-    "strides": lambda: sample_programs(Strided(), X, 2, sample={"x": 2}),
-    "draws": lambda: sample_programs(Noisy(), X, 2, sample={"x": 2}),
-    "another call": lambda: sample_programs(Denoiser(), example(), 2, sample={"x": 2}).predict(**X),
+    "more patches than units": lambda: row_programs(Denoiser(), example(), 6, sample={"x": 2}),
+    "bounds": lambda: row_programs(Denoiser(), example(), [0, 2, 4], sample={"x": 2}),
+    "unknown input": lambda: row_programs(Denoiser(), example(), 2, sample={"y": 2}),
+    "no such dimension": lambda: row_programs(Denoiser(), example(), 2, sample={"x": 4}),
+    "no rows named": lambda: row_programs(Denoiser(), example(), 2, sample={}),
+    "rows unknown": lambda: row_programs(Denoiser(), example(), 2),
+    "other rows": lambda: row_programs(Denoiser(), example(), 2, sample={"x": 2, "text": 1}),
+    "strides": lambda: row_programs(Strided(), X, 2, sample={"x": 2}),
+    "draws": lambda: row_programs(Noisy(), X, 2, sample={"x": 2}),
+    "another call": lambda: row_programs(Denoiser(), example(), 2, sample={"x": 2}).predict(**X),
 }
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from fxpipe.sample_compiler import sample_programs
 from tests.row_nets import LAYERS, RowNet
+from tests.row_programs import row_programs
 
 NAMES = st.lists(st.sampled_from([*LAYERS, "save", "add"]), min_size=1, max_size=7)
 
@@ -22,7 +22,7 @@ def check(names: list[str], height: int, width: int, seed: int) -> None:
     example = net.example(height, width)
     with torch.no_grad():
         wanted = net(**example)
-    programs = sample_programs(net, example, 1, sample={"x": 2})
+    programs = row_programs(net, example, 1, sample={"x": 2})
     count, choose = programs.rows.units.count, random.Random(seed)
     for num_patches in {2, min(4, count)} if count > 1 else ():
         bounds = (0, *sorted(choose.sample(range(1, count), num_patches - 1)), count)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxpipe.sample_compiler import sample_programs
+from tests.row_programs import row_programs
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ MODULES = {
 def test_exact(name: str, bounds: tuple[float, ...]) -> None:
     torch.manual_seed(0)
     module, x = MODULES[name]().double().eval(), torch.randn(2, 8, 20, 8, dtype=torch.float64)
-    programs = sample_programs(module, {"x": x}, 1, sample={"x": 2})
+    programs = row_programs(module, {"x": x}, 1, sample={"x": 2})
     count = programs.rows.units.count
     with torch.no_grad():
         wanted = module(x)

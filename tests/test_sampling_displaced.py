@@ -1,7 +1,6 @@
 """Displaced sampling: exact where nothing moves, and the same bits from threads, processes and one patch at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import get_args
 
@@ -15,12 +14,12 @@ from fxpipe.plan.transport import Transport
 from fxpipe.plan.unroll import require_sequence
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun
 from fxpipe.run.transport import run_ranks
-from fxpipe.sample_compiler import SamplePrograms, sample_programs
 from passes.sampling import buckets
 from passes.sampling.displaced import Norms
 from tests.denoisers import Case, case
 from tests.distributed import run_processes
 from tests.lockstep import Lockstep
+from tests.row_programs import RowPrograms, row_programs
 
 UNET = "UNet2DConditionModel"
 KEYS = {
@@ -39,16 +38,17 @@ def denoiser(key: str) -> Case:
 
 
 @cache
-def compiled(key: str) -> SamplePrograms:
+def compiled(key: str) -> RowPrograms:
     given = denoiser(key)
-    return sample_programs(given.model, given.example, 2, mode="displaced")
+    return row_programs(given.model, given.example, 2, mode="displaced")
 
 
-def cut(key: str, num_patches: int, norms: Norms = "corrected", advance: bool = True) -> SamplePrograms:
+def cut(key: str, num_patches: int, norms: Norms = "corrected", advance: bool = True) -> RowPrograms:
     """Uneven patches, the first the smallest."""
-    programs = replace(compiled(key), norms=norms, advance=advance)
+    programs = compiled(key)
     count = programs.rows.units.count
-    return programs.cut((0, count // 2 - 1, count) if num_patches == 2 else (0, 1, count // 2, count))
+    bounds = (0, count // 2 - 1, count) if num_patches == 2 else (0, 1, count // 2, count)
+    return programs.cut(bounds, norms=norms, advance=advance)
 
 
 def moving(key: str, num_steps: int = len(FORMS), start: int = 0) -> list[dict[str, Tensor]]:
@@ -71,7 +71,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def sampled(
-    run: LocalRun, bound: Sequence[BoundProgram], programs: SamplePrograms, steps: Sequence[Mapping[str, Tensor]],
+    run: LocalRun, bound: Sequence[BoundProgram], programs: RowPrograms, steps: Sequence[Mapping[str, Tensor]],
     forms: Sequence[str] = FORMS,
 ) -> list[Tensor]:  # fmt: skip
     """Rank 0's predictions, which are everyone's."""
@@ -172,7 +172,7 @@ def test_another_size_begins_with_a_fresh_step() -> None:
     """And the first size again: what it had carried is of another step."""
     programs, steps = cut(UNET, 2), moving(UNET)
     more = {name: torch.cat([value, value]) for name, value in denoiser(UNET).example.items()}
-    other = sample_programs(denoiser(UNET).model, more, programs.bounds, mode="displaced")
+    other = row_programs(denoiser(UNET).model, more, programs.bounds, mode="displaced")
     run, bound, others = LocalRun(2), programs.bound(), other.bound()
     sampled(run, bound, programs, steps[:3], FORMS[:3])
     found = run.predict(others, other.bind(**more), "displaced")[0]
@@ -262,7 +262,7 @@ class Small(nn.Module):
 
 
 def test_forms_are_straight_lines(golden: Callable[[str, str], None]) -> None:
-    programs = sample_programs(
+    programs = row_programs(
         Small(), {"x": torch.zeros(1, 2, 8, 3)}, [0, 3, 8], sample={"x": 2}, mode="displaced", advance=False
     )
     texts = []
@@ -287,7 +287,7 @@ class Flipped(nn.Module):
 def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     torch.manual_seed(0)
     model, x = Flipped().double().eval(), torch.randn(1, 3, 12, 5, dtype=torch.float64)
-    programs = sample_programs(model, {"x": x}, 3, sample={"x": 2}, mode="displaced", advance=False)
+    programs = row_programs(model, {"x": x}, 3, sample={"x": 2}, mode="displaced", advance=False)
     run, bound = LocalRun(3), programs.bound()
     predictions = sampled(run, bound, programs, [{"x": x + 0.1 * step} for step in range(len(FORMS))])
     assert error(predictions[3], model(x + 0.3).detach()) > 1e-4

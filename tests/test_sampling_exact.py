@@ -10,10 +10,10 @@ from fxpipe.errors import CompileError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.program_check import check_programs
 from fxpipe.run.sampling import SampleRun
-from fxpipe.sample_compiler import SamplePrograms, sample_programs
 from tests.conftest import GOLDEN
 from tests.denoisers import KEYS, Case, case
 from tests.distributed import run_processes
+from tests.row_programs import RowPrograms, row_programs
 
 NOTES = GOLDEN / "sampling" / "notes.txt"
 # Round to float32 on the way, whatever the type of their weights: sums over rows then differ in its last bit.
@@ -41,7 +41,7 @@ def uneven(count: int) -> list[tuple[int, ...]]:
     return [(0, count // 2, count - max(1, count // 5), count)] if count >= 4 else [(0, 1, count)]
 
 
-def notes_of(programs: SamplePrograms) -> list[str]:
+def notes_of(programs: RowPrograms) -> list[str]:
     kinds = {kind: size for kind, size in programs.traffic().kinds.items() if size}
     units = programs.rows.units
     head = f"{units.count} units of {units.each} rows; bytes {', '.join(f'{k} {n}' for k, n in kinds.items())}"
@@ -76,11 +76,11 @@ def test_patches_predict_what_one_device_predicts(key: str, said: Callable[[str,
     given = case(key, torch.float32 if key in FLOAT32_ONLY else torch.float64)
     if key in REFUSED:
         with pytest.raises(CompileError, match=REFUSED[key]):
-            sample_programs(given.model, given.example, 2, sample=given.sample)
+            row_programs(given.model, given.example, 2, sample=given.sample)
         said(key, ["refused: it has no rows"])
         return
     wanted, bound = one_device(given), 1e-5 if key in FLOAT32_INSIDE | FLOAT32_ONLY else 1e-10
-    programs = sample_programs(given.model, given.example, 2, sample=given.sample)
+    programs = row_programs(given.model, given.example, 2, sample=given.sample)
     said(key, notes_of(programs))
     for bounds in uneven(programs.rows.units.count):
         patched = programs.cut(bounds)
@@ -95,7 +95,7 @@ def rank_main(key: str, num_patches: str) -> tuple[float, int]:
     from fxpipe.run.transport.distributed import DistributedTransport
 
     given = case(key)
-    programs = sample_programs(given.model, given.example, int(num_patches), sample=given.sample)
+    programs = row_programs(given.model, given.example, int(num_patches), sample=given.sample)
     transport = DistributedTransport()
     transport.open_channels(programs.channels, [])
     run, mine = SampleRun(transport), programs.bound()[transport.rank]

@@ -187,8 +187,3 @@ class LocalRun:
         except BaseException:
             self._start()
             raise
-
-
-def predict_in_process(programs: Sequence[SampleProgram], state: Tensors, tensors: Tensors) -> list[torch.Tensor]:
-    """Every rank's prediction of one step, with nothing before and nothing after it."""
-    return LocalRun(len(programs)).predict([BoundProgram(program, state) for program in programs], tensors)

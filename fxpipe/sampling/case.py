@@ -1,0 +1,74 @@
+"""A call of so many samples, analysed as far as planning or lowering asks: what both must see alike."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fxpipe.costs.model import CostModel
+from fxpipe.errors import CompileError
+from fxpipe.sampler import Traced
+from fxpipe.sampling.seconds import operation_seconds
+from passes.batch import require_independent
+from passes.rows import RowPlan, analyse
+from passes.rows.sized import at_batch_size
+from passes.sampling.groups import Span
+from passes.sampling.stages import Line, stages
+
+
+@dataclass(frozen=True, eq=False)
+class SampleCase:
+    """A traced call with `num_samples` samples, and what its operations cost."""
+
+    traced: Traced
+    num_samples: int
+    cost_model: CostModel
+
+    @cached_property
+    def _rows(self) -> dict[int, RowPlan]:
+        return {}
+
+    def rows(self, num_samples: int) -> RowPlan:
+        """Where the rows lie, of so many of the samples."""
+        if num_samples not in self._rows:
+            self._rows[num_samples] = analyse(self.traced.captured, self.traced.rows, num_samples)
+        return self._rows[num_samples]
+
+    def rows_of(self, spans: Sequence[Span]) -> dict[int, RowPlan]:
+        """By the number of samples of each span."""
+        return {size: self.rows(size) for size in dict.fromkeys(stop - start for start, stop in spans)}
+
+    @cached_property
+    def dependent(self) -> CompileError | None:
+        """Why its samples cannot be computed apart, if they cannot."""
+        try:
+            require_independent(self.traced.captured)
+        except CompileError as error:
+            return error
+        return None
+
+    def runs(self, start: int, stop: int) -> list[Span]:
+        """The samples that pass through stages one after the other: each by itself, if none needs another."""
+        if self.dependent:
+            return [(start, stop)]
+        return [(sample, sample + 1) for sample in range(start, stop)]
+
+    @cached_property
+    def likes(self) -> Mapping[str, torch.Tensor]:
+        """Shape and type of every input by the programs' names, on the meta device."""
+        nodes = at_batch_size(self.traced.captured, self.num_samples).nodes
+        return {name: nodes[name].meta["val"] for name in self.rows(self.num_samples).inputs}
+
+    @cached_property
+    def batched(self) -> Mapping[str, torch.Tensor]:
+        """Those whose dimension 0 is the batch."""
+        leaves = {leaf.name for leaf in self.traced.captured.inputs.leaves if leaf.batched}
+        inputs = self.rows(self.num_samples).inputs
+        return {name: like for name, like in self.likes.items() if inputs[name] in leaves}
+
+    def line(self, num_samples: int, columns: int, fold: bool | None) -> Line:
+        """The stages that columns of ranks have, of runs of so many samples."""
+        rows = self.rows(num_samples)
+        seconds = operation_seconds(self.cost_model, rows.sized.graph.nodes)
+        return stages(rows, self.traced.rows, {node.name: s for node, s in seconds.items()}, columns, fold)
