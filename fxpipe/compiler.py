@@ -34,10 +34,11 @@ from fxpipe.options import (
     given_plan,
     given_schedule,
 )
-from fxpipe.plan.plan import Plan, PlannedCut
+from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_check import require as require_plan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require as require_schedule
+from fxpipe.plan.staged import PlannedCut
 from fxpipe.plan.step import StepPlan
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero

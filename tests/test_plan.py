@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.plan.actions import Action, piece
-from fxpipe.plan.plan import Plan, PlannedCut, Prediction
+from fxpipe.plan.plan import Plan, Prediction
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged
+from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.plan.tuning import Outcome
 
 _TEXT = st.text(st.characters(codec="ascii", exclude_categories=["C"]), max_size=12).map(str.strip)

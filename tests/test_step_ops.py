@@ -17,9 +17,9 @@ from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.compiler import _BackEnd
-from fxpipe.plan.plan import Plan, PlannedCut, microbatch_sizes
+from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Run, Staged, whole_stages
+from fxpipe.plan.staged import PlannedCut, Run, Staged, whole_stages
 from fxpipe.simulate import simulate
 from fxpipe.simulate.op_lists import Op, StepOps
 from fxpipe.simulate.prediction import Costing

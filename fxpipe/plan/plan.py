@@ -15,14 +15,29 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import CompileError, ScheduleError
+from fxpipe.plan.plan_lines import (
+    Read,
+    loaded,
+    on_ranks,
+    ranks_in,
+    read_line,
+    read_stages,
+    read_target,
+    saved,
+    schedule_from,
+    stage_lines,
+    staged_from,
+    target_line,
+    text_parts,
+)
 from fxpipe.plan.schedule import Schedule, counted
-from fxpipe.plan.staged import Staged
+from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.plan.tuning import Outcome
 
 FORMAT = 1
@@ -47,19 +62,6 @@ class Prediction:
         return f"{self.seconds} s, {self.idle} idle, {self.peak_bytes} bytes a rank, {self.wire_bytes} bytes on wires"
 
 
-@dataclass(frozen=True)
-class PlannedCut:
-    """Into how many blocks a step was to be cut, for micro-batches of so many samples; `divisible` if there are any."""
-
-    num_blocks: int
-    num_samples: int
-    divisible: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.num_blocks} blocks for {self.num_samples} samples" + ", one micro-batch" * (not self.divisible)
-
-
-_CUT = r"(\d+) blocks for (\d+) samples(, one micro-batch)?"
 _PREDICTION = re.compile(r"(\S+) s, (\S+) idle, (\d+) bytes a rank, (\d+) bytes on wires")
 
 
@@ -174,8 +176,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        return Path(path)
+        return saved(path, self.as_dict())
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -184,16 +185,7 @@ class Plan:
         Raises:
             CompileError: there is no such file, or it holds no plan.
         """
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CompileError(f"no plan in {path}: {error}; `fxpipe tune --save` writes one") from None
-        try:
-            return Plan.from_dict(json.loads(text)) if text.lstrip().startswith("{") else Plan.parse(text)
-        except json.JSONDecodeError as error:
-            raise CompileError(f"{path} is no JSON: {error}; `fxpipe tune --save` writes a plan") from None
-        except CompileError as error:
-            raise type(error)(f"{path}: {error}") from None
+        return loaded(path, Plan.from_dict, Plan.parse, "`fxpipe tune --save`")
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
@@ -216,16 +208,10 @@ def _head(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     staged = plan.staged
-    yield (
-        f"for {_one_line(plan.cluster)}, costs of {plan.cost_model or 'a model of its own'}, "
-        f"step {plan.fingerprint} in {plan.cut}"
-    )
-    for stage, label in enumerate(plan.labels):
-        blocks = staged.blocks(stage)
-        span = f"blocks {blocks.start}-{blocks.stop - 1}" if blocks else f"no blocks at {blocks.start}"
-        yield f"stage {stage:2} {_on(staged.stage_ranks[stage])}: {span}  {label}"
+    yield target_line(plan, "step")
+    yield from stage_lines(plan.staged, plan.labels)
     for number, name in enumerate(plan.components):
-        where = _on(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
+        where = on_ranks(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
         yield f"frozen {number} {where}: {name}"
     if staged.recompute:
         yield f"recomputed: {', '.join(f'blocks {start}-{stop - 1}' for start, stop in staged.recompute)}"
@@ -235,43 +221,29 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _one_line(cluster: str) -> str:
-    """Clusters with links of their own are TOML."""
-    return cluster.strip().replace("\n", "\\n")
-
-
-def _on(ranks: Sequence[int]) -> str:
-    return f"on rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'}"
-
-
 _HEAD = re.compile(
     r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
     r"(, skips collocated)?"
 )
-_FOR = re.compile(rf"for (.*), costs of (.*), step (\S*) in {_CUT}")
-_STAGE = re.compile(r"stage +\d+ on ranks? ([\d, ]+|none): (?:blocks (\d+)-(\d+)|no blocks at (\d+))  (.*)")
 _FROZEN = re.compile(r"frozen (\d+) on (all ranks|ranks? (?:[\d, ]+|none)): (.*)")
 _RUN = re.compile(r"blocks (\d+)-(\d+)")
 _FORM = re.compile(r"(step|steady): (.*)")
 
 
 def _parse(text: str) -> Plan:
-    summary, orders = _parts(text)
-    read: dict[str, list[Any]] = {"for": [], "stage": [], "frozen": [], "run": [], "form": [], "note": []}
+    summary, orders = text_parts(text)
+    read: Read = {"for": [], "stage": [], "frozen": [], "run": [], "form": [], "note": []}
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or not orders:
         raise CompileError(f"this is no plan's text: it begins with {text[:60]!r}; `print(plan)` gives one")
     for line in summary[1:]:
         _read(line.removeprefix("  "), read)
-    if len(read["for"]) != 1 or not read["stage"]:
-        raise CompileError("the plan's text lacks its second line or its stages; `print(plan)` gives all of it")
-    cluster, cost_model, fingerprint, cut = read["for"][0]
+    cluster, cost_model, fingerprint, cut = read_target(read)
     if not 1 <= int(head[2]) <= int(head[1]):
         raise CompileError(f"{head[1]} samples cannot be cut into {head[2]} micro-batches; each needs one")
     frozen = read["frozen"]
     staged = Staged(
-        (*(start for _, start, _, _ in read["stage"]), read["stage"][-1][2]),
-        tuple(ranks for ranks, *_ in read["stage"]),
+        *read_stages(read),
         head[4],
         bool(head[5]),
         int(head[3]),
@@ -288,31 +260,12 @@ def _parse(text: str) -> Plan:
     return plan
 
 
-def _parts(text: str) -> tuple[list[str], list[Schedule]]:
-    """The lines of the summary, and the orders."""
-    parts: list[list[str]] = [[]]
-    for line in (line for line in text.strip("\n").split("\n") if line.strip()):
-        if line.startswith(("schedule ", "steady schedule ")):
-            parts.append([])
-        parts[-1].append(line.removeprefix("steady "))
-    return parts[0], [Schedule.parse("\n".join(lines)) for lines in parts[1:]]
-
-
-def _read(line: str, read: Mapping[str, list[Any]]) -> None:
+def _read(line: str, read: Read) -> None:
     """Add what a line of the summary says."""
-    if line.startswith("note: "):
-        read["note"].append(line.removeprefix("note: "))
-    elif found := _FOR.fullmatch(line):
-        cost_model = "" if found[2] == "a model of its own" else found[2]
-        cut = PlannedCut(int(found[4]), int(found[5]), divisible=not found[6])
-        read["for"].append((found[1].replace("\\n", "\n"), cost_model, found[3], cut))
-    elif found := _STAGE.fullmatch(line):
-        start, stop = (int(found[2]), int(found[3]) + 1) if found[2] else (int(found[4]),) * 2
-        if read["stage"] and start != (last := read["stage"][-1][2]):
-            raise CompileError(f"{line!r} begins at block {start}; the stage before it ends before block {last}")
-        read["stage"].append((_ranks(found[1]), start, stop, found[5]))
-    elif found := _FROZEN.fullmatch(line):
-        read["frozen"].append((None if found[2] == "all ranks" else _ranks(found[2].split(" ", 1)[1]), found[3]))
+    if read_line(line, read, "step"):
+        return
+    if found := _FROZEN.fullmatch(line):
+        read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
     elif line.startswith("recomputed: "):
         read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
     elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):
@@ -322,33 +275,20 @@ def _read(line: str, read: Mapping[str, list[Any]]) -> None:
         raise CompileError(f"a plan has no line {line!r}; `print(plan)` shows what its lines look like")
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(map(int, text.split(", ")))
-
-
 # -- JSON
 
 
 def _from_dict(data: Mapping[str, Any]) -> Plan:
     if data["format"] != FORMAT:
         raise ValueError(f"its format is {data['format']!r}")
-    staged = dict(data["staged"])
-    staged["boundaries"] = tuple(map(int, staged["boundaries"]))
-    staged["recompute"] = tuple((int(start), int(stop)) for start, stop in staged["recompute"])
-    for name in ("stage_ranks", "frozen_ranks"):
-        staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
     made: dict[str, Any] = {
-        "staged": Staged(**staged),
+        "staged": staged_from(data["staged"]),
         "cut": PlannedCut(**data["cut"]),
-        "step": _schedule(data["step"]),
-        "steady": None if data["steady"] is None else _schedule(data["steady"]),
+        "step": schedule_from(data["step"]),
+        "steady": None if data["steady"] is None else schedule_from(data["steady"]),
         "predicted": {form: Prediction(**numbers) for form, numbers in data["predicted"].items()},
         "outcomes": tuple(Outcome(**outcome) for outcome in data["outcomes"]),
         **{name: tuple(data[name]) for name in ("labels", "components", "notes")},
     }
     rest = {f.name: data[f.name] for f in fields(Plan) if f.name not in made}
     return Plan(**rest, **made)
-
-
-def _schedule(lines: Sequence[str]) -> Schedule:
-    return Schedule.parse("\n".join(lines))

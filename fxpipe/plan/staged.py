@@ -12,6 +12,18 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class PlannedCut:
+    """Into how many blocks a step was to be cut, for micro-batches of so many samples; `divisible` if there are any."""
+
+    num_blocks: int
+    num_samples: int
+    divisible: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.num_blocks} blocks for {self.num_samples} samples" + ", one micro-batch" * (not self.divisible)
+
+
+@dataclass(frozen=True)
 class Staged:
     """Stage s holds blocks boundaries[s] to boundaries[s + 1]; its replicas are on the ranks stage_ranks[s].
 

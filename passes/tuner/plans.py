@@ -10,10 +10,10 @@ from dataclasses import replace
 from fxpipe.costs.block_costs import BlockSeconds
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
-from fxpipe.plan.plan import Plan, PlannedCut, microbatch_sizes
+from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require
-from fxpipe.plan.staged import Staged
+from fxpipe.plan.staged import PlannedCut, Staged
 from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.tuner.candidates import Candidate, candidates

@@ -1,0 +1,141 @@
+"""What the texts and files of plans share, of training and of sampling: for what they hold, stages on ranks, notes.
+
+  for 2xA100-80GB, costs of A100-80GB, step 6d1c04e88f0a in 24 blocks for 4 samples
+  stage  0 on rank 0: blocks 0-3  25.1%  unet.conv_in .. unet.down_blocks.0
+  note: next best of 14 ways: ...
+schedule wave: 4 stages, 4 micro-batches
+rank 0: 0T0 0F0 0F1 3F0 ...
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fxpipe.errors import CompileError
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import PlannedCut, Staged
+
+_CUT = r"(\d+) blocks for (\d+) samples(, one micro-batch)?"
+_FOR = r"for (.*), costs of (.*), {} (\S*) in " + _CUT
+_STAGE = re.compile(r"stage +\d+ on ranks? ([\d, ]+|none): (?:blocks (\d+)-(\d+)|no blocks at (\d+))  (.*)")
+
+Read = dict[str, list[Any]]
+"""What lines have said, by their kind."""
+T = TypeVar("T")
+
+
+class Targeted(Protocol):
+    """What a plan was made for."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def cost_model(self) -> str: ...
+    @property
+    def cut(self) -> PlannedCut: ...
+
+
+def target_line(plan: Targeted, what: str) -> str:
+    """Clusters with links of their own are TOML, here in one line."""
+    cluster = plan.cluster.strip().replace("\n", "\\n")
+    return f"for {cluster}, costs of {plan.cost_model or 'a model of its own'}, {what} {plan.fingerprint} in {plan.cut}"
+
+
+def stage_lines(staged: Staged, labels: Sequence[str]) -> Iterator[str]:
+    for stage, label in enumerate(labels):
+        blocks = staged.blocks(stage)
+        span = f"blocks {blocks.start}-{blocks.stop - 1}" if blocks else f"no blocks at {blocks.start}"
+        yield f"stage {stage:2} {on_ranks(staged.stage_ranks[stage])}: {span}  {label}"
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    return f"on rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'}"
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(int, text.split(", ")))
+
+
+def text_parts(text: str) -> tuple[list[str], list[Schedule]]:
+    """The lines before the orders, and the orders."""
+    parts: list[list[str]] = [[]]
+    for line in (line for line in text.strip("\n").split("\n") if line.strip()):
+        if line.startswith(("schedule ", "steady schedule ")):
+            parts.append([])
+        parts[-1].append(line.removeprefix("steady "))
+    return parts[0], [Schedule.parse("\n".join(lines)) for lines in parts[1:]]
+
+
+def read_line(line: str, read: Read, what: str) -> bool:
+    """Add what a line says, if it is one of these; `what` the plan is made for."""
+    if line.startswith("note: "):
+        read["note"].append(line.removeprefix("note: "))
+    elif found := re.fullmatch(_FOR.format(what), line):
+        cost_model = "" if found[2] == "a model of its own" else found[2]
+        cut = PlannedCut(int(found[4]), int(found[5]), divisible=not found[6])
+        read["for"].append((found[1].replace("\\n", "\n"), cost_model, found[3], cut))
+    elif found := _STAGE.fullmatch(line):
+        start, stop = (int(found[2]), int(found[3]) + 1) if found[2] else (int(found[4]),) * 2
+        if read["stage"] and start != (last := read["stage"][-1][2]):
+            raise CompileError(f"{line!r} begins at block {start}; the stage before it ends before block {last}")
+        read["stage"].append((ranks_in(found[1]), start, stop, found[5]))
+    else:
+        return False
+    return True
+
+
+def read_target(read: Read) -> tuple[str, str, str, PlannedCut]:
+    """Cluster, cost model, fingerprint and cut."""
+    if len(read["for"]) != 1 or not read["stage"]:
+        raise CompileError("the plan's text lacks its second line or its stages; `print(plan)` gives all of it")
+    found: tuple[str, str, str, PlannedCut] = read["for"][0]
+    return found
+
+
+def read_stages(read: Read) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Boundaries in blocks, and every stage's ranks."""
+    starts = (start for _, start, _, _ in read["stage"])
+    return (*starts, read["stage"][-1][2]), tuple(ranks for ranks, *_ in read["stage"])
+
+
+# -- JSON
+
+
+def staged_from(data: Mapping[str, Any]) -> Staged:
+    staged = dict(data)
+    staged["boundaries"] = tuple(map(int, staged["boundaries"]))
+    staged["recompute"] = tuple((int(start), int(stop)) for start, stop in staged["recompute"])
+    for name in ("stage_ranks", "frozen_ranks"):
+        staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
+    return Staged(**staged)
+
+
+def schedule_from(lines: Sequence[str]) -> Schedule:
+    return Schedule.parse("\n".join(lines))
+
+
+def saved(path: str | Path, data: Mapping[str, Any]) -> Path:
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    return Path(path)
+
+
+def loaded(path: str | Path, from_dict: Callable[[Any], T], parse: Callable[[str], T], writer: str) -> T:
+    """What a file holds, as JSON or as text; `writer` is what writes one.
+
+    Raises:
+        CompileError: there is no such file, or it holds no plan.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CompileError(f"no plan in {path}: {error}; {writer} writes one") from None
+    try:
+        return from_dict(json.loads(text)) if text.lstrip().startswith("{") else parse(text)
+    except json.JSONDecodeError as error:
+        raise CompileError(f"{path} is no JSON: {error}; {writer} writes a plan") from None
+    except CompileError as error:
+        raise type(error)(f"{path}: {error}") from None
