@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fxpipe.models.backbones import PredictionStep, is_backbone
 from fxpipe.models.self_conditioning import SelfConditioning
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan
+from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.schedule import Schedule
 
 FILLS = ("auto", "idle", "after", "none")
@@ -160,6 +161,49 @@ def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int
             "a higher limit, or make a plan within it (fxpipe tune --memory-limit --save)"
         )
     return known
+
+
+def given_sample_plan(plan: SamplePlan | str | Path | None, world_size: int, **asked: object) -> SamplePlan | None:
+    """A sampler's plan, or the one in a file; what is `asked` for beside it must be what it says.
+
+    Raises:
+        CompileError: it is for another number of ranks, or says something else.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, SamplePlan | str | Path):
+        raise CompileError(f"plan is {_shown(plan)}; give a SamplePlan, or the path of a saved one")
+    known = plan if isinstance(plan, SamplePlan) else SamplePlan.load(plan)
+    if known.world_size != world_size:
+        raise CompileError(
+            f"the plan is for {known.world_size} ranks, world_size is {world_size}; use as many ranks, or leave the "
+            "plan out"
+        )
+    grid = known.grid
+    says = {
+        "cfg": (grid.groups,), "stages": (grid.stages,), "fold": (known.staged.num_stages > grid.stages,),
+        "patches": (known.num_patches, known.bounds),
+    }  # fmt: skip
+    for name, value in asked.items():
+        given = tuple(value) if isinstance(value, Sequence) else value
+        if given is not None and given not in says[name]:
+            raise CompileError(
+                f"{name}={value!r} beside a plan, which says {name}={says[name][0]}; leave {name} out, or the plan"
+            )
+    return known
+
+
+def check_patches(patches: object) -> None:
+    """A count, or bounds from 0 on, each larger than the one before."""
+    if not isinstance(patches, Sequence) or isinstance(patches, str):
+        check_counts(patches=patches)  # type: ignore[arg-type]
+        return
+    whole = all(type(bound) is int for bound in patches)
+    if not whole or len(patches) < 2 or patches[0] != 0 or sorted(set(patches)) != list(patches):
+        raise CompileError(
+            f"patches={list(patches)} are no bounds: integers from 0 to the number of units, each larger; or give a "
+            "count of patches"
+        )
 
 
 def given_bytes(value: int | str | None) -> int | None:

@@ -3,11 +3,12 @@
 denoiser    which module predicts, and a call of it             -> names, args, kwargs
 ranks       threads of this process, or this one of a launch    -> Ranks
 programs    traced, analysed, lowered: for the example now, for other calls when they come
-            (fxpipe/sampling: trace, case, lowering)            -> SampleStep per kind of call
+            (fxpipe/sampling: trace, case, planning, lowering)  -> SamplePlan, SampleStep per kind of call
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -20,12 +21,14 @@ from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, uncompiled
-from fxpipe.options import check_counts, given_cluster
+from fxpipe.options import check_counts, check_patches, given_cluster, given_sample_plan
+from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.launch import join
 from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler, Spread
 from fxpipe.sampling.lowering import Mode, SampleLowering
+from fxpipe.sampling.planning import Request, request_of, require_fresh
 from passes.sampling.displaced import Norms
 
 _CPU = torch.device("cpu")
@@ -39,7 +42,7 @@ def compile_sampler(
     cfg: int | None = None,
     stages: int | None = None,
     fold: bool | None = None,
-    patches: int | None = None,
+    patches: int | Sequence[int] | None = None,
     mode: Mode = "exact",
     warmup: int = 4,
     norms: Norms = "corrected",
@@ -48,6 +51,7 @@ def compile_sampler(
     vae: bool = True,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
+    plan: SamplePlan | str | Path | None = None,
     observe: Observe = lambda name, artefact: None,
 ) -> Sampler:
     """Compile a pipeline, a denoiser, or any module whose inputs have rows, for sampling on `world_size` ranks.
@@ -62,7 +66,9 @@ def compile_sampler(
             Left out, a diffusers backbone's is made from its config.
         cfg: groups of samples; as many as divide samples and ranks where left out.
         patches: of the rows in every group, or in every stage of it; of displaced stages how many follow each other,
-            twice as many as stages where left out.
+            twice as many as stages where left out. Instead of a count their bounds in units, from 0 to the number of
+            units, for calls with so many: units are what the denoiser's strides leave of the rows, and the plan says
+            how many there are.
         stages: columns of ranks in every group, each with a part of the denoiser and its weights alone; samples follow
             each other through them, in displaced mode patches (Wang et al., "PipeFusion", 2024). One where left out.
         fold: whether every column has two parts, from both ends, so that skip connections stay on their rank; as fewer
@@ -78,13 +84,18 @@ def compile_sampler(
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
         cost_model: seconds of compute; the cluster's device where left out.
+        plan: one that was made before, a `SamplePlan` or the file it was saved in: for calls like the example nothing
+            is decided; calls of other sizes are planned in its mode, with as many stages. What is asked for beside it
+            must be what it says, mode, warmup, norms and advance are the plan's.
 
     Raises:
         CaptureError: the denoiser cannot be captured as one graph.
         CompileError: it can, but not be cut so; names the module and what to change.
         RunError: started by torchrun, and the other ranks cannot be found.
     """
-    check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches, warmup=warmup)
+    known = given_sample_plan(plan, world_size, cfg=cfg, stages=stages, fold=fold, patches=patches)
+    check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup)
+    check_patches(patches)
     _check_choices(mode=mode, norms=norms)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
@@ -102,15 +113,18 @@ def compile_sampler(
 
     # programs: for the example, and for other calls when they come
     rows_of = row_inputs if sample is None else lambda module, call: sample
-    network = given_cluster(cluster, world_size)
-    costs = given_cost_model(cost_model or network.device)
-    how = mode, warmup, norms, advance, rows_of, where, costs, observe
-    lowering = SampleLowering(world_size, cfg, stages, fold, patches, *how)
+    network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
+    priced = cost_model or (known.cost_model if known else "") or network.device
+    how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
+    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how)
+    texts = str(network), priced if isinstance(priced, str) else ""
+    lowering = SampleLowering(asked, rows_of, where, given_cost_model(priced), observe, *texts, known)
     denoiser = Spread(module, lowering, ranks)
-    denoiser.step(args, kwargs)
+    require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae and name is not None else None
-    of_image = replace(lowering, cfg=None, stages=None, patches=None, mode="exact", rows_of=image_rows)
+    image = Request(world_size, None, None, None, None, EXACT)
+    of_image = replace(lowering, request=image, rows_of=image_rows, plan=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 

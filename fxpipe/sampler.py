@@ -24,7 +24,9 @@ from fxpipe.options import check_counts
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import Grid
+from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Channel
 from fxpipe.run.patched import finished
@@ -57,20 +59,29 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class SampleStep:
-    """The programs of all ranks for calls with so many samples. `inputs` has the module's input that each input of a
-    program is, by name, `likes` its shape and type; `about` says where the rows lie, `notes` what is gathered because
-    no rule was known."""
+    """The programs of all ranks for calls with `plan.num_samples` samples. `inputs` has the module's input that each
+    input of a program is, by name, `likes` its shape and type; `about` says where the rows lie."""
 
     traced: Traced
-    batch_size: int
-    grid: Grid
+    plan: SamplePlan
     inputs: Mapping[str, str]
     likes: Mapping[str, torch.Tensor]
     programs: tuple[SampleProgram, ...]
     messages_of: Mapping[str, tuple[Message, ...]]
     about: str
-    notes: tuple[str, ...]
-    warmup: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.plan.num_samples
+
+    @property
+    def grid(self) -> Grid:
+        return self.plan.grid
+
+    @property
+    def warmup(self) -> int:
+        """Exact steps before displaced ones."""
+        return self.plan.how.warmup
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -259,6 +270,16 @@ class Sampler:
         return self.step.grid
 
     @property
+    def plan(self) -> SamplePlan:
+        """Which rank has which samples, stages and patches of calls like the example, and why."""
+        return self.step.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of a steady step."""
+        return self.plan.step
+
+    @property
     def capture(self) -> Capture:
         return self.step.traced.captured
 
@@ -346,16 +367,14 @@ class Sampler:
 
     def __str__(self) -> str:
         step = self.step
-        mode = f"displaced after {step.warmup} fresh steps" if "displaced" in step.forms else "all exchanges fresh"
         lines = [
             str(self.capture),
-            f"sampling: {self.grid} {self.grid.axes}, {mode}",
+            self.plan.summary(),
             *(
                 f"traffic of a {form} step: {self._moved(form)}"
                 for form in ("fresh", "displaced")
                 if form in step.forms
             ),
-            *(f"note: {note}" for note in step.notes),
             *(f"note: {one.whole}" for one in [self.decoder] if one is not None and one.whole),
         ]
         return "\n".join(lines)

@@ -29,8 +29,8 @@ class Lockstep:
     def __init__(self, programs: RowPrograms) -> None:
         self.patches = patches_of(programs.rows, programs.bounds)
         self.graphs = [patch_graph(programs.rows, patch) for patch in self.patches]
-        self.norms, self.state, self.rows = programs.lowering.norms, programs.state(), programs.rows
-        self.advance = programs.lowering.advance
+        self.norms, self.state, self.rows = programs.step.plan.how.norms, programs.state(), programs.rows
+        self.advance = programs.step.plan.how.advance
         self.before: Latest = {}
         self.earlier: Latest = {}
 

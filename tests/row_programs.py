@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fxpipe.analysis import given_cost_model
 from fxpipe.models.backbones import row_inputs
 from fxpipe.plan.rank_program import Message, Traffic
+from fxpipe.plan.sample_plan import How
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel
 from fxpipe.run.ranks import LocalRanks
@@ -18,6 +19,7 @@ from fxpipe.run.sampling import BoundProgram, LocalRun
 from fxpipe.sampler import SampleStep, Spread, Traced
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.lowering import SampleLowering
+from fxpipe.sampling.planning import Request
 from passes.rows import RowPlan
 
 
@@ -39,9 +41,8 @@ class RowPrograms:
         return SampleCase(self.traced, self.num_samples, self.lowering.cost_model).rows(self.num_samples)
 
     def cut(self, patches: int | Sequence[int], **how: Any) -> "RowPrograms":
-        """Other patches, of the same trace; `how` are other options of its lowering."""
-        count = patches if isinstance(patches, int) else len(patches) - 1
-        return replace(self, lowering=replace(self.lowering, world_size=count, patches=patches, **how))
+        """Other patches, of the same trace; `how` a step reads otherwise."""
+        return replace(self, lowering=of_patches(self.lowering, patches, **how))
 
     def of_samples(self, num_samples: int) -> "RowPrograms":
         """For another number of them, of the same trace."""
@@ -49,8 +50,7 @@ class RowPrograms:
 
     @property
     def bounds(self) -> Sequence[int]:
-        assert isinstance(self.lowering.patches, Sequence)
-        return self.lowering.patches
+        return self.step.plan.bounds
 
     @property
     def programs(self) -> tuple[SampleProgram, ...]:
@@ -90,6 +90,13 @@ class RowPrograms:
         return LocalRun(len(self.programs)).predict(self.bound(), self.bind(*args, **kwargs))
 
 
+def of_patches(lowering: SampleLowering, patches: int | Sequence[int], **how: Any) -> SampleLowering:
+    """For other patches, a rank each; `how` a step reads otherwise."""
+    count = patches if isinstance(patches, int) else len(patches) - 1
+    asked = replace(lowering.request, world_size=count, patches=patches, how=replace(lowering.request.how, **how))
+    return replace(lowering, request=asked)
+
+
 def row_programs(
     model: nn.Module, example: Mapping[str, Any], patches: int | Sequence[int], *,
     sample: Mapping[str, int] | None = None, **how: Any,
@@ -101,11 +108,10 @@ def row_programs(
         sample: the row dimension of every input that has rows; a diffusers backbone's own where left out.
         how: mode, norms, advance.
     """
-    options = {"mode": "exact", "warmup": 1, "norms": "corrected", "advance": True, **how}
-    lowering = SampleLowering(
-        0, 1, None, None, None, **options, rows_of=row_inputs if sample is None else lambda module, call: sample,
-        device=torch.device("cpu"), cost_model=given_cost_model("A100-80GB"), observe=lambda name, artefact: None,
-    )  # fmt: skip
+    rows_of = row_inputs if sample is None else lambda module, call: sample
+    asked = Request(1, 1, None, None, 1, replace(How("exact", 1, "corrected", True), **how))
+    rest = torch.device("cpu"), given_cost_model("A100-80GB"), lambda name, artefact: None
+    lowering = SampleLowering(asked, rows_of, *rest)
     traced = lowering.traced(model, (), dict(example))
     count = traced.num_samples((), example)
     assert count is not None

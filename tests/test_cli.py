@@ -154,7 +154,7 @@ def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = ["sample", "examples/text_to_image.py:pipe", "--steps", "2", "--out", str(out), "--dump", str(dump)]
     code, stdout, _ = invoke(*model, "--world-size", "8", "--verify", "--height", "48")
     assert code == 0
-    assert "sampling: 4 x 2" in stdout
+    assert "in 4 groups x 1 stage x 2 patches on 8 ranks" in stdout
     assert "exact: prediction" in stdout
     with Image.open(out) as image:
         assert image.size == (128, 48)

@@ -105,7 +105,7 @@ def test_dump_shows_what_runs(pipe: StableDiffusionPipeline, tmp_path: Path) -> 
     text = (tmp_path / "rank_3.py").read_text()
     compile(text, "rank_3.py", "exec")
     assert "send(transport, group_norm_own, dst=2" in text
-    assert "2 x 2" in (tmp_path / "plan.txt").read_text()
+    assert "2 groups x 1 stage x 2 patches on 4 ranks" in (tmp_path / "plan.txt").read_text()
     sent: dict[tuple[int, int], int] = {}
     for message in sampler.step.messages:
         sent[message.channel] = sent.get(message.channel, 0) + message.num_bytes
@@ -219,7 +219,7 @@ def test_forms_are_dumped_and_simulated(displaced: fxpipe.Sampler, tmp_path: Pat
     text = (displaced.dump(tmp_path) / "rank_1.py").read_text()
     compile(text, "rank_1.py", "exec")
     assert "def displaced(self, transport, sample" in text
-    assert "displaced after 1 fresh steps" in str(displaced)
+    assert "displaced after 1 fresh step," in str(displaced)
     assert displaced.simulate(2).makespan_seconds < displaced.simulate(2, "4x1xV100+Ethernet-1").makespan_seconds
 
 

@@ -38,7 +38,8 @@ def compiled(key: str) -> Sampler:
 def laid_out(sampler: Sampler, world_size: int, **how: Any) -> SampleStep:
     """The programs of another layout, of the same trace."""
     lowering: Any = sampler.denoiser.lowering
-    return replace(lowering, world_size=world_size, **how).step(sampler.step.traced, sampler.step.batch_size)
+    asked = replace(lowering.request, world_size=world_size, **how)
+    return replace(lowering, request=asked).step(sampler.step.traced, sampler.step.batch_size)
 
 
 def moving(sampler: Sampler, still: bool = False) -> list[dict[str, Any]]:

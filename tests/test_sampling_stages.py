@@ -38,7 +38,8 @@ def laid_out(key: str, world_size: int, **how: Any) -> tuple[SampleStep, Line]:
     """The programs of another layout, of the same trace."""
     sampler, lines = compiled(key)
     lowering: Any = sampler.denoiser.lowering
-    step = replace(lowering, world_size=world_size, **how).step(sampler.step.traced, 2)
+    asked = replace(lowering.request, world_size=world_size, **how)
+    step = replace(lowering, request=asked).step(sampler.step.traced, 2)
     return step, lines[-1]
 
 
@@ -130,7 +131,7 @@ def test_a_dump_and_a_prediction_of_time(tmp_path: Path) -> None:
     text = (sampler.dump(tmp_path) / "rank_1.py").read_text()
     compile(text, "rank_1.py", "exec")
     assert 'begin(transport, "1F0")' in text
-    assert "1 x 2 x 1" in (tmp_path / "plan.txt").read_text()
+    assert "1 group x 2 stages x 1 patch on 2 ranks" in (tmp_path / "plan.txt").read_text()
     assert sampler.verify().ok
     assert sampler.simulate().makespan_seconds > 0
     assert sampler.grid == Grid(1, 1, 2)

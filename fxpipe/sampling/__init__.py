@@ -1,5 +1,7 @@
 """A denoiser becomes programs, for every kind of call when it first comes.
 
-trace      a call of the module in eval, without gradients   -> Traced
-lowering   groups of samples, stages, patches of the rows    -> SampleStep: a program per rank, its messages
+trace      a call of the module in eval, without gradients       -> Traced
+case       what planning and lowering ask of so many samples: rows, runs, blocks, seconds
+planning   groups of samples, stages, patches, the order         -> SamplePlan
+lowering   patch graphs, messages, forms                         -> SampleStep: a program per rank
 """

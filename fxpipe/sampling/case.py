@@ -1,20 +1,23 @@
 """A call of so many samples, analysed as far as planning or lowering asks: what both must see alike."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
+from fxpipe.plan.sample_grid import Grid
 from fxpipe.sampler import Traced
 from fxpipe.sampling.seconds import operation_seconds
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
 from passes.sampling.groups import Span
-from passes.sampling.stages import Line, stages
+from passes.sampling.stages import LateBlocks, late_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,11 @@ class SampleCase:
             return [(start, stop)]
         return [(sample, sample + 1) for sample in range(start, stop)]
 
+    def run_size(self, grid: Grid) -> int:
+        """Samples of the first run through stages."""
+        start, stop = self.runs(*grid.spans(self.num_samples)[0])[0]
+        return stop - start
+
     @cached_property
     def likes(self) -> Mapping[str, torch.Tensor]:
         """Shape and type of every input by the programs' names, on the meta device."""
@@ -67,8 +75,15 @@ class SampleCase:
         inputs = self.rows(self.num_samples).inputs
         return {name: like for name, like in self.likes.items() if inputs[name] in leaves}
 
-    def line(self, num_samples: int, columns: int, fold: bool | None) -> Line:
-        """The stages that columns of ranks have, of runs of so many samples."""
+    def blocks(self, num_samples: int, count: int) -> LateBlocks:
+        """What depends on the patch of so many samples, as about so many blocks, from which stages are made."""
         rows = self.rows(num_samples)
         seconds = operation_seconds(self.cost_model, rows.sized.graph.nodes)
-        return stages(rows, self.traced.rows, {node.name: s for node, s in seconds.items()}, columns, fold)
+        return late_blocks(rows, self.traced.rows, {node.name: s for node, s in seconds.items()}, count)
+
+    def fingerprint(self, blocks: LateBlocks | None) -> str:
+        """Of the call's graph with its sizes, the inputs that have rows, and the blocks: plans hold for no other."""
+        sized = self.rows(self.num_samples).sized
+        text = [graph_fingerprint(sized.graph), str(self.num_samples), str(dict(self.traced.rows))]
+        text += [" ".join(block.nodes) for block in blocks.blocks] if blocks else []
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]

@@ -28,7 +28,7 @@ class Rank{rank}(torch.nn.Module):
 
 
 def dump(sampler: "Sampler", directory: Path) -> Path:
-    """plan.txt, rows.txt, traffic.txt, traffic.json, rank_<r>.py, and of other forms than fresh rank_<r>_<form>.py."""
+    """sampler.txt, plan.txt, plan.json, rows.txt, traffic.txt, traffic.json, and rank_<r>.py with all forms."""
     traffic = sampler.traffic()
     table = [
         {"source": src, "target": dst, "kind": kind, "bytes": size}
@@ -36,7 +36,9 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
         for kind, size in kinds.items()
     ]
     texts = {
-        "plan.txt": str(sampler),
+        "sampler.txt": str(sampler),
+        "plan.txt": str(sampler.plan),
+        "plan.json": json.dumps(sampler.plan.as_dict(), indent=1),
         "rows.txt": sampler.step.about,
         "traffic.txt": "\n\n".join(f"{form}\n{sampler.traffic(form)}" for form in sampler.step.forms),
         "traffic.json": json.dumps(table, indent=1),

@@ -16,6 +16,7 @@ from math import inf
 from torch import fx
 
 from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph import Block
 from passes.blocks import blocks
 from passes.blocks.freeze import Freeze
 from passes.rows import RowPlan
@@ -57,37 +58,81 @@ class Line:
         return sorted({stage.column for stage in self.stages if value in stage.reads})
 
 
-def stages(
-    plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], columns: int, fold: bool | None
-) -> Line:
-    """Cut a denoiser for so many columns of ranks.
+@dataclass(frozen=True, eq=False)
+class LateBlocks:
+    """What depends on the patch as runs of operations, with names and seconds; `early` is what does not."""
+
+    nodes: Mapping[str, fx.Node]
+    blocks: tuple[Block, ...]
+    seconds: tuple[float, ...]
+    early: frozenset[str]
+
+
+StageSpan = tuple[int, int, int]
+"""A stage: its blocks from the first to before the second, and its column."""
+
+
+def num_blocks(columns: int) -> int:
+    """From how many blocks the stages of so many columns are made."""
+    return max(_BLOCKS * columns, 2)
+
+
+def late_blocks(plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], count: int) -> LateBlocks:
+    """Cut a denoiser into about so many blocks of equal time.
 
     Args:
         sample: the inputs that have rows.
         node_seconds: of every operation, by its name.
-        fold: whether the line is folded, so that a column has two stages; where fewer bytes cross, if left out.
 
     Raises:
-        CompileError: it cannot be divided so often.
+        CompileError: nothing of it depends on the patch.
     """
     times = binding_times(plan.sized, dict.fromkeys(sample, PATCH))
     late = [n.name for n in plan.sized.graph.nodes if n.op == "call_function" and times[n.name] == PATCH]
     if plan.sized.result.name not in late:
         raise CompileError(f"the prediction is not made of {', '.join(sample)}: there are no stages; leave stages open")
-    split = Freeze(tuple(late), (), frozenset(), ())
-    cut = blocks(plan.sized.capture, split, node_seconds, max(_BLOCKS * columns, 2))
-    if len(cut) < columns:
-        raise CompileError(
-            f"stages={columns}, but the denoiser divides into {len(cut)} blocks; use stages={len(cut)} or fewer"
-        )
-    runs = [block.nodes for block in cut]
-    seconds = [sum(node_seconds.get(name, 0.0) for name in run) for run in runs]
-    values = list(_values(plan.sized.nodes, runs))
-    ways = (False, True) if fold is None else (fold,)
-    found = [_columns(seconds, values, columns, way) for way in ways]
-    _, bounds = min(found, key=lambda way: (way[0], _sent(values, way[1], len(runs))))
+    cut = blocks(plan.sized.capture, Freeze(tuple(late), (), frozenset(), ()), node_seconds, count)
+    seconds = tuple(sum(node_seconds.get(name, 0.0) for name in block.nodes) for block in cut)
     early = frozenset(n.name for n in plan.sized.graph.nodes if n.op == "call_function") - set(late)
-    return Line(_stages(plan.sized.nodes, runs, seconds, bounds), columns, early)
+    return LateBlocks(plan.sized.nodes, cut, seconds, early)
+
+
+def stage_spans(late: LateBlocks, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
+    """Stages for so many columns of ranks.
+
+    Args:
+        fold: whether the line is folded, so that a column has two stages; where fewer bytes cross, if left out.
+
+    Raises:
+        CompileError: it cannot be divided so often.
+    """
+    count = len(late.blocks)
+    if count < columns:
+        raise CompileError(
+            f"stages={columns}, but the denoiser divides into {count} blocks; use stages={count} or fewer"
+        )
+    values = list(_values(late.nodes, [block.nodes for block in late.blocks]))
+    ways = (False, True) if fold is None else (fold,)
+    found = [_columns(late.seconds, values, columns, way) for way in ways]
+    _, bounds = min(found, key=lambda way: (way[0], _sent(values, way[1], count)))
+    edges = [(0, count), *bounds]
+    spans = [(edges[c][0], edges[c + 1][0], c) for c in range(len(bounds))]
+    spans.append((*edges[-1], len(bounds)))
+    spans += [(edges[c + 1][1], edges[c][1], c) for c in reversed(range(len(bounds)))]
+    return tuple(span for span in spans if span[0] < span[1])
+
+
+def line_of(late: LateBlocks, spans: Sequence[StageSpan]) -> Line:
+    """The stages with what crosses between them."""
+    members = [[name for block in late.blocks[start:stop] for name in block.nodes] for start, stop, _ in spans]
+    stage_of = {name: index for index, names in enumerate(members) for name in names}
+    made = []
+    for index, ((start, stop, column), names) in enumerate(zip(spans, members, strict=True)):
+        operands = dict.fromkeys(operand.name for name in names for operand in late.nodes[name].all_input_nodes)
+        reads = tuple(name for name in operands if stage_of.get(name, index) != index)
+        returns = tuple(n for n in names if any(stage_of.get(u.name, index) != index for u in late.nodes[n].users))
+        made.append(Stage(index, column, frozenset(names), reads, returns, sum(late.seconds[start:stop])))
+    return Line(tuple(made), 1 + max(column for *_, column in spans), late.early)
 
 
 Bounds = tuple[tuple[int, int], ...]
@@ -149,22 +194,3 @@ def _sent(values: Sequence[tuple[int, int, set[int]]], bounds: Bounds, count: in
     """Bytes that go from column to column."""
     column = [sum(start <= block < stop for start, stop in bounds) for block in range(count)]
     return sum(size * len({column[r] for r in readers} - {column[own]}) for size, own, readers in values)
-
-
-def _stages(
-    nodes: Mapping[str, fx.Node], runs: Sequence[Sequence[str]], seconds: Sequence[float], bounds: Bounds
-) -> tuple[Stage, ...]:
-    edges = [(0, len(runs)), *bounds]
-    spans = [(edges[c][0], edges[c + 1][0], c) for c in range(len(bounds))]
-    spans.append((*edges[-1], len(bounds)))
-    spans += [(edges[c + 1][1], edges[c][1], c) for c in reversed(range(len(bounds)))]
-    spans = [span for span in spans if span[0] < span[1]]
-    members = [[name for run in runs[start:stop] for name in run] for start, stop, _ in spans]
-    stage_of = {name: index for index, names in enumerate(members) for name in names}
-    made = []
-    for index, ((start, stop, column), names) in enumerate(zip(spans, members, strict=True)):
-        operands = dict.fromkeys(operand.name for name in names for operand in nodes[name].all_input_nodes)
-        reads = tuple(name for name in operands if stage_of.get(name, index) != index)
-        returns = tuple(n for n in names if any(stage_of.get(u.name, index) != index for u in nodes[n].users))
-        made.append(Stage(index, column, frozenset(names), reads, returns, sum(seconds[start:stop])))
-    return tuple(made)

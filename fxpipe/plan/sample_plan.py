@@ -1,0 +1,267 @@
+"""The plan of a sampler: which rank has which samples, stages and patches, and what a step reads of others.
+
+    plan: 2 samples in 2 groups x 2 stages x 3 patches on 4 ranks (patches in turn)
+      for 4xA100-80GB, costs of A100-80GB, call 6d1c04e88f0a in 16 blocks for 1 samples
+      displaced after 4 fresh steps, norms corrected
+      stage  0 on ranks 0, 2: blocks 0-7  50.2%  conv_in .. down_blocks.0
+      stage  1 on ranks 1, 3: blocks 8-15  49.8%  mid_block .. conv_out
+      rows: 32 in 8 units of 4
+      patch 0: units 0-2
+      ...
+    schedule patches in turn: 2 stages, 6 micro-batches
+    rank 0: 0F0 0F1 0F2
+    ...
+
+A micro-batch is a patch of the samples that pass through stages together: of patch 0 of the first ones, patch 1, ...;
+then those of the next ones. `SamplePlan.parse` reads it back; `as_dict` and `from_dict` do it for JSON.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import CompileError, ScheduleError
+from fxpipe.plan.plan_lines import (
+    Read,
+    loaded,
+    read_line,
+    read_stages,
+    read_target,
+    saved,
+    schedule_from,
+    stage_lines,
+    staged_from,
+    target_line,
+    text_parts,
+)
+from fxpipe.plan.sample_grid import Grid
+from fxpipe.plan.schedule import Schedule, counted
+from fxpipe.plan.staged import PlannedCut, Staged
+
+FORMAT = 1
+"""Of the files that plans of samplers are saved in."""
+
+IN_TURN = "patches in turn"
+ORDERS = ("rows", "samples in turn", IN_TURN)
+"""rows: one stage, patches beside each other. samples in turn: through stages, patches beside each other in each.
+patches in turn: through stages, one after the other."""
+
+
+@dataclass(frozen=True)
+class How:
+    """What a step reads of others: all of this step ("exact"), or after `warmup` such steps what was one before.
+
+    `norms` and `advance` are as `fxpipe.compile_sampler` takes them.
+    """
+
+    mode: str
+    warmup: int
+    norms: str
+    advance: bool
+
+    def __str__(self) -> str:
+        if self.mode == "exact":
+            return "all exchanges fresh"
+        steps = f"displaced after {counted(self.warmup, 'fresh step')}"
+        return f"{steps}, norms {self.norms}{', advanced' * self.advance}"
+
+
+EXACT = How("exact", 0, "", False)
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """Samples in groups, stages on ranks, patches between bounds.
+
+    Args:
+        fingerprint: of the call it was made for: its graph with these sizes, where rows are, the blocks it is cut into.
+        cluster, cost_model: what it was made for; a cost model that has no name is "".
+        num_samples: of the call; group by group as even as can be.
+        cut: into how many blocks the call was to be cut, for how many samples.
+        staged: blocks of every stage; its ranks group by group, patch by patch where these are beside each other.
+        labels: of every stage its share of the work and the modules it begins and ends with.
+        num_rows, unit_rows: of the image, and of a unit, the last of which may have fewer.
+        bounds: of patches, in units.
+        step: the order of a steady step.
+        notes: what is to be known of it.
+    """
+
+    fingerprint: str
+    cluster: str
+    cost_model: str
+    num_samples: int
+    groups: int
+    cut: PlannedCut
+    staged: Staged
+    labels: tuple[str, ...]
+    num_rows: int
+    unit_rows: int
+    bounds: tuple[int, ...]
+    how: How
+    step: Schedule
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.staged.world_size
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether patches follow each other through stages."""
+        return self.staged.schedule == IN_TURN
+
+    @property
+    def num_patches(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def grid(self) -> Grid:
+        """Groups, stages and patches on ranks."""
+        patches, turns = (1, self.num_patches) if self.in_turn else (self.num_patches, 1)
+        return Grid(self.groups, patches, self.world_size // (self.groups * patches), turns)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Of every stage, which of a group's columns of ranks has it; a fold has two stages on one."""
+        return tuple(ranks[0] // self.grid.patches for ranks in self.staged.stage_ranks)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.step.text()}"
+
+    def summary(self) -> str:
+        """All but the order."""
+        return "\n".join([_head(self), *(f"  {line}" for line in _lines(self))])
+
+    @staticmethod
+    def parse(text: str) -> "SamplePlan":
+        """Read `str(plan)` back.
+
+        Raises:
+            CompileError: the text is no such plan's; names the line.
+        """
+        try:
+            return _parse(text)
+        except CompileError:
+            raise
+        except (ValueError, ZeroDivisionError, IndexError) as error:
+            raise CompileError(f"this plan's text has a number that is none: {error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        staged = {f.name: getattr(self.staged, f.name) for f in fields(self.staged)}
+        plain = {"staged": staged, "cut": vars(self.cut), "how": vars(self.how), "step": self.step.text().split("\n")}
+        data: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "kind": "sampling", **own, **plain}))
+        return data
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> "SamplePlan":
+        """What `as_dict` gave.
+
+        Raises:
+            CompileError: the data are no such plan's.
+        """
+        try:
+            if (data["format"], data["kind"]) != (FORMAT, "sampling"):
+                raise ValueError(f"its format is {data['format']!r}, its kind {data['kind']!r}")
+            made: dict[str, Any] = {
+                "staged": staged_from(data["staged"]),
+                "cut": PlannedCut(**data["cut"]),
+                "how": How(**data["how"]),
+                "step": schedule_from(data["step"]),
+                **{name: tuple(data[name]) for name in ("labels", "bounds", "notes")},
+            }
+            return SamplePlan(**{f.name: data[f.name] for f in fields(SamplePlan) if f.name not in made}, **made)
+        except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
+            raise CompileError(
+                f"this is no plan of a sampler, format {FORMAT}: {type(error).__name__}: {error}; `sampler.plan.save` "
+                "writes one"
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON."""
+        return saved(path, self.as_dict())
+
+    @staticmethod
+    def load(path: str | Path) -> "SamplePlan":
+        """Read a file that `save` wrote, or one with the text.
+
+        Raises:
+            CompileError: there is no such file, or it holds no such plan.
+        """
+        return loaded(path, SamplePlan.from_dict, SamplePlan.parse, "`sampler.plan.save`")
+
+
+def _head(plan: SamplePlan) -> str:
+    return (
+        f"plan: {counted(plan.num_samples, 'sample')} in {counted(plan.groups, 'group')} x "
+        f"{counted(plan.staged.num_stages, 'stage')} x {counted(plan.num_patches, 'patch', 'es')} on "
+        f"{counted(plan.world_size, 'rank')} ({plan.staged.schedule})"
+    )
+
+
+def _lines(plan: SamplePlan) -> Iterator[str]:
+    yield target_line(plan, "call")
+    yield str(plan.how)
+    yield from stage_lines(plan.staged, plan.labels)
+    yield f"rows: {plan.num_rows} in {counted(plan.bounds[-1], 'unit')} of {plan.unit_rows}"
+    for patch, (start, stop) in enumerate(pairwise(plan.bounds)):
+        yield f"patch {patch}: units {start}-{stop - 1}"
+    for note in plan.notes:
+        yield f"note: {note}"
+
+
+_HEAD = re.compile(
+    r"plan: (\d+) samples? in (\d+) groups? x \d+ stages? x \d+ patch(?:es)? on (\d+) ranks? "
+    rf"\(({'|'.join(ORDERS)})\)"
+)
+_DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
+_ROWS = re.compile(r"rows: (\d+) in \d+ units? of (\d+)")
+_PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)")
+
+
+def _parse(text: str) -> SamplePlan:
+    summary, orders = text_parts(text)
+    read: Read = {"for": [], "stage": [], "note": [], "how": [], "rows": [], "patch": []}
+    head = _HEAD.fullmatch(summary[0]) if summary else None
+    if head is None or len(orders) != 1:
+        raise CompileError(
+            f"this is no text of a sampler's plan: it begins with {text[:60]!r}; `print(plan)` gives one"
+        )
+    for line in summary[1:]:
+        _read(line.removeprefix("  "), read)
+    cluster, cost_model, fingerprint, cut = read_target(read)
+    if not (len(read["how"]) == len(read["rows"]) == 1 and read["patch"]):
+        raise CompileError(
+            "the plan's text lacks its rows, its patches or its third line; `print(plan)` gives all of it"
+        )
+    num_rows, unit_rows = read["rows"][0]
+    plan = SamplePlan(
+        fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut,
+        Staged(*read_stages(read), head[4], False, int(head[3])), tuple(label for *_, label in read["stage"]),
+        num_rows, unit_rows, (0, *(stop for _, stop in read["patch"])), read["how"][0], orders[0], tuple(read["note"]),
+    )  # fmt: skip
+    for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
+        if says != line:
+            raise CompileError(f"the plan has the line {line!r}, its other lines say {says!r}; make them agree")
+    return plan
+
+
+def _read(line: str, read: Read) -> None:
+    """Add what a line of the summary says."""
+    if read_line(line, read, "call"):
+        return
+    if line == str(EXACT):
+        read["how"].append(EXACT)
+    elif found := _DISPLACED.fullmatch(line):
+        read["how"].append(How("displaced", int(found[1]), found[2], found[3] is not None))
+    elif found := _ROWS.fullmatch(line):
+        read["rows"].append((int(found[1]), int(found[2])))
+    elif found := _PATCH.fullmatch(line):
+        read["patch"].append((int(found[1]), int(found[2]) + 1))
+    else:
+        raise CompileError(f"a sampler's plan has no line {line!r}; `print(plan)` shows what its lines look like")

@@ -1,0 +1,202 @@
+"""The plan of a sampler's call: samples in groups, stages from blocks, patches of the rows, in which order.
+
+choices   what is decided: groups, blocks of stages, bounds of patches    <- what was asked for, or a plan
+planned   what follows from that, and the order of a steady step          -> SamplePlan
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.errors import CompileError
+from fxpipe.plan.actions import Action
+from fxpipe.plan.sample_grid import Grid, grid_for
+from fxpipe.plan.sample_plan import IN_TURN, How, SamplePlan
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import PlannedCut, Staged
+from fxpipe.sampling.case import SampleCase
+from passes.sampling.cells import Cell, cells
+from passes.sampling.patches import even_bounds, patches_of, require_units
+from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks, stage_spans
+
+_ALL = Stage(0, 0, frozenset(), (), (), 0.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user has asked for, None where it is left open; `patches` may be bounds in units."""
+
+    world_size: int
+    cfg: int | None
+    stages: int | None
+    fold: bool | None
+    patches: int | Sequence[int] | None
+    how: How
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether patches follow each other through stages."""
+        return self.how.mode == "displaced" and self.stages is not None
+
+    @property
+    def num_patches(self) -> int | None:
+        return self.patches if isinstance(self.patches, int | None) else len(self.patches) - 1
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan decides. `spans` are its stages, None where there is one without blocks of its own."""
+
+    grid: Grid
+    spans: tuple[StageSpan, ...] | None
+    bounds: tuple[int, ...]
+    order: str
+    how: How
+
+
+def chosen(case: SampleCase, request: Request) -> Choices:
+    """What is decided for a call.
+
+    Raises:
+        CompileError: it cannot be cut as asked.
+    """
+    grid = _grid(case, request)
+    bounds = _bounds(case, request, grid)
+    if request.in_turn:
+        grid = replace(grid, turns=len(bounds) - 1)
+    order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
+    spans = None
+    if order != "rows":
+        blocks = case.blocks(case.run_size(grid), num_blocks(grid.stages))
+        spans = stage_spans(blocks, grid.stages, request.fold)
+    return Choices(grid, spans, bounds, order, request.how)
+
+
+def choices_of(plan: SamplePlan) -> Choices:
+    """What a plan has decided."""
+    spans = None
+    if plan.staged.schedule != "rows":
+        ends = zip(plan.staged.boundaries, plan.staged.boundaries[1:], plan.columns, strict=False)
+        spans = tuple((start, stop, column) for start, stop, column in ends)
+    return Choices(plan.grid, spans, plan.bounds, plan.staged.schedule, plan.how)
+
+
+def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, Line | None]:
+    """The plan with these choices, and its stages."""
+    grid, size = made.grid, case.run_size(made.grid) if made.spans else case.num_samples
+    cut = PlannedCut(num_blocks(grid.stages) if made.spans else 1, size)
+    blocks = case.blocks(size, cut.num_blocks) if made.spans else None
+    if blocks and made.spans and made.spans[-1][1] != len(blocks.blocks):
+        raise CompileError(f"the plan ends at block {made.spans[-1][1]}, the call has {len(blocks.blocks)} blocks")
+    line = line_of(blocks, made.spans) if blocks and made.spans else None
+    rows = case.rows(grid.spans(case.num_samples)[0][1])
+    patches_of(rows, made.bounds)
+    boundaries = (0, *(stop for _, stop, _ in made.spans)) if made.spans else (0, 1)
+    ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
+    staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
+    notes = (*case.traced.captured.notes, *map(str, rows.notes))
+    plan = SamplePlan(
+        case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, cut, staged,
+        tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds, made.how,
+        _steady(case, made, line), notes,
+    )  # fmt: skip
+    return plan, line
+
+
+def request_of(plan: SamplePlan) -> Request:
+    """For calls that a plan is not of: in its mode, with as many stages; groups and patches as are right for them."""
+    staged = None if plan.staged.schedule == "rows" else plan.grid.stages
+    fold = None if staged is None else plan.staged.num_stages > staged
+    patches = plan.num_patches if plan.in_turn else None
+    return Request(plan.world_size, None, staged, fold, patches, plan.how)
+
+
+def require_fresh(plan: SamplePlan | None, made: SamplePlan) -> None:
+    """A plan holds for the call it was made for."""
+    if plan is not None and plan.fingerprint != made.fingerprint:
+        raise CompileError(
+            f"the plan was made for call {plan.fingerprint} with {plan.num_samples} samples, this is call "
+            f"{made.fingerprint} with {made.num_samples}: the model, the sizes of its inputs or the cost model "
+            "have changed; make a new plan (leave plan out)"
+        )
+
+
+def is_of(plan: SamplePlan, case: SampleCase) -> bool:
+    """Whether a plan was made for this call."""
+    if plan.num_samples != case.num_samples or plan.cut.num_samples > case.num_samples:
+        return False
+    blocks = case.blocks(plan.cut.num_samples, plan.cut.num_blocks) if plan.staged.schedule != "rows" else None
+    return plan.fingerprint == case.fingerprint(blocks)
+
+
+def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
+    """Refuse a plan that says something else than what its stages and patches make of its call."""
+    told = replace(plan, notes=remade.notes)
+    if told != remade:
+        lines = zip(str(told).split("\n"), str(remade).split("\n"), strict=False)
+        says, is_so = next(((a, b) for a, b in lines if a != b), ("fewer lines", "more"))
+        raise CompileError(f"the plan says {says.strip()!r}, of its stages and patches it is {is_so.strip()!r}")
+
+
+def _grid(case: SampleCase, request: Request) -> Grid:
+    """Of samples that need each other, as perturbed attention's halves do, one group; unless more are asked for."""
+    asked = request.num_patches
+    patches = 1 if request.in_turn else asked
+    grid = grid_for(request.world_size, case.num_samples, request.cfg, patches, request.stages)
+    if grid.groups == 1 or case.dependent is None:
+        return grid
+    if request.cfg is not None or asked is not None:
+        raise case.dependent
+    return grid_for(request.world_size, case.num_samples, 1, patches, request.stages)
+
+
+def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[int, ...]:
+    """Of patches, in units; of those in turn twice as many as stages where that is left open."""
+    rows = case.rows(grid.spans(case.num_samples)[0][1])
+    if isinstance(request.patches, Sequence):
+        patches_of(rows, request.patches)
+        return tuple(request.patches)
+    count = grid.patches
+    if request.in_turn:
+        count = request.patches or min(2 * grid.stages, rows.units.count)
+    require_units(rows, count)
+    return even_bounds(rows.units.count, count)
+
+
+def _ranks(grid: Grid, column: int) -> Iterator[int]:
+    """A stage's, group by group, patch by patch."""
+    for group in range(grid.groups):
+        first = (group * grid.stages + column) * grid.patches
+        yield from range(first, first + grid.patches)
+
+
+def _labels(blocks: LateBlocks | None, spans: Sequence[StageSpan] | None) -> Iterator[str]:
+    """Of every stage its share of the work, and the modules it begins and ends with."""
+    if blocks is None or spans is None:
+        yield f"{1:5.1%}  (all)"
+        return
+    total = sum(blocks.seconds) or 1.0
+    for start, stop, _ in spans:
+        first, last = blocks.blocks[start].name, blocks.blocks[stop - 1].name
+        span = first if stop - start == 1 else f"{first} .. {last}"
+        yield f"{sum(blocks.seconds[start:stop]) / total:5.1%}  {span}"
+
+
+def _steady(case: SampleCase, made: Choices, line: Line | None) -> Schedule:
+    """The order of a step; a patch of samples that pass through stages together is its micro-batch."""
+    grid, num_patches, num_runs = made.grid, len(made.bounds) - 1, 0
+    ranks: list[tuple[Action, ...]] = []
+    for start, stop in grid.spans(case.num_samples):
+        runs = len(case.runs(start, stop)) if line else 1
+        turns = [
+            (run, patch)
+            for patch in (range(num_patches) if made.order == IN_TURN else [0])
+            for run in range(num_runs, num_runs + runs)
+        ]
+        order = cells(line, len(turns)) if line else [Cell(_ALL, 0)]
+        for column in range(grid.stages):
+            own = [(c.stage.index, *turns[c.turn]) for c in order if c.stage.column == column]
+            for beside in range(grid.patches):
+                ranks.append(tuple(Action(s, "F", run * num_patches + patch + beside) for s, run, patch in own))
+        num_runs += runs
+    num_stages = len(line.stages) if line else 1
+    return Schedule(made.order, num_stages, num_runs * num_patches, tuple(ranks))
