@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,9 +21,11 @@ from torch.utils import _pytree as pytree
 from cost_models.flops import node_costs
 from fxpipe.analysis import Observe, given_cost_model
 from fxpipe.capture import Capture, capture
+from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.cache import cache_folder
+from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.inputs import InputSpec, Leaf, describe
 from fxpipe.capture.settings import require_stateless
-from fxpipe.capture.trees import Returned
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
@@ -44,7 +47,7 @@ from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
-from passes.rows.sized import at_batch_size
+from passes.rows.sized import at_batch_size, require_shapes
 from passes.sampling.displaced import Norms
 from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import CONSTANTS, fresh_programs
@@ -58,6 +61,9 @@ from passes.sampling.stages import stages as cut_stages
 
 _CPU = torch.device("cpu")
 Mode = Literal["exact", "displaced"]
+SizesOf = Literal["one", "any"]
+_MOST_FREE = 4
+"""Traces with free sizes of one model: its other ways at other sizes; one with more is traced at every size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,35 +275,40 @@ class _Rows:
     norms: Norms
     advance: bool
     rows_of: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
+    sizes: SizesOf
+    cache: Path | None
     device: torch.device
     cost_model: CostModel
     observe: Observe
 
-    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
         """The call as one flat graph, and which inputs have rows. A single sample is traced as two, since a graph of
-        one holds for one alone; where that fails, as it is."""
+        one holds for one alone; where that fails, as it is. `num_free`: traces there are whose sizes are free."""
+        free = self.sizes == "any" and num_free < _MOST_FREE
         inputs, tensors = describe(module, args, kwargs, None)
         if inputs.batch_size == 1:
             with suppress(FxpipeError):
                 twice = [torch.cat([t, t]) if leaf.batched else t for leaf, t in _of_tensors(inputs, tensors)]
-                traced = self._traced(module, *describe(module, *inputs.rebuild(twice), 2))
+                traced = self._traced(module, *describe(module, *inputs.rebuild(twice), 2), free)
                 if traced.captured.batch:
                     return traced
-        return self._traced(module, inputs, tensors)
+        return self._traced(module, inputs, tensors, free)
 
-    def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> Traced:
+    def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], free: bool) -> Traced:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
-        returned: list[Returned] = []
-
-        def result_of(output: Any) -> torch.Tensor:
-            returned[:] = [Returned.of(output)]
-            return returned[0].tensor(output)
-
         require_stateless(module)
         with _sampling(module):
-            captured = capture(module, inputs, tensors, result_of)
+            call = cached_call(module, inputs, tensors, rows if free else None, self.cache)
+        self.observe("capture", call.captured)
+        return Traced(call.captured, call.returned, rows, call.any_size)
+
+    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph at another call's sizes."""
+        assert isinstance(traced.any_size, AnySize)
+        captured = traced.any_size.at(args, kwargs)
+        require_shapes(at_batch_size(captured, captured.inputs.batch_size))
         self.observe("capture", captured)
-        return Traced(captured, returned[0], rows)
+        return Traced(captured, traced.returned, traced.rows, None)
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """Every group's patches, as if it were alone; then the groups together."""
@@ -328,7 +339,7 @@ class _Rows:
             programs, messages = grouped(parts, spans, batched, self.device)
             _require(programs, messages)
         self.observe("programs", programs)
-        notes = (*traced.captured.notes, *map(str, first.notes))
+        notes = (*traced.notes, *map(str, first.notes))
         return SampleStep(
             traced, batch_size, grid, first.inputs, likes, programs, messages, str(first), notes, self.warmup
         )
@@ -361,7 +372,7 @@ class _Rows:
         programs, messages = piped_programs(Piped(line, plans, groups, even_bounds(count, turns), batched, *how))
         require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
         self.observe("programs", programs)
-        notes = (*traced.captured.notes, *map(str, some.notes))
+        notes = (*traced.notes, *map(str, some.notes))
         grid = replace(grid, turns=turns)
         rest = programs, messages, str(some), notes, self.warmup
         return SampleStep(traced, batch_size, grid, some.inputs, likes, *rest)
@@ -419,6 +430,8 @@ def compile_sampler(
     advance: bool = True,
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
+    sizes: SizesOf = "one",
+    cache: bool | str | Path = True,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     observe: Observe = lambda name, artefact: None,
@@ -448,6 +461,10 @@ def compile_sampler(
         advance: whether the others' displaced values are moved on by their own last change, at twice the memory; not
             with stages.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
+        sizes: "one": every image size is traced when it comes. "any": one trace serves the sizes at which forward is
+            the same (a longer one, once); others have traces of their own, and a note says why there is none for all.
+        cache: where captures are kept for other processes, as for `compile`: a folder, True for the user's cache folder
+            (or that of FXPIPE_CACHE), False for none.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
         cost_model: seconds of compute; the cluster's device where left out.
@@ -458,7 +475,8 @@ def compile_sampler(
         RunError: started by torchrun, and the other ranks cannot be found.
     """
     check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches, warmup=warmup)
-    _check_choices(mode=mode, norms=norms)
+    _check_choices(mode=mode, norms=norms, sizes=sizes)
+    captures = cache_folder(cache)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
     if sample is not None and not all(type(dim) is int for dim in sample.values()):
@@ -477,7 +495,7 @@ def compile_sampler(
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(cluster, world_size)
     costs = given_cost_model(cost_model or network.device)
-    how = mode, warmup, norms, advance, rows_of, where, costs, observe
+    how = mode, warmup, norms, advance, rows_of, sizes, captures, where, costs, observe
     lowering = _Rows(world_size, cfg, stages, fold, patches, *how)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
@@ -491,7 +509,7 @@ def compile_sampler(
 def _check_choices(**given: str) -> None:
     """Refuse a choice that is none."""
     for name, value in given.items():
-        known = get_args({"mode": Mode, "norms": Norms}[name])
+        known = get_args({"mode": Mode, "norms": Norms, "sizes": SizesOf}[name])
         if value not in known:
             raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 
