@@ -7,7 +7,7 @@ sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls a
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,19 +43,22 @@ _log = logging.getLogger(__name__)
 class Traced:
     """A module's call as one graph, for any number of samples; `rows` are the inputs that have rows, and where.
 
-    `any_size` is the graph with free sizes, or why there is none; None where none was asked for.
+    `any_size` is the graph with free sizes, or why there is none; None where none was asked for. `apart` says why the
+    call's sizes have a trace of their own where there were such graphs.
     """
 
     captured: Capture
     returned: Returned
     rows: Mapping[str, int]
     any_size: AnySize | str | None = None
+    apart: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What had to be given up."""
-        why = f"image sizes are traced one by one: {self.any_size}"
-        return (*self.captured.notes, *([why] if isinstance(self.any_size, str) else []))
+        one_by_one = self.any_size if isinstance(self.any_size, str) else None
+        why = {"image sizes are traced one by one": one_by_one, "this image size was traced apart": self.apart}
+        return (*self.captured.notes, *(f"{what}: {reason}" for what, reason in why.items() if reason))
 
     def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """Of a call that has this graph; None of another. Of tensors only shapes and types are used."""
@@ -180,14 +183,15 @@ class Spread:
 
     def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """A call's graph by one with free sizes, if one holds for it, else by a trace."""
-        free = [traced for traced in self._traced if isinstance(traced.any_size, AnySize)]
-        for traced in free:
-            try:
-                return self.lowering.resized(traced, args, kwargs)
-            except CompileError as error:
-                _log.info("another trace: %s", error)
+        apart: str | None = None
+        for traced in self._traced:
+            if isinstance(traced.any_size, AnySize):
+                try:
+                    return self.lowering.resized(traced, args, kwargs)
+                except CompileError as error:
+                    apart = str(error)
         tried = sum(traced.any_size is not None for traced in self._traced)
-        return self.lowering.traced(self.module, args, kwargs, tried)
+        return replace(self.lowering.traced(self.module, args, kwargs, tried), apart=apart)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls must, for calls may follow from each other."""

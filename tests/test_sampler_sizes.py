@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture import export
+from fxpipe.models.backbones import prediction_of
 from tests.denoisers import case, noise
 
 TABLE = {"12": 3.0}
@@ -35,10 +37,10 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-def require_equal(sampler: fxpipe.Sampler, model: nn.Module, call: dict[str, Tensor]) -> None:
+def require_equal(sampler: fxpipe.Sampler, model: nn.Module, call: dict[str, Any]) -> None:
     with torch.no_grad():
-        wanted = model(**call)
-    found = sampler.predict(**call)
+        wanted = prediction_of(model(**call))
+    found = prediction_of(sampler.predict(**call))
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
@@ -108,6 +110,45 @@ def test_a_second_start_traces_nothing(sizes: str, tmp_path: Path, traces: list[
     require_traced(True)
     require_traced(False)
     assert sum(path.read_bytes() == content for path, content in entries.items()) == 1
+
+
+def of_size(key: str, call: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """A backbone's call at another size of its latents."""
+    if "img_ids" in call:
+        places = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        ids = torch.stack([torch.zeros(height, width), *places], -1).flatten(0, 1).double()
+        return {**call, "img_ids": ids, "hidden_states": noise(2, height * width, call["hidden_states"].shape[-1])}
+    name = "sample" if "sample" in call else "hidden_states"
+    return {**call, name: noise(*call[name].shape[:-2], height, width)}
+
+
+@pytest.mark.parametrize(
+    ("key", "sizes"),
+    [
+        ("UNet2DModel", [(16, 24), (20, 8), (12, 12)]),
+        ("SD3Transformer2DModel", [(12, 10), (8, 14), (16, 16)]),
+        ("PixArtTransformer2DModel", [(12, 10), (8, 24), (16, 16)]),
+        ("FluxTransformer2DModel", [(6, 5), (4, 8), (4, 4)]),
+    ],
+)
+def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[int, int]], traces: list[object]) -> None:
+    given = case(key)
+    first, *others = [of_size(key, dict(given.example), *size) for size in sizes]
+    sampler = fxpipe.compile_sampler(given.model, 2, example=first, sizes="any")
+    del traces[:]
+    for call in others:
+        require_equal(sampler, given.model, call)
+    assert not traces, str(sampler)
+
+
+def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
+    given = case("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
+    first, other = (of_size("", dict(given.example), size, size) for size in (12, 20))
+    sampler = fxpipe.compile_sampler(given.model, 2, example=first, sizes="any")
+    del traces[:]
+    require_equal(sampler, given.model, other)
+    assert traces
+    assert any("traced apart" in note for note in sampler.denoiser.step((), other).notes)
 
 
 class Forward(nn.Module):

@@ -351,7 +351,7 @@ def is_traced_number(value: Any) -> bool:
 def place_of_number(value: torch.Tensor, dim: int) -> str:
     """Where a free size of a traced input has become a number."""
     size, env = value.shape[dim], value.fake_mode.shape_env  # type: ignore[attr-defined]
-    own = {size.node._expr} if isinstance(size, torch.SymInt) else set()
+    own: set[Any] = {size.node._expr} if isinstance(size, torch.SymInt) else set()
     fixed = [guard for guard in env.guards if isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols == own]
     return _place(fixed[0]) if fixed else "somewhere"
 

@@ -58,7 +58,7 @@ def _is_whole(node: fx.Node, shape: Any, batch_size: int) -> bool:
         return False
     given = private.arguments(node)
     same = shape == tuple(concrete(node.args[0].meta["val"].shape, batch_size))  # type: ignore[union-attr]
-    return same and given.get("step", 1) == 1
+    return bool(same and given.get("step", 1) == 1)
 
 
 def _slice(node: fx.Node, args: Any, batch_size: int) -> Any:
@@ -67,6 +67,6 @@ def _slice(node: fx.Node, args: Any, batch_size: int) -> Any:
     dim, step = named.get("dim", 0), named.get("step", 1)
     start = named.get("start") or 0
     start = concrete(start.meta["val"] if isinstance(start, fx.Node) else start, batch_size)
-    size = int(concrete(node.args[0].meta["val"].shape[dim], batch_size))  # type: ignore[union-attr, index]
+    size = int(concrete(node.args[0].meta["val"].shape[dim], batch_size))  # type: ignore[union-attr]
     count = int(concrete(node.meta["val"].shape[dim], batch_size))
     return args[0], dim, min(max(start + size if start < 0 else start, 0), size), count, step

@@ -51,6 +51,6 @@ def _text(original: Any, read: Any) -> Any:
     def text(size: Any) -> str:
         file = sys._getframe(1).f_code.co_filename
         ours = file.startswith((*private.FRAMEWORK, *sympy.__path__))
-        return original(size) if ours else repr(read(size))  # type: ignore[no-any-return]
+        return original(size) if ours else repr(read(size))
 
     return text
