@@ -112,7 +112,7 @@ def test_a_second_start_traces_nothing(sizes: str, tmp_path: Path, traces: list[
     assert sum(path.read_bytes() == content for path, content in entries.items()) == 1
 
 
-def of_size(key: str, call: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def of_size(call: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     """A backbone's call at another size of its latents."""
     if "img_ids" in call:
         places = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -133,7 +133,7 @@ def of_size(key: str, call: dict[str, Any], height: int, width: int) -> dict[str
 )
 def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[int, int]], traces: list[object]) -> None:
     given = case(key)
-    first, *others = [of_size(key, dict(given.example), *size) for size in sizes]
+    first, *others = [of_size(dict(given.example), *size) for size in sizes]
     sampler = fxpipe.compile_sampler(given.model, 2, example=first, sizes="any")
     del traces[:]
     for call in others:
@@ -143,7 +143,7 @@ def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[in
 
 def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
     given = case("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
-    first, other = (of_size("", dict(given.example), size, size) for size in (12, 20))
+    first, other = (of_size(dict(given.example), size, size) for size in (12, 20))
     sampler = fxpipe.compile_sampler(given.model, 2, example=first, sizes="any")
     del traces[:]
     require_equal(sampler, given.model, other)

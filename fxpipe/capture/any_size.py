@@ -133,10 +133,9 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
         sizes = [[expression(size).xreplace(put) for size in kind] for kind in (value.shape, value.stride())]
         key = (*map(tuple, sizes), value.dtype, value.device, value.requires_grad)
         if key not in tensors:
-            plain = [
-                [private.traced_number(mode, e, int) if e.free_symbols else int(e) for e in kind] for kind in sizes
-            ]
-            tensors[key] = private.traced_tensor(mode, *plain, *key[2:])
+            shape, stride = ([whole(one) for one in kind] for kind in sizes)
+            kind, place, grad = value.dtype, value.device, value.requires_grad
+            tensors[key] = private.traced_tensor(mode, shape, stride, kind, place, grad)
         return tensors[key]
 
     def leaf(value: Any) -> Any:
