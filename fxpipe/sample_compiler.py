@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.analysis import Observe, given_cost_model
+from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -29,6 +30,7 @@ from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler, Spread
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
+from fxpipe.sampling.trace import Sizes, Tracing
 from passes.sampling.displaced import Norms
 
 _CPU = torch.device("cpu")
@@ -49,6 +51,8 @@ def compile_sampler(
     advance: bool = True,
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
+    sizes: Sizes = "one",
+    cache: bool | str | Path = True,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     plan: SamplePlan | str | Path | None = None,
@@ -81,6 +85,10 @@ def compile_sampler(
         advance: whether the others' displaced values are moved on by their own last change, at twice the memory; not
             with stages.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
+        sizes: "one": every image size is traced when it comes. "any": one trace serves the sizes at which forward is
+            the same (a longer one, once); others have traces of their own, and a note says why there is none for all.
+        cache: where captures are kept for other processes, as for `compile`: a folder, True for the user's cache folder
+            (or that of FXPIPE_CACHE), False for none.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
         cost_model: seconds of compute; the cluster's device where left out.
@@ -96,7 +104,8 @@ def compile_sampler(
     known = given_sample_plan(plan, world_size, cfg=cfg, stages=stages, fold=fold, patches=patches)
     check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup)
     check_patches(patches)
-    _check_choices(mode=mode, norms=norms)
+    _check_choices(mode=mode, norms=norms, sizes=sizes)
+    captures = cache_folder(cache)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
     if sample is not None and not all(type(dim) is int for dim in sample.values()):
@@ -118,13 +127,14 @@ def compile_sampler(
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how)
     texts = str(network), priced if isinstance(priced, str) else ""
-    lowering = SampleLowering(asked, rows_of, where, given_cost_model(priced), observe, *texts, known)
+    tracing = Tracing(rows_of, sizes, captures, observe)
+    lowering = SampleLowering(asked, tracing, where, given_cost_model(priced), observe, *texts, known)
     denoiser = Spread(module, lowering, ranks)
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae and name is not None else None
     image = Request(world_size, None, None, None, None, EXACT)
-    of_image = replace(lowering, request=image, rows_of=image_rows, plan=None)
+    of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 
@@ -132,7 +142,7 @@ def compile_sampler(
 def _check_choices(**given: str) -> None:
     """Refuse a choice that is none."""
     for name, value in given.items():
-        known = get_args({"mode": Mode, "norms": Norms}[name])
+        known = get_args({"mode": Mode, "norms": Norms, "sizes": Sizes}[name])
         if value not in known:
             raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 

@@ -7,7 +7,7 @@ sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls a
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture import Capture
+from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.capture.trees import Returned
 from fxpipe.cluster import Cluster
@@ -42,11 +43,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A module's call as one graph, for any number of samples; `rows` are the inputs that have rows, and where."""
+    """A module's call as one graph, for any number of samples; `rows` are the inputs that have rows, and where.
+
+    `any_size` is the graph with free sizes, or why there is none; None where none was asked for. `apart` says why the
+    call's sizes have a trace of their own where there were such graphs.
+    """
 
     captured: Capture
     returned: Returned
     rows: Mapping[str, int]
+    any_size: AnySize | str | None = None
+    apart: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What had to be given up."""
+        one_by_one = self.any_size if isinstance(self.any_size, str) else None
+        why = {"image sizes are traced one by one": one_by_one, "this image size was traced apart": self.apart}
+        return (*self.captured.notes, *(f"{what}: {reason}" for what, reason in why.items() if reason))
 
     def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """Of a call that has this graph; None of another. Of tensors only shapes and types are used."""
@@ -111,8 +125,12 @@ class SampleStep:
 class Lowering(Protocol):
     """What the compiler does for a spread module."""
 
-    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The module's call as a graph."""
+    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
+        """The module's call as a graph; `num_free`: graphs with free sizes that do not hold for it."""
+        ...
+
+    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph with free sizes at this call's; CompileError where it does not hold for them."""
         ...
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
@@ -167,12 +185,24 @@ class Spread:
             size = traced.num_samples(args, kwargs)
             if size is not None:
                 return self._of_size(traced, size)
-        traced = self.lowering.traced(self.module, args, kwargs)
+        traced = self._resized(args, kwargs)
         size = traced.num_samples(args, kwargs)
         assert size is not None
         self._traced.append(traced)
         self._settings = settings_of(self.module)  # as tracing has left them
         return self._of_size(traced, size)
+
+    def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """A call's graph by one with free sizes, if one holds for it, else by a trace."""
+        apart: str | None = None
+        for traced in self._traced:
+            if isinstance(traced.any_size, AnySize):
+                try:
+                    return self.lowering.resized(traced, args, kwargs)
+                except CompileError as error:
+                    apart = str(error)
+        tried = sum(traced.any_size is not None for traced in self._traced)
+        return replace(self.lowering.traced(self.module, args, kwargs, tried), apart=apart)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls must, for calls may follow from each other."""

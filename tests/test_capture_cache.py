@@ -364,7 +364,7 @@ def test_entries_that_say_something_else_run_nothing(seed: int, written: tuple[M
     text = json.dumps({"files": files.loaded_files(), "capture": data}).encode()
     other = entry.with_name("other.json")
     other.write_bytes(cache.hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-    found = cache._read(other, example.inputs, example.step)
+    found = cache._read(other, lambda data: from_data(data, example.inputs, example.step))
     other.unlink()
     assert found is None or isinstance(found, Capture)
 
@@ -372,10 +372,10 @@ def test_entries_that_say_something_else_run_nothing(seed: int, written: tuple[M
 def test_changed_files_make_an_entry_stale(written: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, entry = written
     example = example_of(model, batch())
-    assert cache._read(entry, example.inputs, example.step) is not None
+    assert cache._read(entry, lambda data: from_data(data, example.inputs, example.step)) is not None
     here, state = str(Path(__file__)), files._state
     monkeypatch.setattr(files, "_state", lambda file: "changed" if file == here else state(file))
-    assert cache._read(entry, example.inputs, example.step) is None
+    assert cache._read(entry, lambda data: from_data(data, example.inputs, example.step)) is None
 
 
 def test_files_changed_since_the_process_began_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,11 @@ def capture(
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
     check_weights(model)
-    exported = export_step(model, inputs, examples, result_of)
+    return captured_from(model, export_step(model, inputs, examples, result_of))
+
+
+def captured_from(model: nn.Module, exported: Exported) -> Capture:
+    """The capture that a trace of `model` is."""
     inputs = exported.inputs
     tensors, constants = _name_placeholders(exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}

@@ -13,9 +13,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ MOST_BYTES = 256 << 20  # of all entries: some hundred steps of the size of Stab
 _MOST_ENTRY_BYTES = 32 << 20
 _OFF = ("", "0", "off", "no", "none", "false")
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def cache_folder(given: bool | str | Path) -> Path | None:
@@ -56,24 +57,43 @@ def cached_capture(
     model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], folder: Path | None
 ) -> Capture:
     """As `capture`, from the folder where it is there, and into it where it is not."""
+    return cached(
+        model, inputs, examples, folder, (),
+        make=lambda: capture(model, inputs, examples),
+        load=lambda data: from_data(data, inputs, model),
+        write=lambda captured: to_data(captured, model),
+    )  # fmt: skip
+
+
+def cached(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], folder: Path | None,
+    purpose: tuple[str, ...], make: Callable[[], T], load: Callable[[Any], T], write: Callable[[T], dict[str, Any]],
+) -> T:  # fmt: skip
+    """What `make` makes of a call of `model`, from the folder where it is there, and into it where it is not.
+
+    Args:
+        purpose: tells what is made from other things of the same call.
+        load: what was made, from JSON data; any exception means that the data is none.
+        write: what was made as JSON data; Unwritable where that has no word for it.
+    """
     if folder is None:
-        return capture(model, inputs, examples)
+        return make()
     check_weights(model)
     refuse_outside(model)
     try:
-        key = step_digest(model, inputs, [example.device for example in examples])
+        key = step_digest(model, inputs, [example.device for example in examples], purpose)
     except Unknowable as why:
         _log.info("capture is not cached: %s", why)
-        return capture(model, inputs, examples)
+        return make()
     entry = folder / f"{key}.json"
-    found = _read(entry, inputs, model)
+    found = _read(entry, load)
     if found is None:
-        found = capture(model, inputs, examples)
-        _write(entry, found, model)
+        found = make()
+        _write(entry, lambda: write(found))
     return found
 
 
-def _read(entry: Path, inputs: InputSpec, model: nn.Module) -> Capture | None:
+def _read(entry: Path, load: Callable[[Any], T]) -> T | None:
     """What an entry says, if it can be read and holds."""
     try:
         if entry.stat().st_size > _MOST_ENTRY_BYTES:
@@ -85,7 +105,7 @@ def _read(entry: Path, inputs: InputSpec, model: nn.Module) -> Capture | None:
         if not are_as_before(data["files"]):
             _log.info("capture %s is of other code", entry)
             return None
-        found = from_data(data["capture"], inputs, model)
+        found = load(data["capture"])
         os.utime(entry)
     except FileNotFoundError:
         return None
@@ -96,13 +116,13 @@ def _read(entry: Path, inputs: InputSpec, model: nn.Module) -> Capture | None:
     return found
 
 
-def _write(entry: Path, captured: Capture, model: nn.Module) -> None:
+def _write(entry: Path, data_of: Callable[[], dict[str, Any]]) -> None:
     files = loaded_files()
     if files is None:
         _log.info("capture is not cached: code was changed since this process began")
         return
     try:
-        data: dict[str, Any] = {"files": files, "capture": to_data(captured, model)}
+        data: dict[str, Any] = {"files": files, "capture": data_of()}
         text = json.dumps(data, separators=(",", ":")).encode()
         if len(text) > _MOST_ENTRY_BYTES:
             raise Unwritable(f"{len(text)} bytes")

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.size_reads import sizes_read_plainly
 from fxpipe.capture.sizes import concrete, is_symbolic
 from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
@@ -108,6 +109,23 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     return flexible if _calls(flexible.graph, size) == _calls(fixed.graph, size) else fixed
 
 
+def export_any_size(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf, any_batch: bool
+) -> Exported:
+    """Trace `model` with every size of its inputs free, as far as forward leaves it so.
+
+    Raises:
+        CaptureError: forward fails so.
+    """
+    size = _free_size(model, inputs) if any_batch else inputs.batch_size
+    step = Step(model, inputs, result_of, one_batch=True)
+    with sizes_read_plainly(), private.general_sizes():
+        program = _trace(step, inputs, _resized(model, inputs, examples, size), any_batch, any_size=True)
+    if any_batch and (fault := private.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
+        raise CaptureError(fault)
+    return _flat(program, inputs, None if any_batch else "it was so before")
+
+
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
     return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed)
 
@@ -178,10 +196,9 @@ class _Failed(CaptureError):
 
 
 def _trace(
-    step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool
+    step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
-    auto = torch.export.Dim.AUTO
-    shapes = tuple({0: auto} if leaf.batched and dynamic else None for leaf in _tensors(inputs))
+    shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
             with private.quiet(), watched(step.model):
@@ -196,6 +213,14 @@ def _trace(
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
             raise _Failed(f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}") from error
+
+
+def _free_dims(leaf: Leaf, any_batch: bool, any_size: bool) -> dict[int, Any] | None:
+    """The dimensions whose size a trace is to leave free; one of a single entry is one."""
+    free = {0} if leaf.batched and any_batch else set()
+    if any_size:
+        free |= {dim for dim in range(int(leaf.batched), len(leaf.shape)) if leaf.shape[dim] > 1}
+    return dict.fromkeys(sorted(free), torch.export.Dim.AUTO) or None
 
 
 def _line(error: BaseException) -> str:

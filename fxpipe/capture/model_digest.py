@@ -35,7 +35,7 @@ from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.errors import FxpipeError
 
-_FORMAT = 2  # of what is stored: another one makes every entry another
+_FORMAT = 3  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
 _BY_FILE = ("torch", "fxpipe", "passes", "cost_models")  # wherever they are
 # What reads something outside the model: no digest can tell whether that is as before.
@@ -57,11 +57,12 @@ class Unknowable(FxpipeError):
     """What forward may depend on cannot be told; says what."""
 
 
-def step_digest(model: nn.Module, inputs: InputSpec, devices: Any) -> str:
+def step_digest(model: nn.Module, inputs: InputSpec, devices: Any, purpose: tuple[str, ...] = ()) -> str:
     """The digest of a step and of one call of it.
 
     Args:
         devices: of the call's tensors.
+        purpose: of a digest of its own, as that of a sampler's call is.
 
     Raises:
         Unknowable: forward may depend on something that has no digest.
@@ -72,6 +73,7 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any) -> str:
     digest.value(private.switches(), "torch")
     leaves = [(leaf.name, leaf.is_tensor, leaf.batched, leaf.shape, leaf.dtype) for leaf in inputs.leaves]
     digest.value((leaves, [leaf.constant for leaf in inputs.leaves], inputs.batch_size, devices), "inputs")
+    digest.value(purpose, "purpose")
     digest.value((str(inputs.tree), str(inputs.signature)), "inputs")
     digest.value(model, "model")
     return digest.hexdigest()

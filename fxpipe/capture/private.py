@@ -335,6 +335,47 @@ def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None
     return "forward makes it a number (take x.shape[0], not len(x) or int())" if fixed else None
 
 
+def general_sizes() -> AbstractContextManager[None]:
+    """Torch's own operations decide nothing by sizes that are symbols, but take the way that is right for all.
+
+    What forward itself decides is guarded as ever.
+    """
+    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
+
+
+def is_traced_number(value: Any) -> bool:
+    """Whether a size, or a number made of sizes, is none yet."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def place_of_number(value: torch.Tensor, dim: int) -> str:
+    """Where a free size of a traced input has become a number."""
+    size, env = value.shape[dim], value.fake_mode.shape_env  # type: ignore[attr-defined]
+    own: set[Any] = {size.node._expr} if isinstance(size, torch.SymInt) else set()
+    fixed = [guard for guard in env.guards if isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols == own]
+    return _place(fixed[0]) if fixed else "somewhere"
+
+
+def still_guarded(values: Sequence[torch.Tensor]) -> None:
+    """From here on, too, what is decided by traced values' sizes is noted down."""
+    for value in values:
+        value.fake_mode.shape_env.frozen = False  # type: ignore[attr-defined]
+
+
+def conditions(
+    values: Sequence[torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[sympy.Symbol, tuple[int, int | None]]]:
+    """What has been decided by the sizes of traced inputs, as expressions that were true; and the bounds of symbols.
+    A size of one is another trace: it is no symbol, and spreads where it meets others."""
+    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    decided = [*env.guards, *(one for several in env.deferred_runtime_asserts.values() for one in several)]
+    guards = dict.fromkeys(env.replace(one.expr) for one in decided)
+    free = {symbol for value in values for size in value.shape for symbol in _symbols(size)}
+    ranges = {symbol: env.var_to_range[symbol] for symbol in free}
+    bounds = {s: (max(2, int(r.lower)), int(r.upper) if r.upper.is_Integer else None) for s, r in ranges.items()}
+    return tuple(guard for guard in guards if guard != sympy.true), bounds
+
+
 def require_no_modes(refuse: Callable[[str], Exception]) -> None:
     """Refuse what changes every call that a trace makes, and is no part of the model."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():

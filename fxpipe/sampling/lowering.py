@@ -23,7 +23,7 @@ from fxpipe.sampler import SampleStep, Traced
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.planning import Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
-from fxpipe.sampling.trace import RowsOf, traced
+from fxpipe.sampling.trace import Tracing
 from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
 from passes.sampling.forms import displaced_programs
@@ -47,7 +47,7 @@ class SampleLowering:
     """
 
     request: Request
-    rows_of: RowsOf
+    tracing: Tracing
     device: torch.device
     cost_model: CostModel
     observe: Observe
@@ -55,9 +55,13 @@ class SampleLowering:
     priced: str = ""
     plan: SamplePlan | None = None
 
-    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
         """The call as one flat graph, and which inputs have rows."""
-        return traced(module, args, kwargs, self.rows_of, self.observe)
+        return self.tracing.traced(module, args, kwargs, num_free)
+
+    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph with free sizes at another call's."""
+        return self.tracing.resized(traced, args, kwargs)
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""

@@ -93,7 +93,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     boundaries = (0, *(stop for _, stop, _ in made.spans)) if made.spans else (0, 1)
     ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
-    notes = (*case.traced.captured.notes, *map(str, rows.notes))
+    notes = (*case.traced.notes, *map(str, rows.notes))
     plan = SamplePlan(
         case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, cut, staged,
         tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds, made.how,

@@ -1,66 +1,81 @@
-"""A denoiser's call as one flat graph, and where the image's rows are in its inputs."""
+"""A denoiser's call as one flat graph, of its own sizes or of any, and where the image's rows are in its inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fxpipe.analysis import Observe
-from fxpipe.capture import capture
+from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.settings import require_stateless
-from fxpipe.capture.trees import Returned
 from fxpipe.errors import FxpipeError
 from fxpipe.sampler import Traced
+from passes.rows.sized import at_batch_size, require_shapes
 
 RowsOf = Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
 """Which inputs of a module's call have rows, and in which dimension."""
 
 
-def traced(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows_of: RowsOf, observe: Observe
-) -> Traced:
-    """The call as one flat graph; the module stays as it is.
+Sizes = Literal["one", "any"]
 
-    A single sample is traced as two, since a graph of one holds for one alone; where that fails, as it is.
+_MOST_FREE = 4
+"""Traces with free sizes of one model: its other ways at other sizes; one with more is traced at every size."""
 
-    Raises:
-        CaptureError: the module cannot be captured as one graph.
-        CompileError: where its rows are is not known.
-    """
-    inputs, tensors = describe(module, args, kwargs, None)
-    if inputs.batch_size == 1:
-        with suppress(FxpipeError):
-            twice = describe(module, *inputs.rebuild(_twice(inputs, tensors)), 2)
-            found = _traced(module, *twice, rows_of, observe)
-            if found.captured.batch:
-                return found
-    return _traced(module, inputs, tensors, rows_of, observe)
+
+@dataclass(frozen=True)
+class Tracing:
+    """How calls become graphs: where their rows are, whether their sizes are free, the folder that keeps captures."""
+
+    rows_of: RowsOf
+    sizes: Sizes
+    cache: Path | None
+    observe: Observe
+
+    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
+        """The call as one flat graph; the module stays as it is. `num_free`: traces there are whose sizes are free.
+
+        A single sample is traced as two, since a graph of one holds for one alone; where that fails, as it is.
+
+        Raises:
+            CaptureError: the module cannot be captured as one graph.
+            CompileError: where its rows are is not known.
+        """
+        free = self.sizes == "any" and num_free < _MOST_FREE
+        inputs, tensors = describe(module, args, kwargs, None)
+        if inputs.batch_size == 1:
+            with suppress(FxpipeError):
+                found = self._traced(module, *describe(module, *inputs.rebuild(_twice(inputs, tensors)), 2), free)
+                if found.captured.batch:
+                    return found
+        return self._traced(module, inputs, tensors, free)
+
+    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph with free sizes at another call's; CompileError where it does not hold for them."""
+        assert isinstance(traced.any_size, AnySize)
+        captured = traced.any_size.at(args, kwargs)
+        require_shapes(at_batch_size(captured, captured.inputs.batch_size))
+        self.observe("capture", captured)
+        return Traced(captured, traced.returned, traced.rows)
+
+    def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], free: bool) -> Traced:
+        rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
+        require_stateless(module)
+        with _sampling(module):
+            call = cached_call(module, inputs, tensors, rows if free else None, self.cache)
+        self.observe("capture", call.captured)
+        return Traced(call.captured, call.returned, rows, call.any_size)
 
 
 def _twice(inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Every sample once more."""
     leaves = [leaf for leaf in inputs.leaves if leaf.is_tensor]
     return [torch.cat([t, t]) if leaf.batched else t for leaf, t in zip(leaves, tensors, strict=True)]
-
-
-def _traced(
-    module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], rows_of: RowsOf, observe: Observe
-) -> Traced:
-    rows = rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
-    returned: list[Returned] = []
-
-    def result_of(output: Any) -> torch.Tensor:
-        returned[:] = [Returned.of(output)]
-        return returned[0].tensor(output)
-
-    require_stateless(module)
-    with _sampling(module):
-        captured = capture(module, inputs, tensors, result_of)
-    observe("capture", captured)
-    return Traced(captured, returned[0], rows)
 
 
 @contextmanager

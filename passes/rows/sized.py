@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.private import tensors_in
 from fxpipe.capture.sizes import concrete
+from fxpipe.errors import CompileError
 
 aten = torch.ops.aten
 # What is gathered or cut lies in memory in another way than what was traced.
@@ -70,3 +72,31 @@ def _on_meta(value: Any, batch_size: int) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty(concrete(tuple(value.shape), batch_size), dtype=value.dtype, device="meta")
+
+
+def require_shapes(sized: Sized) -> None:
+    """Check a graph whose sizes were put in: run its operations without memory.
+
+    Raises:
+        CompileError: one does not run, or gives another shape or type than the graph says.
+    """
+    meta = torch.device("meta")
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return value.meta["val"]
+        return meta if isinstance(value, torch.device) else value
+
+    for node in sized.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
+        try:
+            with torch.no_grad():
+                found = node.target(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise CompileError(f"{node.name} does not run at these sizes: {error}") from None
+        made, said = tensors_in(found), tensors_in(node.meta["val"])
+        if [(t.shape, t.dtype) for t in made] != [(t.shape, t.dtype) for t in said]:
+            shapes = [[list(t.shape) for t in ts] for ts in (made, said)]
+            raise CompileError(f"{node.name} has the shapes {shapes[0]} at these sizes, not {shapes[1]}")

@@ -1,0 +1,159 @@
+"""A capture for any size of its inputs: the trace's symbols become numbers, as in a trace at that size.
+
+    arange(s1//2), view(x, [s0, s1*s2, 8])     at 48 x 80     arange(24), view(x, [s0, 3840, 8])
+
+It is compared with a trace at the call's own sizes before it is used, and holds where every decision that the trace met
+is taken as it was (`free_sizes.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fxpipe.capture import Capture, captured_from, private
+from fxpipe.capture.export import ResultOf, export_any_size
+from fxpipe.capture.free_sizes import FreeSizes, Numbers
+from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.same import computation
+from fxpipe.capture.sizes import expression
+from fxpipe.capture.trees import flatten
+from fxpipe.errors import CaptureError, CompileError
+
+_KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+@dataclass(frozen=True, eq=False)
+class AnySize:
+    """`captured` with symbols for the sizes that `free` says."""
+
+    captured: Capture
+    free: FreeSizes
+
+    def at(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
+        """The capture for calls of this one's sizes; of its tensors only shapes and types are used.
+
+        Raises:
+            CompileError: the trace does not hold for it; says why.
+        """
+        inputs = self.captured.inputs
+        named, tree = flatten(inputs.signature, args, kwargs, inputs.tree)
+        if tree != inputs.tree:
+            raise CompileError("it is another kind of call")
+        shapes = {n: tuple(one.shape) for n, one in named.items() if isinstance(one, torch.Tensor)}
+        if shapes.keys() != set(inputs.tensor_names):
+            raise CompileError("its tensors are other ones")
+        leaves = tuple(replace(leaf, shape=shapes.get(leaf.name, ())) for leaf in inputs.leaves)
+        size = next(shapes[leaf.name][0] for leaf in leaves if leaf.batched)
+        here = replace(inputs, leaves=leaves, batch_size=size)
+        here.bind(args, kwargs, shapes_alone=True)
+        return self._put(here, self.free.numbers(shapes))
+
+    def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
+        sizes = {one: number for one, number in numbers.items() if one not in self.captured.batch}
+        return replace(self.captured, graph=_with_numbers(self.captured.graph, sizes), inputs=inputs)
+
+    def require_equal(self, other: Capture) -> None:
+        """Raise CaptureError unless, at that capture's sizes, this is the same computation."""
+        shapes = {leaf.name: leaf.shape for leaf in other.inputs.leaves if leaf.is_tensor}
+        try:
+            same = self._put(other.inputs, self.free.numbers(shapes))
+        except CompileError as error:
+            raise CaptureError(str(error)) from None
+        size = other.inputs.batch_size
+        mine, theirs = computation(same, size), computation(other, size)
+        for one, two in zip_longest(mine, theirs):
+            if one != two:
+                raise CaptureError(f"forward is another one where sizes are free: {one}, where they are not {two}")
+        if not _same_constants(same, other):
+            raise CaptureError("forward makes other constants where sizes are free")
+
+
+def capture_any_size(
+    model: nn.Module,
+    captured: Capture,
+    examples: Sequence[torch.Tensor],
+    result_of: ResultOf,
+    wanted: Mapping[str, int],
+) -> AnySize:
+    """Trace `model` again, sizes free.
+
+    Args:
+        captured: of the same call, its sizes numbers.
+        examples: its tensors in order.
+        wanted: inputs with a dimension that must be free.
+
+    Raises:
+        CaptureError: forward allows no free sizes, or is another one where they are; says why.
+    """
+    if captured.draws:
+        raise CaptureError("forward draws random numbers")
+    exported = export_any_size(model, captured.inputs, examples, result_of, bool(captured.batch))
+    placeholders = exported.graph.find_nodes(op="placeholder")
+    kinds = exported.program.graph_signature.input_specs
+    given = torch.export.graph_signature.InputKind.USER_INPUT
+    values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is given]
+    private.still_guarded(values)
+    free = captured_from(model, exported)
+    inputs = dict(zip(captured.inputs.tensor_names, values, strict=True))
+    found = AnySize(free, FreeSizes.of(inputs, free.batch))
+    for name, dim in wanted.items():
+        if not found.free.shapes[name][dim].free_symbols:
+            place = private.place_of_number(inputs[name], dim)
+            raise CaptureError(f"forward makes dimension {dim} of its input {name} a number, {place}")
+    found.require_equal(captured)
+    return found
+
+
+def _same_constants(one: Capture, other: Capture) -> bool:
+    pairs = zip(one.constants.values(), other.constants.values(), strict=False)
+    alike = all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in pairs)
+    return alike and len(one.constants) == len(other.constants)
+
+
+def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
+    """The graph with these sizes; what only computed them is gone."""
+    put = {one: sympy.Integer(number) for one, number in numbers.items()}
+    mode = next(private.mode_of(t) for n in graph.nodes if (t := private.first_tensor(n.meta.get("val"))) is not None)
+    new, env, tensors = fx.Graph(), dict[fx.Node, Any](), dict[Any, torch.Tensor]()
+
+    def whole(expr: Any) -> Any:
+        return private.traced_number(mode, expr, int) if expr.free_symbols else int(expr)
+
+    def number(value: Any) -> Any:
+        kind = _KINDS[type(value)]
+        expr = value.node.expr.xreplace(put)
+        return private.traced_number(mode, expr, kind) if expr.free_symbols else kind(expr)
+
+    def tensor(value: torch.Tensor) -> torch.Tensor:
+        sizes = [[expression(size).xreplace(put) for size in kind] for kind in (value.shape, value.stride())]
+        key = (*map(tuple, sizes), value.dtype, value.device, value.requires_grad)
+        if key not in tensors:
+            shape, stride = ([whole(one) for one in kind] for kind in sizes)
+            kind, place, grad = value.dtype, value.device, value.requires_grad
+            tensors[key] = private.traced_tensor(mode, shape, stride, kind, place, grad)
+        return tensors[key]
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return env[value]
+        if isinstance(value, list | tuple):
+            return type(value)(map(leaf, value))
+        if isinstance(value, torch.Tensor):
+            return tensor(value)
+        return number(value) if type(value) in _KINDS else value
+
+    for node in graph.nodes:
+        value = leaf(node.meta.get("val"))
+        if node.op == "call_function" and isinstance(value, int | float | bool):
+            env[node] = value
+            continue
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
+        env[node] = new.create_node(node.op, node.target, args, kwargs, node.name)
+        env[node].meta = {**node.meta, "val": value} if "val" in node.meta else dict(node.meta)
+    new.lint()
+    return new

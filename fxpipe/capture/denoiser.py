@@ -1,0 +1,121 @@
+"""One call of a denoiser, captured: its graph, what forward returns beside the prediction, and the graph of any size.
+
+On disk it is one entry of the cache (`cache.py`), under a digest that tells it from a training step's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.capture import Capture, capture, private
+from fxpipe.capture.any_size import AnySize, capture_any_size
+from fxpipe.capture.cache import cached
+from fxpipe.capture.expressions import Unwritable
+from fxpipe.capture.free_sizes import FreeSizes
+from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.stored import from_data, to_data
+from fxpipe.capture.trees import Returned
+from fxpipe.errors import CaptureError
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedCall:
+    """`any_size` says why there is no graph of any size where it is text; None where none was asked for."""
+
+    captured: Capture
+    returned: Returned
+    any_size: AnySize | str | None
+
+
+def cached_call(
+    model: nn.Module,
+    inputs: InputSpec,
+    examples: Sequence[torch.Tensor],
+    free: Mapping[str, int] | None,
+    folder: Path | None,
+) -> CapturedCall:
+    """The call of `model` as it is now (in eval, no parameter requiring a gradient), from the folder if it is there.
+
+    Args:
+        examples: the tensor leaves in the order of `inputs`; only shapes and types are used.
+        free: where it is traced again with free sizes, inputs with a dimension that must be; None where it is not.
+
+    Raises:
+        CaptureError: the model cannot be captured as one graph.
+    """
+
+    def load(data: Mapping[str, Any]) -> CapturedCall:
+        return _from_data(data, inputs, model)
+
+    def write(call: CapturedCall) -> dict[str, Any]:
+        return _to_data(call, model)
+
+    def make() -> CapturedCall:
+        return _captured_call(model, inputs, examples, free)
+
+    purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}")
+    return cached(model, inputs, examples, folder, purpose, make, load, write)
+
+
+def _captured_call(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], free: Mapping[str, int] | None
+) -> CapturedCall:
+    found: list[Returned] = []
+
+    def result_of(output: Any) -> torch.Tensor:
+        found[:] = [Returned.of(output)]
+        return found[0].tensor(output)
+
+    captured = capture(model, inputs, examples, result_of)
+    returned = found[0]
+    if free is None:
+        return CapturedCall(captured, returned, None)
+    try:
+        any_size = capture_any_size(model, captured, examples, result_of, free)
+        if any(private.is_traced_number(leaf) for leaf in found[0].leaves):
+            raise CaptureError("forward returns a size beside its prediction")
+    except CaptureError as error:
+        return CapturedCall(captured, returned, str(error))
+    return CapturedCall(captured, returned, any_size)
+
+
+def _to_data(call: CapturedCall, model: nn.Module) -> dict[str, Any]:
+    data = {"captured": to_data(call.captured, model), "returned": _returned_data(call.returned)}
+    if isinstance(call.any_size, AnySize):
+        free = {"captured": to_data(call.any_size.captured, model), "free": call.any_size.free.to_data()}
+        return {**data, "any size": free}
+    return {**data, "any size": call.any_size}
+
+
+def _from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> CapturedCall:
+    any_size = data["any size"]
+    if isinstance(any_size, dict):
+        any_size = AnySize(from_data(any_size["captured"], inputs, model), FreeSizes.from_data(any_size["free"]))
+    elif not isinstance(any_size, str | None):
+        raise ValueError(any_size)
+    return CapturedCall(from_data(data["captured"], inputs, model), _returned(data["returned"]), any_size)
+
+
+def _returned_data(returned: Returned) -> dict[str, Any]:
+    if not all(type(leaf) in _PLAIN for leaf in returned.leaves):
+        raise Unwritable("a value that forward returns beside its prediction")
+    try:
+        tree = pytree.treespec_dumps(returned.tree)
+    except (NotImplementedError, TypeError) as error:
+        raise Unwritable(f"what forward returns: {error}") from None
+    return {"leaves": list(returned.leaves), "tree": tree, "place": returned.place}
+
+
+def _returned(data: Mapping[str, Any]) -> Returned:
+    leaves, place = tuple(data["leaves"]), data["place"]
+    tree = pytree.treespec_loads(data["tree"])
+    if tree.num_leaves != len(leaves) or type(place) is not int or not 0 <= place < len(leaves):
+        raise ValueError(data)
+    return Returned(leaves, tree, place)

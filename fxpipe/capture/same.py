@@ -1,0 +1,72 @@
+"""What a capture computes at a batch size, written so that two captures of one computation read the same.
+
+slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
+slice(x, 1, None, 64)  of 16 entries              ->   x
+reshape(x, [2, -1])                               ->   reshape(x, [2, 8])
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.capture import Capture, private
+from fxpipe.capture.sizes import concrete
+
+aten = torch.ops.aten
+_AS_IT_IS = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default}
+_TO_SHAPE = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default,
+}  # fmt: skip
+
+
+def computation(captured: Capture, batch_size: int) -> list[Any]:
+    """Every operation with its arguments and shape, other values by number and sizes as numbers."""
+    known: dict[fx.Node, Any] = {}
+    calls: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        return known[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
+
+    for node in captured.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and not isinstance(value, torch.Tensor | tuple | list):
+            known[node] = concrete(value, batch_size)
+            continue
+        shape = tuple(concrete(value.shape, batch_size)) if isinstance(value, torch.Tensor) else None
+        if _is_whole(node, shape, batch_size):
+            known[node] = known[node.args[0]]
+            continue
+        known[node] = f"%{len(calls)}"
+        if node.op == "placeholder":
+            calls.append((captured.tensors.get(node.name, node.meta.get("input", "a constant")), shape))
+            continue
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
+        if node.target in _TO_SHAPE:
+            args = (args[0], shape)
+        if node.target is aten.slice.Tensor:
+            args, kwargs = _slice(node, args, batch_size), {}
+        calls.append((str(node.target), str(args), str(kwargs), shape))
+    return calls
+
+
+def _is_whole(node: fx.Node, shape: Any, batch_size: int) -> bool:
+    """Whether an operation gives its first argument as it is."""
+    if node.target in _AS_IT_IS:
+        return True
+    if node.target is not aten.slice.Tensor:
+        return False
+    given = private.arguments(node)
+    same = shape == tuple(concrete(node.args[0].meta["val"].shape, batch_size))  # type: ignore[union-attr]
+    return bool(same and given.get("step", 1) == 1)
+
+
+def _slice(node: fx.Node, args: Any, batch_size: int) -> Any:
+    """Source, dimension, first entry, number of entries, step."""
+    named = private.arguments(node)
+    dim, step = named.get("dim", 0), named.get("step", 1)
+    start = named.get("start") or 0
+    start = concrete(start.meta["val"] if isinstance(start, fx.Node) else start, batch_size)
+    size = int(concrete(node.args[0].meta["val"].shape[dim], batch_size))  # type: ignore[union-attr]
+    count = int(concrete(node.meta["val"].shape[dim], batch_size))
+    return args[0], dim, min(max(start + size if start < 0 else start, 0), size), count, step

@@ -1,0 +1,233 @@
+"""Calls of other image sizes by one trace with free sizes: one device's result, or a trace of their own."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.capture import export
+from fxpipe.models.backbones import prediction_of
+from tests.denoisers import case, noise
+
+TABLE = {"12": 3.0}
+WIDTHS = {(12, 8): 2.0}
+
+
+def picture(height: int, width: int) -> dict[str, Tensor]:
+    return {"picture": noise(2, 4, height, width), "text": noise(2, 3, 8)}
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for every trace from here on."""
+    found: list[object] = []
+    trace = export._trace
+
+    def counted(*args: object, **kwargs: object) -> object:
+        found.append(args)
+        return trace(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "_trace", counted)
+    return found
+
+
+def require_equal(sampler: fxpipe.Sampler, model: nn.Module, call: dict[str, Any]) -> None:
+    with torch.no_grad():
+        wanted = prediction_of(model(**call))
+    found = prediction_of(sampler.predict(**call))
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+
+
+class Levels(nn.Module):
+    """A picture on two levels with a skip, positions made of its sizes, and text that its tokens read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top, self.down = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.norm, self.query = nn.GroupNorm(2, 8), nn.Linear(8, 8)
+        self.low, self.last = nn.Parameter(torch.randn(1, 8, 4, 4)), nn.Conv2d(16, 4, 3, padding=1)
+
+    def forward(self, picture: Tensor, text: Tensor) -> Tensor:
+        height = picture.shape[2]
+        rows = torch.sin(torch.arange(height, dtype=picture.dtype) / height)[:, None]
+        top = self.norm(self.top(picture + rows))
+        below = self.down(top)
+        below = below + F.interpolate(self.low, size=below.shape[-2:], mode="bilinear")
+        tokens = self.query(below.flatten(2).transpose(1, 2))
+        tokens = F.scaled_dot_product_attention(*[torch.cat([text, tokens], 1).unsqueeze(1)] * 3)[:, 0, 3:]
+        below = F.interpolate(tokens.transpose(1, 2).reshape(below.shape), scale_factor=2.0)
+        return self.last(torch.cat([top, below], 1))  # type: ignore[no-any-return]
+
+
+def test_one_trace_serves_other_sizes(traces: list[object]) -> None:
+    torch.manual_seed(0)
+    model = Levels().double()
+    options = {"sample": {"picture": 2}, "sizes": "any", "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(12, 8), **options)  # type: ignore[arg-type]
+    del traces[:]
+    for height, width in ((12, 8), (16, 16), (20, 10), (8, 24)):
+        require_equal(sampler, model, picture(height, width))
+    one = {name: value[:1] for name, value in picture(20, 10).items()}
+    require_equal(sampler, model, one)
+    assert not traces
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        model(**picture(13, 8))
+    with pytest.raises(fxpipe.FxpipeError, match="Sizes of tensors must match"):
+        sampler.predict(**picture(13, 8))  # by a trace of its own: no half result of the one with free sizes
+
+
+@pytest.mark.parametrize("sizes", ["one", "any"])
+def test_a_second_start_traces_nothing(sizes: str, tmp_path: Path, traces: list[object]) -> None:
+    def started(first: int = 8, **changes: object) -> tuple[nn.Module, fxpipe.Sampler]:
+        torch.manual_seed(0)
+        del traces[:]
+        model = Forward(squares, **changes).double()  # type: ignore[arg-type]
+        options = {"sample": {"picture": 2}, "sizes": sizes, "cache": tmp_path}
+        return model, fxpipe.compile_sampler(model, 2, example=picture(first, 6), **options)  # type: ignore[arg-type]
+
+    def require_traced(count: bool, first: int = 8, **changes: object) -> None:
+        model, sampler = started(first, **changes)
+        require_equal(sampler, model, picture(first, 6))
+        if sizes == "any":
+            require_equal(sampler, model, picture(12, 10))
+        assert bool(traces) == count
+
+    require_traced(True)
+    require_traced(False)
+    require_traced(True, scale=2.0)  # a setting
+    require_traced(True, width=6)  # a weight's shape
+    require_traced(True, first=14)
+    entries = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for path, content in entries.items():
+        path.write_bytes(content[: len(content) // 2])
+    require_traced(True)
+    require_traced(False)
+    assert sum(path.read_bytes() == content for path, content in entries.items()) == 1
+
+
+def of_size(call: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """A backbone's call at another size of its latents."""
+    if "img_ids" in call:
+        places = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        ids = torch.stack([torch.zeros(height, width), *places], -1).flatten(0, 1).double()
+        return {**call, "img_ids": ids, "hidden_states": noise(2, height * width, call["hidden_states"].shape[-1])}
+    name = "sample" if "sample" in call else "hidden_states"
+    return {**call, name: noise(*call[name].shape[:-2], height, width)}
+
+
+@pytest.mark.parametrize(
+    ("key", "sizes"),
+    [
+        ("UNet2DModel", [(16, 24), (20, 8), (12, 12)]),
+        ("SD3Transformer2DModel", [(12, 10), (8, 14), (16, 16)]),
+        ("PixArtTransformer2DModel", [(12, 10), (8, 24), (16, 16)]),
+        ("FluxTransformer2DModel", [(6, 5), (4, 8), (4, 4)]),
+    ],
+)
+def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[int, int]], traces: list[object]) -> None:
+    given = case(key)
+    first, *others = [of_size(dict(given.example), *size) for size in sizes]
+    sampler = fxpipe.compile_sampler(given.model, 2, example=first, sizes="any")
+    del traces[:]
+    for call in others:
+        require_equal(sampler, given.model, call)
+    assert not traces, str(sampler)
+
+
+def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
+    given = case("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
+    first, other = (of_size(dict(given.example), size, size) for size in (12, 20))
+    sampler = fxpipe.compile_sampler(given.model, 2, example=first, sizes="any")
+    del traces[:]
+    require_equal(sampler, given.model, other)
+    assert traces
+    assert any("traced apart" in note for note in sampler.denoiser.step((), other).notes)
+
+
+class Forward(nn.Module):
+    """A net whose forward is given: x [2, 4, H, W] and the net, which has a table [16, 4] of rows."""
+
+    def __init__(self, forward: Callable[[Tensor, "Forward"], Tensor], scale: float = 1.0, width: int = 4) -> None:
+        super().__init__()
+        self.mix, self.way, self.scale = nn.Conv2d(4, width, 3, padding=1), forward, scale
+        self.rows = torch.randn(16, 1, dtype=torch.float64)
+        self.kept: Tensor | None = None
+
+    def forward(self, picture: Tensor, text: Tensor) -> Tensor:
+        return self.mix(self.way(picture, self)) * self.scale + text.mean()  # type: ignore[no-any-return]
+
+
+def branch(x: Tensor, net: Forward) -> Tensor:
+    return x.sin() if x.shape[2] > 12 else x
+
+
+def branch_of_integers(x: Tensor, net: Forward) -> Tensor:
+    height = x.shape[2]
+    return x.sin() if isinstance(height, int) and height > 12 else x
+
+
+def branch_of_types(x: Tensor, net: Forward) -> Tensor:
+    return x.sin() if type(x.shape[2]) is int else x
+
+
+def by_text(x: Tensor, net: Forward) -> Tensor:
+    return x * TABLE.get(f"{x.shape[2]}", 1.0)
+
+
+def by_sizes(x: Tensor, net: Forward) -> Tensor:
+    return x * WIDTHS.get(tuple(x.shape[2:]), 1.0)  # type: ignore[call-overload, no-any-return]
+
+
+def tensor_of_sizes(x: Tensor, net: Forward) -> Tensor:
+    return x * torch.tensor([x.shape[2], x.shape[3]], dtype=x.dtype).mean()
+
+
+def root(x: Tensor, net: Forward) -> Tensor:
+    return x / math.sqrt(x.shape[2] * x.shape[3])
+
+
+def fraction(x: Tensor, net: Forward) -> Tensor:
+    return x / x.shape[2] + (x.shape[2] * x.shape[3]) / 7 + x.shape[2] % 5
+
+
+def plain_tensor(x: Tensor, net: Forward) -> Tensor:
+    return x + net.rows[: x.shape[2]].sum()
+
+
+def kept(x: Tensor, net: Forward) -> Tensor:
+    if net.kept is None or net.kept.shape[0] != x.shape[2]:
+        net.kept = torch.arange(x.shape[2], dtype=x.dtype)
+    return x + net.kept[:, None]
+
+
+def squares(x: Tensor, net: Forward) -> Tensor:
+    return x.transpose(2, 3) + x if x.shape[2] == x.shape[3] else x
+
+
+def lists(x: Tensor, net: Forward) -> Tensor:
+    return x + torch.tensor([math.cos(i) for i in range(x.shape[2])], dtype=x.dtype)[:, None]
+
+
+WAYS = (
+    branch, branch_of_integers, branch_of_types, by_text, by_sizes, tensor_of_sizes, root, fraction, plain_tensor, kept,
+    squares, lists,
+)  # fmt: skip
+FREE = {branch, branch_of_integers, root, fraction, plain_tensor, kept, squares}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_of_a_size_is_kept_for_another(way: Callable[[Tensor, Forward], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Forward(way).double()
+    options = {"sample": {"picture": 2}, "sizes": "any", "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
+    assert (way in FREE) == ("image sizes are traced" not in str(sampler)), str(sampler)
+    for height, width in ((8, 6), (12, 8), (14, 8), (18, 18), (12, 6)):
+        require_equal(sampler, model, picture(height, width))
