@@ -49,12 +49,15 @@ from passes.sampling.displaced import Norms
 from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import CONSTANTS, fresh_programs
 from passes.sampling.groups import grouped
+from passes.sampling.once import with_once
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, patches_of, require_units
 from passes.sampling.piped import Piped
 from passes.sampling.piped_rank import piped_programs
 from passes.sampling.staged import Staged, staged_programs
 from passes.sampling.stages import stages as cut_stages
+from passes.sampling.text import Text, cut_with_text
+from passes.sampling.times import inputs_of_call
 
 _CPU = torch.device("cpu")
 Mode = Literal["exact", "displaced"]
@@ -197,6 +200,7 @@ def _lowered(
 
     # forms: exchanges as messages
     programs, messages = _forms(plan, parts, graphs, device, mode, norms, advance)
+    programs = with_once(programs, inputs_of_call(plan, sample))
     observe("programs", programs)
     return SamplePrograms(
         model, captured, plan, sample, tuple(patches), programs, messages, device, mode, norms, advance
@@ -268,6 +272,7 @@ class _Rows:
     warmup: int
     norms: Norms
     advance: bool
+    text: Text
     rows_of: Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
     device: torch.device
     cost_model: CostModel
@@ -327,6 +332,7 @@ class _Rows:
             parts = [alone[b - a] for a, b in spans]
             programs, messages = grouped(parts, spans, batched, self.device)
             _require(programs, messages)
+        programs = with_once(programs, inputs_of_call(first, traced.rows))
         self.observe("programs", programs)
         notes = (*traced.captured.notes, *map(str, first.notes))
         return SampleStep(
@@ -335,13 +341,10 @@ class _Rows:
 
     def ops(self, step: SampleStep, num_steps: int) -> StepOps:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""
-        programs, messages = step.programs, step.messages
-        if num_steps > 1:
-            rows, sent = in_sequence(programs, step.messages_of, step.sequence(num_steps), whole=True)
-            forms = [{"fresh": Form(row.graph)} for row in rows]
-            programs = tuple(replace(p, forms=form) for p, form in zip(programs, forms, strict=True))
-            messages = tuple(sent)
-        return sample_ops(programs, messages, step.likes, partial(_seconds_of, self.cost_model))
+        rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
+        forms = [{"fresh": Form(row.graph)} for row in rows]
+        programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model))
 
     def _displaced(
         self, traced: Traced, batch_size: int, grid: Grid, spans: Sequence[tuple[int, int]],
@@ -360,6 +363,7 @@ class _Rows:
         how = self.norms, self.device
         programs, messages = piped_programs(Piped(line, plans, groups, even_bounds(count, turns), batched, *how))
         require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
+        programs = with_once(programs, inputs_of_call(some, traced.rows))
         self.observe("programs", programs)
         notes = (*traced.captured.notes, *map(str, some.notes))
         grid = replace(grid, turns=turns)
@@ -371,16 +375,16 @@ class _Rows:
     ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
         """One group's programs: patches beside each other; with stages, samples after each other."""
         require_units(plan, grid.patches)
-        bounds = even_bounds(plan.units.count, grid.patches)
         if grid.stages == 1:
-            parts = patches_of(plan, bounds)
-            graphs = [patch_graph(plan, patch) for patch in parts]
+            node_seconds = partial(_node_seconds, self.cost_model)
+            parts, graphs = cut_with_text(plan, traced.rows, grid.patches, self.text, node_seconds)
             return _forms(plan, parts, graphs, self.device, self.mode, self.norms, self.advance)
         spans = _runs(traced.captured, plan.sized.batch_size)
         plans = {size: analyse(traced.captured, traced.rows, size) for size in {b - a for a, b in spans}}
         some = next(iter(plans.values()))
         line = cut_stages(some, traced.rows, _node_seconds(self.cost_model, some), grid.stages, self.fold)
         self.observe("stages", line)
+        bounds = even_bounds(plan.units.count, grid.patches)
         programs, messages = staged_programs(Staged(line, plans, spans, bounds, batched, self.device))
         return programs, {"fresh": messages}
 
@@ -417,6 +421,7 @@ def compile_sampler(
     warmup: int = 4,
     norms: Norms = "corrected",
     advance: bool = True,
+    text: Text = "first",
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
     cluster: Cluster | str | None = None,
@@ -447,6 +452,8 @@ def compile_sampler(
             "merged" as they were, "sync" of this step, "separate" none.
         advance: whether the others' displaced values are moved on by their own last change, at twice the memory; not
             with stages.
+        text: in models that have text and image in one sequence, whose the text is, of patches without stages: "first",
+            the first patch's, which then has fewer rows; "all", every patch's, which all compute it.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
@@ -458,7 +465,7 @@ def compile_sampler(
         RunError: started by torchrun, and the other ranks cannot be found.
     """
     check_counts(world_size=world_size, cfg=cfg, stages=stages, patches=patches, warmup=warmup)
-    _check_choices(mode=mode, norms=norms)
+    _check_choices(mode=mode, norms=norms, text=text)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
     if sample is not None and not all(type(dim) is int for dim in sample.values()):
@@ -477,7 +484,7 @@ def compile_sampler(
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(cluster, world_size)
     costs = given_cost_model(cost_model or network.device)
-    how = mode, warmup, norms, advance, rows_of, where, costs, observe
+    how = mode, warmup, norms, advance, text, rows_of, where, costs, observe
     lowering = _Rows(world_size, cfg, stages, fold, patches, *how)
     denoiser = Spread(module, lowering, ranks)
     denoiser.step(args, kwargs)
@@ -491,7 +498,7 @@ def compile_sampler(
 def _check_choices(**given: str) -> None:
     """Refuse a choice that is none."""
     for name, value in given.items():
-        known = get_args({"mode": Mode, "norms": Norms}[name])
+        known = get_args({"mode": Mode, "norms": Norms, "text": Text}[name])
         if value not in known:
             raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 
