@@ -53,8 +53,12 @@ def first_has_text(plan: RowPlan, sample: Mapping[str, int], bounds: Sequence[in
     shared, patches = _shared(plan, sample), patches_of(plan, bounds, "first")
     graphs = [patch_graph(plan, patch, shared=shared) for patch in patches]
     swapped = [[node.name for node in exchange_nodes(graph)] for graph in graphs]
-    read = any(n.users for g in graphs for n in g.find_nodes(op="placeholder") if n.meta["kind"] == "read")
-    return None if read or any(one != swapped[0] for one in swapped) else (patches, graphs)
+    read = [node for graph in graphs for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
+    if any(node.users for node in read) or any(one != swapped[0] for one in swapped):
+        return None
+    for node in read:
+        node.graph.erase_node(node)
+    return patches, graphs
 
 
 def balanced_bounds(
