@@ -23,7 +23,7 @@ FALLEN = "fallen"
 """Under which a displaced form returns how many moments it could not correct; no later step takes them."""
 
 
-KNOWN = "known"
+KNOWN = "known_in_call"
 """The argument of every form, after the inputs, that has what is computed once in a call."""
 
 

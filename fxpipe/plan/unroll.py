@@ -107,7 +107,7 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
 
 def is_known(node: fx.Node) -> bool:
     """Whether it is read of what is computed once in a call."""
-    return node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].name == KNOWN
+    return node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target == KNOWN
 
 
 def _once(graph: fx.Graph, program: SampleProgram, inputs: Mapping[str, fx.Node]) -> Sequence[fx.Node]:

@@ -3,7 +3,8 @@
 conditions as before: the same tensors, not written since, or equal ones    ->  the values of then
 other conditions: a callback's, those without the prompt                    ->  other values, beside the last ones
 
-Every rank may decide by itself: nothing is sent, and values computed again are the same to the last bit.
+Every rank may decide by itself: nothing is sent, and values computed again are the same to the last bit. Weights count
+as changed when torch counts a write; what is written through `.data` in the middle of a call is seen by the next one.
 """
 
 from collections.abc import Callable, Sequence

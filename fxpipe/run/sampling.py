@@ -6,7 +6,8 @@
     run.predict(mine, tensors, "last")            state: taken     ->  nothing
     run.reset()                                   whatever is on its way is received and dropped
 
-State belongs to a stream of one call: pipelines that predict twice a step, with and without the prompt, have two.
+State belongs to a stream of one call: pipelines that predict twice a step, with and without the prompt, have two. What
+programs compute `once` belongs to the call.
 """
 
 from collections.abc import Callable, Mapping, Sequence

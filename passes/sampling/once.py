@@ -1,7 +1,7 @@
 """Once in a call: what depends on its conditions alone, such as keys and values of text, is no work of every step.
 
 every form   k = linear(text, w)             once     k = linear(text, w); v = ...; return (k, v)
-             attention(q, k, v)              forms    k = known[0]; v = known[1]; attention(q, k, v)
+             attention(q, k, v)              forms    k = known_in_call[0]; attention(q, k, v)
 
 Forms are taken apart as they are written, so patches, groups, and turns of stages that make a value alike share it.
 Nothing here sends or waits, so each rank may compute it again when it likes, for the same bits.
