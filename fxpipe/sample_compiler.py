@@ -32,6 +32,7 @@ from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
 from fxpipe.sampling.trace import Sizes, Tracing
 from passes.sampling.displaced import Norms
+from passes.sampling.text import Text
 
 _CPU = torch.device("cpu")
 
@@ -49,6 +50,7 @@ def compile_sampler(
     warmup: int = 4,
     norms: Norms = "corrected",
     advance: bool = True,
+    text: Text = "first",
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
     sizes: Sizes = "one",
@@ -84,6 +86,8 @@ def compile_sampler(
             "merged" as they were, "sync" of this step, "separate" none.
         advance: whether the others' displaced values are moved on by their own last change, at twice the memory; not
             with stages.
+        text: in models that have text and image in one sequence, whose the text is, of patches without stages: "first",
+            the first patch's, which then has fewer rows; "all", every patch's, which all compute it.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         sizes: "one": every image size is traced when it comes. "any": one trace serves the sizes at which forward is
             the same (a longer one, once); others have traces of their own, and a note says why there is none for all.
@@ -104,7 +108,7 @@ def compile_sampler(
     known = given_sample_plan(plan, world_size, cfg=cfg, stages=stages, fold=fold, patches=patches)
     check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup)
     check_patches(patches)
-    _check_choices(mode=mode, norms=norms, sizes=sizes)
+    _check_choices(mode=mode, norms=norms, text=text, sizes=sizes)
     captures = cache_folder(cache)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
@@ -125,7 +129,7 @@ def compile_sampler(
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
     priced = cost_model or (known.cost_model if known else "") or network.device
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
-    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how)
+    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text)
     texts = str(network), priced if isinstance(priced, str) else ""
     tracing = Tracing(rows_of, sizes, captures, observe)
     lowering = SampleLowering(asked, tracing, where, given_cost_model(priced), observe, *texts, known)
@@ -142,7 +146,7 @@ def compile_sampler(
 def _check_choices(**given: str) -> None:
     """Refuse a choice that is none."""
     for name, value in given.items():
-        known = get_args({"mode": Mode, "norms": Norms, "sizes": Sizes}[name])
+        known = get_args({"mode": Mode, "norms": Norms, "text": Text, "sizes": Sizes}[name])
         if value not in known:
             raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 

@@ -16,7 +16,8 @@ from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import CONSTANTS
 from passes.sampling.messages import halo_of
 from passes.sampling.patch_graph import patch_graph
-from passes.sampling.patches import patches_of
+from passes.sampling.patches import all_own, patches_of
+from passes.sampling.text import first_has_text
 from tests.row_programs import RowPrograms
 
 Run = Generator[tuple[fx.Node, Tensor], Tensor, Tensor]
@@ -29,6 +30,10 @@ class Lockstep:
     def __init__(self, programs: RowPrograms) -> None:
         self.patches = patches_of(programs.rows, programs.bounds)
         self.graphs = [patch_graph(programs.rows, patch) for patch in self.patches]
+        if programs.step.plan.text_first:
+            cut = first_has_text(programs.rows, programs.traced.rows, programs.bounds)
+            assert cut is not None
+            self.patches, self.graphs = cut
         self.norms, self.state, self.rows = programs.step.plan.how.norms, programs.state(), programs.rows
         self.advance = programs.step.plan.how.advance
         self.before: Latest = {}
@@ -121,7 +126,7 @@ class Lockstep:
             sizes = [halo_of(node, patch, self.patches).get(index) for patch in self.patches if patch.index != index]
             assert state is not None
             return [value.narrow(state.dim, start % value.shape[state.dim], n) for start, n in filter(None, sizes)]
-        if state is None:
+        if state is None or not all_own(self.patches):
             return [value]
         sizes = [part.outer * self.patches[index].of_part(part) for part in state.parts]
         pieces = value.split(sizes, state.dim)
@@ -140,13 +145,13 @@ class Lockstep:
         return torch.cat([whole, border], dim).index_select(dim, torch.tensor(rows))
 
     def _joined(self, state: Rows, value: Tensor, index: int, latest: Sequence[Tensor]) -> Tensor:
-        """Part by part: of rows every patch's, of the others one's own."""
+        """Part by part: of rows every patch's, of the others one's own, or their owner's."""
         sizes = [[part.outer * patch.of_part(part) for part in state.parts] for patch in self.patches]
         pieces = [one.split(size, state.dim) for one, size in zip(latest, sizes, strict=True)]
         joined = []
         for place, part in enumerate(state.parts):
             if part.kind == "whole":
-                joined.append(pieces[index][place])
+                joined.append(pieces[index if self.patches[index].owns else 0][place])
                 continue
             copies = [piece[place].unflatten(state.dim, (part.outer, -1)) for piece in pieces]
             joined.append(torch.cat(copies, state.dim + 1).flatten(state.dim, state.dim + 1))

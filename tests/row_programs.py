@@ -20,6 +20,7 @@ from fxpipe.sampler import SampleStep, Spread, Traced
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.lowering import SampleLowering
 from fxpipe.sampling.planning import Request
+from fxpipe.sampling.trace import Tracing
 from passes.rows import RowPlan
 
 
@@ -110,11 +111,15 @@ def row_programs(
     """
     rows_of = row_inputs if sample is None else lambda module, call: sample
     asked = Request(1, 1, None, None, 1, replace(How("exact", 1, "corrected", True), **how))
-    rest = torch.device("cpu"), given_cost_model("A100-80GB"), lambda name, artefact: None
-    lowering = SampleLowering(asked, rows_of, *rest)
-    traced = lowering.traced(model, (), dict(example))
+    tracing = Tracing(rows_of, "one", None, _unobserved)
+    lowering = SampleLowering(asked, tracing, torch.device("cpu"), given_cost_model("A100-80GB"), _unobserved)
+    traced = lowering.traced(model, (), dict(example), 0)
     count = traced.num_samples((), example)
     assert count is not None
     made = RowPrograms(model, lowering, traced, count).cut(patches)
     _ = made.step  # refused here, if it is
     return made
+
+
+def _unobserved(name: str, artefact: Any) -> None:
+    pass

@@ -12,6 +12,7 @@ import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.transport import Transport
+from fxpipe.run.sampling import BoundProgram, SampleRun
 from fxpipe.run.transport import run_ranks
 from tests.distributed import run_processes, start_processes
 from tests.live_bytes import LiveBytes
@@ -276,11 +277,10 @@ def test_memory_is_predicted(pipe: StableDiffusionPipeline) -> None:
 
     def rank(transport: Transport) -> int:
         program, live = step.programs[transport.rank], LiveBytes()
-        module = program.bind({name: state[name] for name in program.state})
+        run, bound = SampleRun(transport), BoundProgram(program, state)
         live.see([[state[name] for name in program.state], [tensors[name] for name in program.inputs]])
-        with live, torch.no_grad():
-            module(transport, *(tensors[name] for name in program.inputs))
-        transport.flush()
+        with live:
+            run.predict(bound, tensors)
         return live.peak
 
     found = run_ranks(3, rank)

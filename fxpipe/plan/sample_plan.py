@@ -6,7 +6,7 @@
       stage  0 on ranks 0, 2: blocks 0-7  50.2%  conv_in .. down_blocks.0
       stage  1 on ranks 1, 3: blocks 8-15  49.8%  mid_block .. conv_out
       rows: 32 in 8 units of 4
-      patch 0: units 0-2
+      patch 0: units 0-1 and the text
       ...
     schedule patches in turn: 2 stages, 6 micro-batches
     rank 0: 0F0 0F1 0F2
@@ -86,6 +86,7 @@ class SamplePlan:
         labels: of every stage its share of the work and the modules it begins and ends with.
         num_rows, unit_rows: of the image, and of a unit, the last of which may have fewer.
         bounds: of patches, in units.
+        text_first: whether of text in one sequence with the rows the first patch alone has all.
         step: the order of a steady step.
         notes: what is to be known of it.
     """
@@ -101,6 +102,7 @@ class SamplePlan:
     num_rows: int
     unit_rows: int
     bounds: tuple[int, ...]
+    text_first: bool
     how: How
     step: Schedule
     notes: tuple[str, ...] = ()
@@ -210,7 +212,7 @@ def _lines(plan: SamplePlan) -> Iterator[str]:
     yield from stage_lines(plan.staged, plan.labels)
     yield f"rows: {plan.num_rows} in {counted(plan.bounds[-1], 'unit')} of {plan.unit_rows}"
     for patch, (start, stop) in enumerate(pairwise(plan.bounds)):
-        yield f"patch {patch}: units {start}-{stop - 1}"
+        yield f"patch {patch}: units {start}-{stop - 1}" + " and the text" * (plan.text_first and patch == 0)
     for note in plan.notes:
         yield f"note: {note}"
 
@@ -221,7 +223,7 @@ _HEAD = re.compile(
 )
 _DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
 _ROWS = re.compile(r"rows: (\d+) in \d+ units? of (\d+)")
-_PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)")
+_PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
 
 
 def _parse(text: str) -> SamplePlan:
@@ -243,7 +245,8 @@ def _parse(text: str) -> SamplePlan:
     plan = SamplePlan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut,
         Staged(*read_stages(read), head[4], False, int(head[3])), tuple(label for *_, label in read["stage"]),
-        num_rows, unit_rows, (0, *(stop for _, stop in read["patch"])), read["how"][0], orders[0], tuple(read["note"]),
+        num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
+        read["how"][0], orders[0], tuple(read["note"]),
     )  # fmt: skip
     for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
         if says != line:
@@ -262,6 +265,6 @@ def _read(line: str, read: Read) -> None:
     elif found := _ROWS.fullmatch(line):
         read["rows"].append((int(found[1]), int(found[2])))
     elif found := _PATCH.fullmatch(line):
-        read["patch"].append((int(found[1]), int(found[2]) + 1))
+        read["patch"].append((int(found[1]), int(found[2]) + 1, found[3] is not None))
     else:
         raise CompileError(f"a sampler's plan has no line {line!r}; `print(plan)` shows what its lines look like")

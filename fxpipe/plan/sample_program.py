@@ -1,5 +1,7 @@
 """Sample programs: of every rank straight-line FX graphs that predict, its patch of the rows in hand.
 
+once: what depends on the conditions of the call alone (keys of the text)   --->   known, in every step
+
 step 0         step 1        step 2            step 3            step 4 of 5
 fresh   --->   fresh  --->   displaced  --->   displaced  --->   last
         carries: what others sent, to be read a step later by a displaced form, by the last one too
@@ -19,6 +21,10 @@ sending what a later step would read. again: as fresh, after a step of which dis
 
 FALLEN = "fallen"
 """Under which a displaced form returns how many moments it could not correct; no later step takes them."""
+
+
+KNOWN = "known_in_call"
+"""The argument of every form, after the inputs, that has what is computed once in a call."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,20 @@ class SampleProgram:
 
     Their graphs take the inputs in `inputs`, read state by its original name, and `state` maps those names to shape and
     type. The only form of exact sampling is "fresh".
+
+    `once` takes some of the inputs and returns a tuple, which then every form takes after its inputs. It sends nothing.
     """
 
     rank: int
     forms: Mapping[str, Form]
     inputs: tuple[str, ...]
     state: Mapping[str, torch.Tensor]
+    once: fx.Graph | None = None
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The inputs that `once` takes; a copy of them tells later whether they have changed."""
+        return () if self.once is None else tuple(node.name for node in self.once.find_nodes(op="placeholder"))
 
     @property
     def graph(self) -> fx.Graph:
@@ -66,5 +80,6 @@ class SampleProgram:
         return self.forms["fresh"].graph
 
     def bind(self, state: Mapping[str, torch.Tensor], form: str = "fresh") -> fx.GraphModule:
-        """The runnable module of a form, which shares `state`."""
-        return fx.GraphModule(nest(state), self.forms[form].graph, class_name=f"rank_{self.rank}_{form}")
+        """The runnable module of a form, or of `once`, which shares `state`."""
+        graph = self.once if form == "once" and self.once is not None else self.forms[form].graph
+        return fx.GraphModule(nest(state), graph, class_name=f"rank_{self.rank}_{form}")

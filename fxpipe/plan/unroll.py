@@ -10,6 +10,7 @@ input, all others at its end.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 from torch import fx
@@ -19,7 +20,7 @@ from fxpipe.plan import ops
 from fxpipe.plan.displaced_ops import done, own_rows
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.sample_program import KNOWN, SampleProgram
 
 _MESSAGES = (ops.send, ops.recv, ops.wait, done)
 STEADY = ("fresh", "displaced", "displaced", "last")
@@ -67,6 +68,7 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
     graph, carried, coming = fx.Graph(), dict[str, fx.Node](), list[list[fx.Node]]()
     value = graph.placeholder("transport" if whole else "value")
     inputs = {name: graph.placeholder(name) for name in program.inputs if whole}
+    known: Sequence[fx.Node] = ()
     for step, form in enumerate(sequence):
         env: defaultdict[fx.Node, fx.Node] = defaultdict(lambda: value)
         nodes = program.forms[form].graph.nodes
@@ -75,6 +77,9 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
                 _arrive(graph, coming[node.args[1] : node.args[1] + 1])
             if node.op == "placeholder":
                 env[node] = inputs.get(node.name, value)
+            elif whole and is_known(node):
+                known = known or _once(graph, program, inputs)
+                env[node] = known[node.args[1]]
             elif node.target is ops.take:
                 if node.args[1] not in carried:
                     raise CompileError(
@@ -98,6 +103,20 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
     for node in (node for node in graph.nodes if node.target is done and not node.users):
         graph.erase_node(node)  # what arrived so, is read as it is
     return Unrolled(program.rank, graph)
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether it is read of what is computed once in a call."""
+    return node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target == KNOWN
+
+
+def _once(graph: fx.Graph, program: SampleProgram, inputs: Mapping[str, fx.Node]) -> Sequence[fx.Node]:
+    """What every form knows, computed where it is first read."""
+    assert program.once is not None
+    returned: Any = graph.graph_copy(
+        program.once, {n: inputs[n.name] for n in program.once.find_nodes(op="placeholder")}
+    )
+    return tuple(returned)
 
 
 def _carries(output: fx.Node) -> bool:

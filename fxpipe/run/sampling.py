@@ -6,7 +6,8 @@
     run.predict(mine, tensors, "last")            state: taken     ->  nothing
     run.reset()                                   whatever is on its way is received and dropped
 
-State belongs to a stream of one call: pipelines that predict twice a step, with and without the prompt, have two.
+State belongs to a stream of one call: pipelines that predict twice a step, with and without the prompt, have two. What
+programs compute `once` belongs to the call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import fx
 
 from fxpipe.plan.sample_program import FALLEN, Parts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
+from fxpipe.run.once import Once, Values
 from fxpipe.run.patched import Lazy, Patched, settled
 from fxpipe.run.transport import RankThreads
 
@@ -31,6 +33,14 @@ class BoundProgram:
         self.program = program
         self._state = {name: state[name] for name in program.state}
         self._modules: dict[str, fx.GraphModule] = {}
+
+    def known(self, tensors: Tensors, once: Once) -> list[Values]:
+        """The argument of forms that has what is computed once in a call; none where nothing is."""
+        if self.program.once is None:
+            return []
+        read = settled([tensors[name] for name in self.program.conditions])
+        weights = [self._state[str(node.target)] for node in self.program.once.find_nodes(op="get_attr")]
+        return [once.values(self, read, weights, lambda: self.module("once")(*read))]
 
     def module(self, form: str) -> fx.GraphModule:
         if form not in self._modules:
@@ -58,6 +68,7 @@ class SampleRun:
         self._streams: dict[str, _Stream] = {}
         self._num_fallen: list[torch.Tensor] = []
         self._coming: list[Lazy] = []
+        self._once = Once()
 
     def predict(self, bound: BoundProgram, tensors: Tensors, form: str = "fresh", stream: str = "") -> torch.Tensor:
         """The whole prediction; a `Patched` one where patches follow each other through stages, of which some may still
@@ -74,8 +85,9 @@ class SampleRun:
         if not wanted.carried:
             _drop(carried)
         inputs = inputs if wanted.carried else settled(inputs)
-        arguments: list[Any] = [self._transport, *inputs, *([carried] if wanted.carried else [])]
         with torch.no_grad():
+            known = bound.known(tensors, self._once)
+            arguments: list[Any] = [self._transport, *inputs, *known, *([carried] if wanted.carried else [])]
             result = bound.module(form)(*arguments)
             prediction, carries = result if wanted.carries else (result, {})
             self._keep(bound, stream, carries)
@@ -110,6 +122,7 @@ class SampleRun:
             _drop(stream.carried)
         self._streams.clear()
         self._num_fallen.clear()
+        self._once.forget()
         self._transport.flush()
 
     def _carried(self, bound: BoundProgram, stream: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
 from passes.sampling.groups import Span
 from passes.sampling.stages import LateBlocks, late_blocks
+from passes.sampling.text import Cut, first_has_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,11 @@ class SampleCase:
             return [(start, stop)]
         return [(sample, sample + 1) for sample in range(start, stop)]
 
+    def group_size(self, grid: Grid) -> int:
+        """Samples of the first group."""
+        start, stop = grid.spans(self.num_samples)[0]
+        return stop - start
+
     def run_size(self, grid: Grid) -> int:
         """Samples of the first run through stages."""
         start, stop = self.runs(*grid.spans(self.num_samples)[0])[0]
@@ -77,9 +83,23 @@ class SampleCase:
 
     def blocks(self, num_samples: int, count: int) -> LateBlocks:
         """What depends on the patch of so many samples, as about so many blocks, from which stages are made."""
-        rows = self.rows(num_samples)
-        seconds = operation_seconds(self.cost_model, rows.sized.graph.nodes)
-        return late_blocks(rows, self.traced.rows, {node.name: s for node, s in seconds.items()}, count)
+        return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
+
+    def node_seconds(self, num_samples: int) -> dict[str, float]:
+        """Of every operation on so many samples, by its name."""
+        seconds = operation_seconds(self.cost_model, self.rows(num_samples).sized.graph.nodes)
+        return {node.name: s for node, s in seconds.items()}
+
+    def first_has_text(self, num_samples: int, bounds: Sequence[int]) -> Cut | None:
+        """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
+        key = num_samples, tuple(bounds)
+        if key not in self._with_text:
+            self._with_text[key] = first_has_text(self.rows(num_samples), self.traced.rows, bounds)
+        return self._with_text[key]
+
+    @cached_property
+    def _with_text(self) -> dict[tuple[int, tuple[int, ...]], Cut | None]:
+        return {}
 
     def fingerprint(self, blocks: LateBlocks | None) -> str:
         """Of the call's graph with its sizes, the inputs that have rows, and the blocks: plans hold for no other."""

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fxpipe.analysis import Observe
 from fxpipe.costs.model import CostModel
+from fxpipe.errors import CompileError
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
@@ -29,12 +30,15 @@ from fxpipe.simulate.sample_ops import sample_ops
 from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import fresh_programs
 from passes.sampling.groups import Alone, grouped
+from passes.sampling.once import with_once
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
 from passes.sampling.piped import Piped
 from passes.sampling.piped_rank import piped_programs
 from passes.sampling.staged import Staged, staged_programs
 from passes.sampling.stages import Line
+from passes.sampling.text import Cut
+from passes.sampling.times import inputs_of_call
 
 Mode = Literal["exact", "displaced"]
 
@@ -82,6 +86,7 @@ class SampleLowering:
         # programs: patches that follow each other, or groups of patches beside each other; every form checked
         lowered = _piped if plan.in_turn else _grouped
         programs, messages = lowered(case, plan, line, self.device)
+        programs = with_once(programs, inputs_of_call(case.rows(case.num_samples), traced.rows))
         self.observe("programs", programs)
 
         rows = case.rows(batch_size)
@@ -89,13 +94,10 @@ class SampleLowering:
 
     def ops(self, step: SampleStep, num_steps: int) -> StepOps:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""
-        programs, messages = step.programs, step.messages
-        if num_steps > 1:
-            rows, sent = in_sequence(programs, step.messages_of, step.sequence(num_steps), whole=True)
-            forms = [{"fresh": Form(row.graph)} for row in rows]
-            programs = tuple(replace(p, forms=form) for p, form in zip(programs, forms, strict=True))
-            messages = tuple(sent)
-        return sample_ops(programs, messages, step.likes, partial(_seconds_of, self.cost_model))
+        rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
+        forms = [{"fresh": Form(row.graph)} for row in rows]
+        programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model))
 
 
 def _piped(case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:
@@ -128,13 +130,23 @@ def _alone(case: SampleCase, size: int, plan: SamplePlan, line: Line | None, dev
         runs = case.runs(0, size)
         programs, sent = staged_programs(Staged(line, case.rows_of(runs), runs, plan.bounds, case.batched, device))
         return programs, {"fresh": sent}
-    patches = patches_of(rows, plan.bounds)
-    graphs = [patch_graph(rows, patch) for patch in patches]
+    patches, graphs = _cut(case, size, plan)
     if plan.how.mode == "displaced":
         norms: Any = plan.how.norms
         return displaced_programs(rows, patches, graphs, device, norms, plan.how.advance)
     programs, sent = fresh_programs(rows, patches, graphs, device)
     return programs, {"fresh": sent}
+
+
+def _cut(case: SampleCase, size: int, plan: SamplePlan) -> Cut:
+    """Patches beside each other, and what each computes."""
+    if not plan.text_first:
+        patches = patches_of(case.rows(size), plan.bounds)
+        return patches, [patch_graph(case.rows(size), patch) for patch in patches]
+    cut = case.first_has_text(size, plan.bounds)
+    if cut is None:
+        raise CompileError("the plan gives the text to the first patch, others need it too; compile with text='all'")
+    return cut
 
 
 def _require(programs: Sequence[SampleProgram], messages: Any) -> None:

@@ -17,6 +17,7 @@ from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
 from passes.sampling.patches import even_bounds, patches_of, require_units
 from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks, stage_spans
+from passes.sampling.text import Text, balanced_bounds, has_text
 
 _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 
@@ -31,6 +32,7 @@ class Request:
     fold: bool | None
     patches: int | Sequence[int] | None
     how: How
+    text: Text = "first"
 
     @property
     def in_turn(self) -> bool:
@@ -49,6 +51,7 @@ class Choices:
     grid: Grid
     spans: tuple[StageSpan, ...] | None
     bounds: tuple[int, ...]
+    text_first: bool
     order: str
     how: How
 
@@ -60,7 +63,7 @@ def chosen(case: SampleCase, request: Request) -> Choices:
         CompileError: it cannot be cut as asked.
     """
     grid = _grid(case, request)
-    bounds = _bounds(case, request, grid)
+    bounds, text_first = _bounds(case, request, grid)
     if request.in_turn:
         grid = replace(grid, turns=len(bounds) - 1)
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
@@ -68,7 +71,7 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     if order != "rows":
         blocks = case.blocks(case.run_size(grid), num_blocks(grid.stages))
         spans = stage_spans(blocks, grid.stages, request.fold)
-    return Choices(grid, spans, bounds, order, request.how)
+    return Choices(grid, spans, bounds, text_first, order, request.how)
 
 
 def choices_of(plan: SamplePlan) -> Choices:
@@ -77,7 +80,7 @@ def choices_of(plan: SamplePlan) -> Choices:
     if plan.staged.schedule != "rows":
         ends = zip(plan.staged.boundaries, plan.staged.boundaries[1:], plan.columns, strict=False)
         spans = tuple((start, stop, column) for start, stop, column in ends)
-    return Choices(plan.grid, spans, plan.bounds, plan.staged.schedule, plan.how)
+    return Choices(plan.grid, spans, plan.bounds, plan.text_first, plan.staged.schedule, plan.how)
 
 
 def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, Line | None]:
@@ -88,7 +91,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     if blocks and made.spans and made.spans[-1][1] != len(blocks.blocks):
         raise CompileError(f"the plan ends at block {made.spans[-1][1]}, the call has {len(blocks.blocks)} blocks")
     line = line_of(blocks, made.spans) if blocks and made.spans else None
-    rows = case.rows(grid.spans(case.num_samples)[0][1])
+    rows = case.rows(case.group_size(grid))
     patches_of(rows, made.bounds)
     boundaries = (0, *(stop for _, stop, _ in made.spans)) if made.spans else (0, 1)
     ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
@@ -96,8 +99,8 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     notes = (*case.traced.notes, *map(str, rows.notes))
     plan = SamplePlan(
         case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, cut, staged,
-        tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds, made.how,
-        _steady(case, made, line), notes,
+        tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds,
+        made.text_first, made.how, _steady(case, made, line), notes,
     )  # fmt: skip
     return plan, line
 
@@ -107,7 +110,8 @@ def request_of(plan: SamplePlan) -> Request:
     staged = None if plan.staged.schedule == "rows" else plan.grid.stages
     fold = None if staged is None else plan.staged.num_stages > staged
     patches = plan.num_patches if plan.in_turn else None
-    return Request(plan.world_size, None, staged, fold, patches, plan.how)
+    text: Text = "first" if plan.text_first else "all"
+    return Request(plan.world_size, None, staged, fold, patches, plan.how, text)
 
 
 def require_fresh(plan: SamplePlan | None, made: SamplePlan) -> None:
@@ -149,17 +153,23 @@ def _grid(case: SampleCase, request: Request) -> Grid:
     return grid_for(request.world_size, case.num_samples, 1, patches, request.stages)
 
 
-def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[int, ...]:
-    """Of patches, in units; of those in turn twice as many as stages where that is left open."""
-    rows = case.rows(grid.spans(case.num_samples)[0][1])
+def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
+    """Of patches, in units, and whether the first one has the text; of those in turn twice as many as stages where that
+    is left open."""
+    size = case.group_size(grid)
+    rows, given = case.rows(size), None
     if isinstance(request.patches, Sequence):
-        patches_of(rows, request.patches)
-        return tuple(request.patches)
+        given = tuple(request.patches)
+        patches_of(rows, given)
     count = grid.patches
     if request.in_turn:
-        count = request.patches or min(2 * grid.stages, rows.units.count)
+        count = request.num_patches or min(2 * grid.stages, rows.units.count)
     require_units(rows, count)
-    return even_bounds(rows.units.count, count)
+    if request.text == "first" and grid.stages == 1 and count > 1 and has_text(rows):
+        bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count)
+        if case.first_has_text(size, bounds) is not None:
+            return bounds, True
+    return given or even_bounds(rows.units.count, count), False
 
 
 def _ranks(grid: Grid, column: int) -> Iterator[int]:

@@ -52,10 +52,12 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
 
 def rank_text(program: SampleProgram) -> str:
     """One rank's program as methods of a class that holds the model's tensors."""
-    methods = (method(name, form.graph, {}) for name, form in program.forms.items())
+    graphs = {"once": program.once} if program.once is not None else {}
+    graphs |= {name: form.graph for name, form in program.forms.items()}
+    methods = (method(name, graph, {}) for name, graph in graphs.items())
     body = "\n\n".join(textwrap.indent(text, "    ") for text in methods)
     used: dict[str, set[str]] = {}
-    for node in (node for form in program.forms.values() for node in form.graph.nodes):
+    for node in (node for graph in graphs.values() for node in graph.nodes):
         if (name := own_name(node)) is not None:
             used.setdefault(node.target.__module__, set()).add(name)
     imports = "".join(f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(used.items()))

@@ -48,7 +48,11 @@ def sample_ops(
         for program, of_rank in zip(programs, alive, strict=True)
     ]
     held = [
-        {"weights": _num_bytes(program.state.values()), "inputs": _num_bytes(inputs[n] for n in program.inputs)}
+        {
+            "weights": _num_bytes(program.state.values()),
+            "inputs": _num_bytes(inputs[name] for name in program.inputs),
+            "conditions": _num_bytes(inputs[name] for name in program.conditions),
+        }
         for program in programs
     ]
     return StepOps(ranks, held)

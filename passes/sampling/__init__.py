@@ -10,5 +10,6 @@ displaced     exchanges as messages of the step before                       buc
 advance       what was read is moved on by its own last change               groups   samples on groups of ranks
 stages        what depends on the patch, cut for columns of ranks            cells    in which order columns work
 staged        stages on ranks, samples one after the other, exact (staged_rank)
+once          what conditions alone decide, out of every form                text     whose text in one sequence is
 piped         stages on ranks, patches one after the other (piped_rank)      latest, shared   what patches know
 """

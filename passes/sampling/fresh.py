@@ -19,7 +19,7 @@ from passes.rows import RowPlan
 from passes.rows.layout import Rows, shape_of
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import halo_of, messages_of
-from passes.sampling.patches import Patch
+from passes.sampling.patches import Patch, all_own
 
 CONSTANTS = "_constants."  # under which a program has the tensors that the trace made part of the graph
 
@@ -206,8 +206,8 @@ class FormWriter:
         return [entries * patch.size(exchange.state) for patch in self.patches]
 
     def _rows_of(self, value: fx.Node, name: str, state: Rows) -> fx.Node:
-        """What of a value belongs to rows."""
-        if state.all_rows:
+        """What of a value the others do not have: what belongs to rows, where everyone owns the rest."""
+        if state.all_rows or not all_own(self.patches):
             return value
         at, stretches = 0, []
         for part in state.parts:
@@ -222,6 +222,9 @@ class FormWriter:
         rows = self.ordered(own, received)
         if state.plain is not None:
             return self.call(torch.ops.aten.cat.default, (rows, state.dim), node.name, None, node)
+        if not all_own(self.patches):
+            sizes_of = [(part.outer, [patch.of_part(part) for patch in self.patches]) for part in state.parts]
+            return self.call(row_ops.join_rows, (rows, value, state.dim, sizes_of), node.name, None, node)
         parts, at, stretches = [], 0, []
         for part in state.parts:
             size = self.patch.of_part(part)

@@ -1,7 +1,7 @@
 """The messages of a step: what every patch sends to every other, exchange by exchange.
 
 halo       to the patch below its last rows, to the one above its first; to further ones where patches are small
-gather     to everyone what of the value belongs to rows: the rest is there already
+gather     to everyone what of the value belongs to rows: the rest is there already, or comes from its owner
 moments    to everyone mean and variance of its own entries, in float32 or wider
 sum        to everyone its part
 """
@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.plan.rank_program import Message
 from passes.rows.layout import shape_of
 from passes.sampling.exchanges import Exchange
-from passes.sampling.patches import Patch, neighbours
+from passes.sampling.patches import Patch, all_own, neighbours
 
 Shapes = dict[int, tuple[int, ...]]
 
@@ -49,7 +49,8 @@ def _sent(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     shape = tuple(node.meta["val"].shape)
     if exchange.kind in ("gather", "prediction"):
         assert exchange.state is not None
-        shape = _with(exchange, source.num_rows(exchange.state))
+        told = source.num_rows if all_own(patches) else source.size
+        shape = _with(exchange, told(exchange.state))
     return {dst: shape for dst in range(len(patches)) if dst != source.index}
 
 

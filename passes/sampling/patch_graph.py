@@ -49,20 +49,24 @@ class Piece:
     own_rows: bool = False
 
 
-def patch_graph(plan: RowPlan, patch: Patch, piece: Piece | None = None) -> fx.Graph:
+def patch_graph(
+    plan: RowPlan, patch: Patch, piece: Piece | None = None, shared: frozenset[str] = frozenset()
+) -> fx.Graph:
     """The graph of one patch: placeholders as captured, inputs whole; it returns the whole prediction.
 
     Of a piece: what it reads of other stages comes as further placeholders, of the kind "read"; it returns a tuple.
-    A patch of all rows is the captured graph.
+    A patch of all rows is the captured graph. One that does not own what belongs to no row has placeholders of the kind
+    "read" for what of it is `shared`.
 
     `meta`: "val" as it is in this patch, "path", of exchanges "exchange", of what no patch changes "early".
     """
     plan = whole_plan(plan) if patch.is_whole else plan
+    shared = shared if piece is None else piece.shared
     writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early)
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             writer.placeholder(node)
-        elif piece is not None and (node.name in piece.reads or (node.name in piece.shared and not patch.owns)):
+        elif (piece is not None and node.name in piece.reads) or (node.name in shared and not patch.owns):
             writer.read(node)
         elif node.op == "call_function" and (piece is None or node.name in piece.nodes | piece.early):
             _call(writer, node)

@@ -103,6 +103,11 @@ def patches_of(plan: RowPlan, bounds: Sequence[int], text: Literal["all", "first
     return [Patch(i, a, b, count, text == "all" or i == 0) for i, (a, b) in enumerate(pairwise(bounds))]
 
 
+def all_own(patches: Sequence[Patch]) -> bool:
+    """Whether every patch has what belongs to no row."""
+    return all(patch.owns for patch in patches)
+
+
 def require_units(plan: RowPlan, num_patches: int) -> None:
     """Refuse more patches than units."""
     if plan.units.count < num_patches:

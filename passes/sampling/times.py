@@ -4,11 +4,18 @@
 1 with the call         keys of the text           3 with the patch    what is made of the sample
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from passes.rows import RowPlan
 from passes.rows.sized import Sized
 
 WEIGHTS, CALL, STEP, PATCH = range(4)
+
+
+def inputs_of_call(plan: RowPlan, sample: Collection[str]) -> frozenset[str]:
+    """The inputs that are taken to stay as they are in a call: all with channels but the `sample`; times have none."""
+    nodes, known = plan.sized.nodes, plan.inputs.items()
+    return frozenset(name for name, argument in known if argument not in sample and nodes[name].meta["val"].ndim > 1)
 
 
 def binding_times(sized: Sized, of_inputs: Mapping[str, int]) -> dict[str, int]:

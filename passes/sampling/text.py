@@ -1,0 +1,71 @@
+"""Text in a joint sequence: what belongs to no row is the first patch's alone, or every patch's.
+
+                         text="all"                   text="first"
+patch 0, of 4 units      text | units 0 1             text | unit 0
+patch 1                  text | units 2 3                    units 1 2 3
+
+Where the first patch has it, what text alone feeds vanishes from the graphs of the others, who read its keys and values
+as they read anyone's. A step then has T + L rows of tokens instead of N T + L, and the first patch fewer of the image.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import fx
+
+from passes.rows import RowPlan
+from passes.rows.how import Summed
+from passes.rows.layout import Rows
+from passes.sampling.messages import exchange_nodes
+from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patches import Patch, even_bounds, patches_of
+from passes.sampling.shared import shared_values
+from passes.sampling.times import PATCH, binding_times
+
+Text = Literal["first", "all"]
+Cut = tuple[list[Patch], list[fx.Graph]]
+"""Patches, and the graph of each."""
+
+
+def has_text(plan: RowPlan) -> bool:
+    """Whether some value is rows and text in one sequence."""
+    return any(isinstance(state, Rows) and not state.all_rows for state in plan.states.values())
+
+
+def first_has_text(plan: RowPlan, sample: Mapping[str, int], bounds: Sequence[int]) -> Cut | None:
+    """The patches between these bounds, the first one with the text; None where another one needs some of it beside
+    its keys and values."""
+    shared, patches = _shared(plan, sample), patches_of(plan, bounds, "first")
+    graphs = [patch_graph(plan, patch, shared=shared) for patch in patches]
+    swapped = [[node.name for node in exchange_nodes(graph)] for graph in graphs]
+    read = [node for graph in graphs for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
+    if any(node.users for node in read) or any(one != swapped[0] for one in swapped):
+        return None
+    for node in read:
+        node.graph.erase_node(node)
+    return patches, graphs
+
+
+def balanced_bounds(
+    plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], num_patches: int
+) -> tuple[int, ...]:
+    """Bounds of even patches but the first, whose text and rows take about as long as the rows of another."""
+    shared, count, text, rows = _shared(plan, sample), plan.units.count, 0.0, 0.0
+    for name, seconds in node_seconds.items():
+        state = plan.states[name]
+        part = float(name in shared)
+        if isinstance(state, Rows):
+            part = 1 - sum(p.size(count) for p in state.parts if p.kind == "rows") / state.size(count)
+        if state is not None or name in shared or isinstance(plan.found[name].how, Summed):
+            text, rows = text + part * seconds, rows + (1 - part) * seconds
+
+    def longest(first: int) -> float:
+        return max(text + rows * first / count, rows * -(-(count - first) // (num_patches - 1)) / count)
+
+    first = min(range(1, count - num_patches + 2), key=longest)
+    return (0, *(first + bound for bound in even_bounds(count - first, num_patches - 1)))
+
+
+def _shared(plan: RowPlan, sample: Mapping[str, int]) -> frozenset[str]:
+    times = binding_times(plan.sized, dict.fromkeys(sample, PATCH))
+    return shared_values(plan, frozenset(name for name, time in times.items() if time < PATCH))
