@@ -391,6 +391,19 @@ class Sampler:
 
         return dump(self, Path(directory))
 
+    def report(self, path: str | Path, steps: int = 1) -> Path:
+        """Write what is predicted of a call's first steps as one HTML page: timeline, load, memory, traffic, plan."""
+        from fxpipe.show.report import write_sample_report
+
+        check_counts(steps=steps)
+        return write_sample_report(self, path, steps)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known: of the plan, and of what runs whole."""
+        whole = (one.whole for one in [self.decoder] if one is not None and one.whole)
+        return (*self.plan.notes, *whole)
+
     def close(self) -> None:
         """Leave the network, where this process is one rank of a launch."""
         self.ranks.close()

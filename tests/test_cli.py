@@ -161,6 +161,24 @@ def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (dump / "rank_7.py").exists()
 
 
+def test_samples_by_a_saved_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model, saved = (
+        ["sample", "examples/text_to_image.py:pipe", "--steps", "1", "--height", "48"],
+        tmp_path / "plan.json",
+    )
+    code, stdout, stderr = invoke(
+        *model, "--world-size", "2", "--cfg", "1", "--patches", "0,4,12", "--save", str(saved)
+    )
+    assert (code, "patch 1: units 4-11" in stdout) == (0, True), stderr
+    code, again, _ = invoke(*model, "--world-size", "2", "--plan", str(saved))
+    assert [line for line in again.splitlines() if "units" in line] == [
+        line for line in stdout.splitlines() if "units" in line
+    ]
+    code, _, stderr = invoke(*model, "--world-size", "2", "--patches", "0,a")
+    assert (code, "give a count (4), or bounds" in stderr) == (2, True)
+
+
 def test_python_dash_m_fails_without_a_traceback() -> None:
     ended = subprocess.run([sys.executable, "-m", "fxpipe", "show", "/nowhere"], capture_output=True, text=True)
     assert ended.returncode == 2

@@ -1,6 +1,7 @@
 """Plans of samplers: read back as they were written, and lowered without deciding anything."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -82,6 +83,17 @@ def test_the_order_of_a_step_names_stages_and_patches() -> None:
     assert orders[0] == ["0F0", "0F1", "0F2", "0F3"]
     assert orders[2] == ["0F0 0F2", "0F1 0F3", "1F0 1F2", "1F1 1F3"]
     assert sampler("patches in turn").plan.grid.turns == 3
+
+
+def test_a_report_is_one_page(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="reports are an extra")
+    text = sampler("patches in turn").report(tmp_path / "report.html", steps=3).read_text()
+    assert "units 4-7" in text
+    assert "of a displaced step" in text
+    data = json.loads(re.search(r"^const figures = (.*);$", text, re.M)[1])  # type: ignore[index]
+    assert sorted(data) == ["load", "memory", "timeline", "traffic"]
+    assert {bar["name"] for bar in data["traffic"]["data"]} == {"main", "prediction"}
+    assert {"forward", "bubble"} <= {bar["name"] for bar in data["timeline"]["data"]}
 
 
 def edited(layout: str, before: str, after: str) -> SamplePlan:

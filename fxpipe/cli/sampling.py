@@ -22,6 +22,10 @@ def sample(
     width: Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")] = None,
     seed: Annotated[int, typer.Option(help="of the noise")] = 0,
     cfg: Annotated[int | None, typer.Option(min=1, help="groups of samples; as many as fit where left out")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="columns of ranks with a part of the denoiser each")] = None,
+    patches: Annotated[str | None, typer.Option(help="how many of the rows, or bounds in units: 0,3,8")] = None,
+    plan: Annotated[Path | None, typer.Option(dir_okay=False, help="lower the plan of this file")] = None,
+    save: Annotated[Path | None, typer.Option(dir_okay=False, help="file for the plan")] = None,
     displaced: Annotated[bool, typer.Option(help="patches read what the others had a step before")] = False,
     warmup: Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")] = 4,
     cluster: Annotated[str | None, typer.Option(help="devices and links to predict for, such as 2x4xA100")] = None,
@@ -42,7 +46,8 @@ def sample(
     call |= {name: value for name, value in given.items() if value is not None}
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False, markup=False, soft_wrap=True)
     mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
-    how = {"cfg": cfg, "mode": mode, "warmup": warmup, "cluster": cluster}
+    layout = {"cfg": cfg, "stages": stages, "patches": _patches(patches), "plan": plan}
+    how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster}
     sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
     console.print(str(sampler))
     console.print(str(sampler.simulate()))
@@ -50,6 +55,8 @@ def sample(
         console.print(str(sampler.verify()))
     if dump is not None:
         sampler.dump(dump)
+    if save is not None and os.environ.get("RANK", "0") == "0":
+        console.print(f"plan in {sampler.plan.save(save)}")
     started = time.perf_counter()
     made = sampler.pipeline()(**call, generator=torch.Generator().manual_seed(seed))
     console.print(f"sampled in {time.perf_counter() - started:.1f} s")
@@ -57,6 +64,15 @@ def sample(
         _row(made).save(out)
         console.print(f"images in {out}")
     sampler.close()
+
+
+def _patches(text: str | None) -> int | list[int] | None:
+    """A count, or bounds."""
+    try:
+        numbers = [] if text is None else [int(number) for number in text.split(",")]
+    except ValueError:
+        raise CompileError(f"--patches {text}: give a count (4), or bounds in units from 0 on (0,3,8)") from None
+    return None if text is None else numbers[0] if len(numbers) == 1 else numbers
 
 
 def _row(made: Any) -> Any:

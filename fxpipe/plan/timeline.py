@@ -142,8 +142,8 @@ class Timeline:
 
 
 def kind_of(action: str) -> str:
-    """The letter of an action's text; "end" for what follows the last action."""
-    return "end" if action == END else next(c for c in action if c.isalpha())
+    """The letter of an action's text, a forward's where that is a word; "end" for what follows the last action."""
+    return "end" if action == END else next((c for c in action if c.isupper()), "F")
 
 
 def human_seconds(seconds: float) -> str:

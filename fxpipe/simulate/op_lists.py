@@ -107,13 +107,8 @@ def _op(
 ) -> Op:
     if node.op == "call_module":
         return Op("run", call=str(node.target))
-    if node.target is ops.begin:
-        return Op("begin", call=str(node.args[1]))
-    if node.target is ops.send:
-        return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
-    if node.target is ops.wait:
-        (receive,) = node.all_input_nodes
-        return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
+    if (shared := message_op(node, by_edge)) is not None:
+        return shared
     if node.target is ops.all_reduce:
         return Op("reduce", collective=_reduction(node))
     if node.target is ops.wait_reduced:
@@ -124,6 +119,18 @@ def _op(
         size = value_bytes(node.all_input_nodes[-1], program)
         return Op("run", seconds=model.moving_seconds(2 * size, size))
     return Op("none")
+
+
+def message_op(node: fx.Node, by_edge: Mapping[int, Message]) -> Op | None:
+    """What begins an action, sends or waits, in programs of training and of sampling alike."""
+    if node.target is ops.begin:
+        return Op("begin", call=str(node.args[1]))
+    if node.target is ops.send:
+        return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
+    if node.target is ops.wait:
+        (receive,) = node.all_input_nodes
+        return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
+    return None
 
 
 def _reduction(node: fx.Node) -> Collective:

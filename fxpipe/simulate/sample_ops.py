@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.simulate.op_lists import Bytes, Op, StepOps
+from fxpipe.simulate.op_lists import Bytes, Op, StepOps, message_op
 
 SecondsOf = Callable[[Sequence[SampleProgram]], Mapping[fx.Node, float]]
 _META = torch.device("meta")
@@ -63,13 +63,8 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def _op(node: fx.Node, by_edge: Mapping[int, Message], seconds: Mapping[fx.Node, float]) -> Op:
-    if node.target is ops.begin:
-        return Op("begin", call=str(node.args[1]))
-    if node.target is ops.send:
-        return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
-    if node.target is ops.wait:
-        (receive,) = node.all_input_nodes
-        return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
+    if (shared := message_op(node, by_edge)) is not None:
+        return shared
     if node.op == "call_function" and node.target is not ops.recv:
         return Op("run", seconds=seconds.get(node, 0.0))
     return Op("none")

@@ -1,16 +1,19 @@
 """The report: one HTML page that needs no network, for people who look at a plan before they run it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.schedule import counted
 from fxpipe.plan.timeline import Timeline, human_seconds
 from fxpipe.show.report import figures
 
 if TYPE_CHECKING:
     from fxpipe.program import Program
+    from fxpipe.sampler import Sampler
 
 TEMPLATE = Path(__file__).parent / "template.html"
 
@@ -24,6 +27,19 @@ def write_report(program: "Program", path: str | Path, memory_limit_bytes: int |
     Raises:
         CompileError: plotly or Jinja2 is missing.
     """
+    return _written(path, lambda: page_data(program, memory_limit_bytes))
+
+
+def write_sample_report(sampler: "Sampler", path: str | Path, steps: int) -> Path:
+    """Write the page of a sampler's first steps; the file that was written.
+
+    Raises:
+        CompileError: plotly or Jinja2 is missing.
+    """
+    return _written(path, lambda: sample_data(sampler, steps))
+
+
+def _written(path: str | Path, data: Callable[[], dict[str, Any]]) -> Path:
     try:
         from jinja2 import Environment, StrictUndefined
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped,unused-ignore]
@@ -32,7 +48,7 @@ def write_report(program: "Program", path: str | Path, memory_limit_bytes: int |
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     template = Environment(undefined=StrictUndefined, autoescape=True).from_string(TEMPLATE.read_text())
-    page = template.render(plotly=get_plotlyjs(), **page_data(program, memory_limit_bytes))
+    page = template.render(plotly=get_plotlyjs(), **data())
     path.write_text(page, encoding="utf-8")
     return path
 
@@ -58,10 +74,41 @@ def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, A
         "tiles": _tiles(program, timeline, filled, sum(relayed.values()), memory_limit_bytes),
         "figures": json.dumps(drawn).replace("</", "<\\/"),
         "names": list(drawn),
-        "plan": "\n".join(line for line in program.plan.summary().splitlines() if not line.startswith("  note: ")),
+        "plan": _without_notes(program.plan.summary()),
         "notes": list(program.plan.notes),
         "schedule": program.schedule.text(),
     }
+
+
+def sample_data(sampler: "Sampler", steps: int) -> dict[str, Any]:
+    """What the template shows of a sampler: no blocks, and nothing that its traffic is compared with."""
+    timeline, form = sampler.simulate(steps), sampler.step.sequence(steps)[-1]
+    drawn = {
+        "timeline": figures.timeline_figure(timeline),
+        "load": figures.load_figure(timeline),
+        "traffic": figures.traffic_figure(sampler.traffic(form), {}),
+        "memory": figures.memory_figure(timeline, None),
+    }
+    peak = max(timeline.peak_bytes)
+    tiles = [
+        (counted(steps, "step"), human_seconds(timeline.makespan_seconds), str(sampler.plan.how)),
+        ("idle", f"{timeline.bubble_ratio:.1%}", f"of {timeline.num_ranks} ranks' time"),
+        ("traffic", human_bytes(sampler.traffic(form).total_bytes), f"of a {form} step"),
+        ("peak memory", human_bytes(peak), f"on rank {timeline.peak_bytes.index(peak)}"),
+    ]
+    return {
+        "title": type(sampler.denoiser.module).__name__,
+        "tiles": tiles,
+        "figures": json.dumps(drawn).replace("</", "<\\/"),
+        "names": list(drawn),
+        "plan": _without_notes(sampler.plan.summary()),
+        "notes": list(sampler.notes),
+        "schedule": sampler.schedule.text(),
+    }
+
+
+def _without_notes(summary: str) -> str:
+    return "\n".join(line for line in summary.splitlines() if not line.startswith("  note: "))
 
 
 def _tiles(

@@ -243,9 +243,10 @@ def traffic_figure(traffic: Traffic, relayed: Mapping[tuple[int, int], int]) -> 
             sizes = [rows.get(channel, {}).get(kind, 0) / scale for channel in channels]
             data.append({"type": "bar", "name": kind, "color": kind, "x": names, "y": sizes, "offsetgroup": "this",
                          "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit}"})  # fmt: skip
-    sizes = [relayed.get(channel, 0) / scale for channel in channels]
-    data.append({"type": "bar", "name": "line with relayed skips", "color": "relayed", "x": names, "y": sizes,
-                 "offsetgroup": "relayed", "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit}"})  # fmt: skip
+    if relayed:
+        sizes = [relayed.get(channel, 0) / scale for channel in channels]
+        data.append({"type": "bar", "name": "line with relayed skips", "color": "relayed", "x": names, "y": sizes,
+                     "offsetgroup": "relayed", "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit}"})  # fmt: skip
     layout = {"barmode": "relative", "yaxis": {"title": {"text": unit}}, "xaxis": {"type": "category"}, "height": 320}
     return {"data": data, "layout": layout}
 
