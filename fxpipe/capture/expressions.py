@@ -35,6 +35,8 @@ def _data(expr: Any) -> Any:
         return bool(expr)
     if expr.is_Symbol:
         return expr.name
+    if expr.is_Float:
+        return float(expr)
     if expr.is_Rational:
         return ["Rational", int(expr.p), int(expr.q)]
     name: str = expr.func.__name__
@@ -49,6 +51,8 @@ def expression_of(data: Any) -> Any:
         return sympy.true if data else sympy.false
     if isinstance(data, int):
         return sympy.Integer(data)
+    if isinstance(data, float):
+        return sympy.Float(data)
     if isinstance(data, str):
         return symbol(data)
     name, *args = data
