@@ -58,7 +58,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def device_of(fake: Any) -> torch.device:
-    """That of a tensor without memory, as `fake.device` says at length."""
+    """That of a tensor without memory: what autograd asks for more often than for anything else."""
     device: torch.device = fake.fake_device
     return device
 

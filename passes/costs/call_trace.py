@@ -96,6 +96,8 @@ class _Kernels(TorchDispatchMode):
         return self._number[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return private.device_of(args[0])
         result = func(*args, **(kwargs or {}))
         reads = dict.fromkeys(self.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]

@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # autograd asks for it more often than for anything else
+        if func is torch.ops.prim.device.default:
             return private.device_of(args[0])
         if func in _QUERIES:
             return func(*args, **kwargs)
