@@ -107,6 +107,7 @@ def compile_for(step: nn.Module, ranks: int, batch_size: int, cache: Path) -> No
     clock = Clock()
     asked = requested(step, ranks, batch_size=batch_size, cache=False)
     costed = asked.analysed(clock.lap)
+    clock.lap("costs of blocks, for who plans", costed.blocks)
     plan = asked.planned(costed)
     clock.lap("plan")
     clock.total("all but programs")

@@ -24,6 +24,7 @@ from fxpipe.capture.cache import cached_capture
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
@@ -127,13 +128,19 @@ class CostedStep:
     batch: BatchPlan
     costs: CostTable
     graph: BlockGraph
-    blocks: BlockCosts
     frozen: FrozenLayers
     calls: StageBytes
     work: StepWork
     model: CostModel
+    device: torch.device
     microbatches: int | None
     likely: int = 1
+
+    @cached_property
+    @held_collector()
+    def blocks(self) -> BlockCosts:
+        """What every block costs, for whoever plans: the ranks that are given a plan never ask."""
+        return block_costs(self.captured, self.graph, self.costs, self.model, self.device, self.batch)
 
     @property
     def likely_samples(self) -> int:
@@ -163,6 +170,7 @@ class CostedStep:
         return Case(*parts, *machines, divisible=self.batch.divisible)
 
 
+@held_collector()
 def costed_step(
     example: Example,
     cost_model: CostModel,
@@ -194,11 +202,10 @@ def costed_step(
     require_block_graph(graph, captured)
     see("blocks", graph)
 
-    blocks = block_costs(captured, graph, costs, cost_model, device, batch)
     layers = frozen_layers(captured, graph, costs, cost_model, batch)
     calls, work = StageBytes(captured, batch, graph, layers, device), StepWork.in_capture(captured, graph)
-    made = captured, batch, costs, graph, blocks, layers, calls, work
-    step = CostedStep(example, *made, cost_model, count, cut.likely)
+    made = captured, batch, costs, graph, layers, calls, work
+    step = CostedStep(example, *made, cost_model, device, count, cut.likely)
     see("costs", step)
     return step
 

@@ -21,6 +21,7 @@ from torch import nn
 from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.costs import uncosted_ops
 from fxpipe.costs.call_costs import CallCost
 from fxpipe.costs.model import CostModel
@@ -266,6 +267,7 @@ class _BackEnd:
             )  # fmt: skip
             require_schedule(plan.steady, ahead, plan.staged.world_size)
 
+    @held_collector()
     def lower(self, form: Form, ranks: Sequence[int] | None) -> StepPlan:
         """The programs of one form of the step, of these ranks."""
         plan, costed = self.plan, self.costed

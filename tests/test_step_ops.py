@@ -16,6 +16,7 @@ from cost_models.devices import device
 from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
+from fxpipe.collector import held_collector
 from fxpipe.compiler import _BackEnd
 from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
@@ -31,7 +32,6 @@ from passes.placement.place import place, shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops import step_ops
 from passes.step_ops.writer import RankWriter
-from passes.tuner.collector import held_collector
 from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate as simulate_plan
 from tests.models import ZOO

@@ -17,7 +17,13 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._functorch import apis, eager_transforms
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd import forward_ad
 from torch.export import _trace
@@ -49,6 +55,18 @@ def is_assertion(target: Any) -> bool:
 def fake_mode() -> FakeTensorMode:
     """Tensors without memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def device_of(fake: Any) -> torch.device:
+    """That of a tensor without memory: what autograd asks for more often than for anything else."""
+    device: torch.device = fake.fake_device
+    return device
+
+
+def detached(fake: Any) -> torch.Tensor:
+    """A tensor without memory, cut off from autograd's history, as `fake.detach()` makes it at length."""
+    with in_kernel_invocation_manager(fake.fake_mode):
+        return FakeTensor(fake.fake_mode, fake.detach(), fake.fake_device)
 
 
 def is_mutable(target: Any) -> bool:

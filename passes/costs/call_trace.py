@@ -8,7 +8,8 @@ The operation runs once for each distinct call on fake tensors, above a mode tha
 samples too where it has a batch, so that bytes are lines. One sample has traces of its own: parts of it often lie in a
 row that in several samples do not, and are not copied then.
 
-Bytes, gradients' paths, what autograd keeps: all that is known of one operation's memory is read off this one trace.
+Bytes and what autograd keeps: all that is known of one operation's memory is read off this one trace. Gradients' paths
+are in its forward alone, which is all that a rank asks for whose plan is made.
 """
 
 from collections.abc import Mapping
@@ -54,8 +55,8 @@ class Made:
 class CallTrace:
     """One call. Storages count through operands, then all that is made; tangents are those in `tangents`.
 
-    `outputs` has the storage of every tensor returned, `tangents` of its gradient (None where it has none), `behind`
-    the operands that this gradient gets to, `gradients` those of operands, by number, that have one.
+    `outputs` has the storage of every tensor returned, `tangents` of its gradient (None where it has none), `gradients`
+    those of operands, by number, that have one.
     """
 
     forward: tuple[Kernel, ...]
@@ -64,7 +65,6 @@ class CallTrace:
     made: tuple[Line, ...]
     outputs: tuple[int, ...]
     tangents: tuple[int | None, ...]
-    behind: tuple[frozenset[int], ...]
     gradients: Mapping[int, Made]
 
     @property
@@ -96,6 +96,8 @@ class _Kernels(TorchDispatchMode):
         return self._number[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return private.device_of(args[0])
         result = func(*args, **(kwargs or {}))
         reads = dict.fromkeys(self.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
@@ -124,17 +126,31 @@ def call_trace(call: Call, autocast: Autocast, batch_size: int, device: torch.de
     return replace(found, made=tuple((a - m * batch_size, m) for a, m in zip(num_bytes, slopes, strict=True)))
 
 
+@lru_cache(maxsize=1 << 14)
+def gradient_paths(call: Call, autocast: Autocast, batch_size: int, device: torch.device) -> tuple[frozenset[int], ...]:
+    """Of every tensor that a call returns, the operands that its gradient gets to, by number."""
+    with private.fake_mode(), torch.enable_grad():
+        tensors = {operand.index: operand.empty(batch_size, device) for operand in call.inputs}
+        outputs = _outputs(call, autocast, tensors, batch_size, device)
+        number = {id(tensor): index for index, tensor in tensors.items()}
+        return tuple([frozenset([number[id(leaf)] for leaf in _leaves(output)]) for output in outputs])
+
+
+def _outputs(
+    call: Call, autocast: Autocast, tensors: Mapping[int, torch.Tensor], batch_size: int, device: torch.device
+) -> list[torch.Tensor]:
+    with torch.autocast(*(autocast or ("cpu", torch.bfloat16, False)), cache_enabled=False):
+        return call.run(tensors, batch_size, device)
+
+
 def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) -> tuple[CallTrace, list[int]]:
     with ExitStack() as stack:
         stack.enter_context(private.fake_mode())
         stack.enter_context(torch.enable_grad())
         tensors = {operand.index: operand.empty(batch_size, device) for operand in call.inputs}
         kernels = stack.enter_context(_Kernels(tensors))
-        with torch.autocast(*(autocast or ("cpu", torch.bfloat16, False)), cache_enabled=False):
-            outputs = call.run(tensors, batch_size, device)
+        outputs = _outputs(call, autocast, tensors, batch_size, device)
         shown = tuple([kernels.number(output) for output in outputs])
-        number = {id(tensor): index for index, tensor in tensors.items()}
-        behind = tuple([frozenset([number[id(leaf)] for leaf in _leaves(output)]) for output in outputs])
         forward, sources = len(kernels.kernels), [o for o in outputs if o.requires_grad]
         wanted = [(index, tensor) for index, tensor in tensors.items() if tensor.requires_grad]
         tangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in sources]
@@ -149,8 +165,7 @@ def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) 
                     view = kernels.views.get(id(gradient), True)
                     gradients[index] = Made(kernels.number(gradient), view, gradient.is_contiguous())
     done = tuple(kernels.kernels)
-    trace = CallTrace(done[:forward], done[start:], kernels.first, (), shown, of_outputs, behind, gradients)
-    return trace, kernels.bytes
+    return CallTrace(done[:forward], done[start:], kernels.first, (), shown, of_outputs, gradients), kernels.bytes
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -74,5 +74,5 @@ def _of_node(
     places = [(argument.name, item) for argument, item in facts.operands]
     if not any(place in sources for place in places):
         return {}
-    found = [frozenset(places[i] for i in of if places[i] in sources) for of in operations.trace(node).behind]
+    found = [frozenset(places[i] for i in of if places[i] in sources) for of in operations.gradient_paths(node)]
     return {(node.name, i): those for i, those in enumerate(found) if those}

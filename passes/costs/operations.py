@@ -5,9 +5,9 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.capture.private import tensors_in
-from fxpipe.costs.calls import Gradient, call_of, in_a_row, operand_nodes
+from fxpipe.costs.calls import Call, Gradient, call_of, in_a_row, operand_nodes
 from fxpipe.plan.block_graph import bytes_at
-from passes.costs.call_trace import CallTrace, Line, call_trace
+from passes.costs.call_trace import CallTrace, Line, call_trace, gradient_paths
 from passes.costs.local import STATE_KINDS
 
 Place = tuple[fx.Node, int]
@@ -47,13 +47,22 @@ class Operations:
     def trace(self, node: fx.Node, arrived: frozenset[int] = frozenset()) -> CallTrace:
         """Of an operation; the operands in `arrived` come from other units, and so lie in a row."""
         if (node, arrived) not in self._known:
-            trains = node.meta["requires_grad"] and not node.meta.get("no_grad")
-            wanted: dict[fx.Node, Gradient] = {
-                n: "input" if trains and n.meta["requires_grad"] else "none" for n in node.all_input_nodes
-            }
-            call = in_a_row(call_of(node, wanted), arrived)
+            call = in_a_row(_call(node), arrived)
             self._known[node, arrived] = call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
         return self._known[node, arrived]
+
+    def gradient_paths(self, node: fx.Node) -> tuple[frozenset[int], ...]:
+        """Of every tensor of an operation, the operands that its gradient gets to."""
+        return gradient_paths(_call(node), node.meta.get("autocast"), self.num_samples, self._device)
+
+
+def _call(node: fx.Node) -> Call:
+    """An operation's, differentiated where the step trains."""
+    trains = node.meta["requires_grad"] and not node.meta.get("no_grad")
+    wanted: dict[fx.Node, Gradient] = {
+        n: "input" if trains and n.meta["requires_grad"] else "none" for n in node.all_input_nodes
+    }
+    return call_of(node, wanted)
 
 
 def _item(node: fx.Node) -> Place:

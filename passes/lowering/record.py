@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import private
 
-_QUERIES = {torch.ops.prim.device.default, torch.ops.aten.size.default, torch.ops.aten.stride.default}
+_QUERIES = {torch.ops.aten.size.default, torch.ops.aten.stride.default}
 
 
 class Recorder(TorchDispatchMode):
@@ -53,13 +53,15 @@ class Recorder(TorchDispatchMode):
         for node in self.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                node.meta["val"] = value.detach()
+                node.meta["val"] = private.detached(value)
         for node, items in self._several.items():
             node.meta["val"] = tuple(item.meta["val"] for item in items)
         return self.graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return private.device_of(args[0])
         if func in _QUERIES:
             return func(*args, **kwargs)
         if private.is_composite(func, self._device.type):

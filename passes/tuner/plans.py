@@ -7,6 +7,7 @@ a schedule         its own placement
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fxpipe.collector import held_collector
 from fxpipe.costs.block_costs import BlockSeconds
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
@@ -17,7 +18,6 @@ from fxpipe.plan.staged import PlannedCut, Staged
 from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.collector import held_collector
 from passes.tuner.finals import finals
 from passes.tuner.orders import Orders
 from passes.tuner.request import Request
