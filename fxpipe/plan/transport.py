@@ -97,6 +97,13 @@ class Transport(Protocol):
         """Collective: on rank `dst` the values in rank order, to be treated as read-only; None elsewhere."""
         ...
 
+    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
+        """Collective: starts to collect the numbers of all ranks, as many of each, in rank order; never blocks.
+
+        A wait may come after other messages and collectives, but before the next numbers.
+        """
+        ...
+
     def close(self) -> None:
         """Leaves the network; the other ranks may go on as long as they need nothing from this one."""
         ...

@@ -5,18 +5,22 @@ with ranks.call():                                      a call of the user's pip
     ranks.predict(step, state, tensors, "cond")         after `step.warmup` steps: displaced, where it has that form
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
-from fxpipe.run.agreement import agree, agree_on_state, checksum, told
+from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
+from fxpipe.run.step_agreement import StepAgreement
 
 
 class Programs(Protocol):
@@ -123,51 +127,97 @@ class LocalRanks(Ranks):
 
 
 class LaunchedRank(Ranks):
-    """This process as one rank of a launch, which all run the same loop. The first step of every call is compared over
-    them: what is called, with which inputs; so are weights, when they are first used."""
+    """This process as one rank of a launch, which all run the same loop.
+
+    The first prediction of every call is compared over them to the bit, the others as `StepAgreement` says; weights
+    when they are first used, and again once they have changed on any rank.
+    """
 
     def __init__(self, connect: Callable[[], Transport]) -> None:
         super().__init__()
         self._transport = connect()
         self._run = SampleRun(self._transport)
-        self._bound: dict[int, tuple[Programs, Tensors, BoundProgram]] = {}
+        self._agreement = StepAgreement(self._transport)
+        self._bound: dict[int, _Held] = {}
         self._opened: set[Channel] = set()
-        self._compared = False
+        self._used: list[Tensors] = []  # states, in this call
+        self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
 
     @property
     def rank(self) -> int:
         return self._transport.rank
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
-        if not self._compared:
-            self._compare(tensors)
-        known = self._bound.get(id(step))
-        if known is None or known[1] is not state:
-            known = self._bound[id(step)] = step, state, self._take(step, state)
-        return self._run.predict(known[2], tensors, form, stream)
+        self._transport.set_action("predict")
+        held = self._bound.get(id(step)) or _Held(step, _plan_of(step))
+        shapes = {name: f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
+        self._agreement.begin((held.plan, shapes, form, stream))
+        if not self._used:
+            of_inputs = {f"shape of {name}": shape for name, shape in shapes.items()}
+            sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+            agree(self._transport, {"plan": held.plan, "inputs": sorted(tensors)} | of_inputs | sums)
+        if held.state is not state or all(state is not used for used in self._used):
+            self._take(held, state)
+        assert held.bound is not None
+        found = self._run.predict(held.bound, tensors, form, stream)
+        self._agreement.inputs(tensors.values())
+        self._transport.set_action("the loop around predictions")
+        return found
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
         """What is raised inside ends the other ranks too."""
-        self._compared = False
+        self._used = []
         with told(self._transport):
             yield
+            self._agreement.end()
             self._run.reset()
 
     def close(self) -> None:
         self._transport.close()
 
-    def _compare(self, tensors: Tensors) -> None:
-        shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        agree(self._transport, {"call": shapes} | {name: checksum(tensor) for name, tensor in tensors.items()})
-        self._compared = True
-
-    def _take(self, step: Programs, state: Tensors) -> BoundProgram:
-        """Hold this rank's program; all ranks are here at once, for they have agreed on the call."""
-        own = step.programs[self.rank]
-        mine = {name: state[name].to(self._transport.device) for name in own.state}
-        agree_on_state(self._transport, mine)
-        channels = sorted(set(step.channels) - self._opened)
+    def _take(self, held: "_Held", state: Tensors) -> None:
+        """Hold this rank's program; all ranks are here at once, for they make the same prediction."""
+        self._agreement.settle()
+        self._agree_on_weights(state)
+        self._used.append(state)
+        if held.state is state:
+            return
+        own = held.step.programs[self.rank]
+        channels = sorted(set(held.step.channels) - self._opened)
         self._transport.open_channels(channels, [])
         self._opened.update(channels)
-        return BoundProgram(own, mine)
+        mine = {name: state[name].to(self._transport.device) for name in own.state}
+        held.state, held.bound = state, BoundProgram(own, mine)
+        self._bound[id(held.step)] = held
+
+    def _agree_on_weights(self, state: Tensors) -> None:
+        """Those that are new on some rank, also where only another rank's program reads them."""
+        there = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+        new = {name for name, tensor in there.items() if self._compared.get(tensor) != _version(tensor)}
+        on_any = set[str]().union(*everyones(self._transport, new))
+        if on_any:
+            compared = {name: there[name] for name in sorted(on_any) if name in there}
+            agree_on_state(self._transport, compared)
+            self._compared.update({tensor: _version(tensor) for tensor in compared.values()})
+
+
+@dataclass
+class _Held:
+    """Programs that are kept, and so is their id; with what this rank runs by which state."""
+
+    step: Programs
+    plan: str
+    state: Tensors | None = None
+    bound: BoundProgram | None = None
+
+
+def _plan_of(step: Programs) -> str:
+    """A digest of what all ranks do: of the first rank's program, and of who sends to whom."""
+    graphs = [(form, of_form.graph) for form, of_form in step.programs[0].forms.items()]
+    nodes = [(form, [(node.name, str(node.target)) for node in graph.nodes]) for form, graph in graphs]
+    return hashlib.sha256(repr((step.warmup, step.channels, nodes)).encode()).hexdigest()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

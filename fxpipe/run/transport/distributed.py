@@ -275,6 +275,20 @@ class DistributedTransport:
             dist.gather_object(value, values, dst, group=self._control)
         return values
 
+    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
+        what, mine = "the numbers of all ranks", torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with self._named(what, None):
+            work = dist.all_gather(found, mine, group=self._control, async_op=True)
+        assert work is not None
+
+        def wait() -> list[list[float]]:
+            with self._named(what, None):
+                work.wait(self._timeout)
+            return [of_rank.tolist() for of_rank in found]
+
+        return Pending(wait)
+
     def close(self) -> None:
         self._watchdog.close()
         if self._watchdog.failure is None:
