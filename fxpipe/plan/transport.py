@@ -47,7 +47,8 @@ class Transport(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
-        """Sends a contiguous tensor; never blocks. The tensor is kept until `flush` and must not be changed until then.
+        """Sends a contiguous tensor; never blocks. The tensor is kept, and must not be changed, until `flush`, or the
+        `advance` of the next step.
 
         The receive it meets was posted in the step of the same number.
 
@@ -69,7 +70,10 @@ class Transport(Protocol):
         ...
 
     def advance(self) -> None:
-        """End of a step whose messages may still be on their way: never blocks."""
+        """End of a step whose messages may still be on their way; those it sent in the step before are received.
+
+        That is when every rank has begun to run this step, so that it seldom waits, and never for long.
+        """
         ...
 
     def flush(self) -> None:

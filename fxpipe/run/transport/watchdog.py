@@ -86,7 +86,7 @@ class Watchdog:
             self._failed.set()
 
     def verdict(self, peer: int | None) -> str | None:
-        """After a connection to one rank, or any, was lost: the failure behind it, as soon as it is known; else None."""
+        """After the connection to a rank, or to any, is lost: the failure behind it as soon as it is known, if any."""
         self._lost_ticks = SUSPECT_TICKS
         deadline = time.monotonic() + 2 * SUSPECT_TICKS * self._heartbeat_seconds + 5
         while time.monotonic() < deadline and not self._failed.wait(0.1):
