@@ -8,7 +8,7 @@ with ranks.call():                                      a call of the user's pip
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,11 +16,15 @@ from typing import Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpipe.errors import RunError
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 from fxpipe.run.step_agreement import StepAgreement
+
+_MOST_STREAMS = 8
+"""Predictions of one step, with different conditions."""
 
 
 class Programs(Protocol):
@@ -35,6 +39,16 @@ class Programs(Protocol):
     @property
     def warmup(self) -> int: ...
 
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """The module's input that each input of a program is."""
+        ...
+
+    @property
+    def samples(self) -> Collection[str]:
+        """The inputs of programs that have rows."""
+        ...
+
 
 class Ranks(ABC):
     """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run."""
@@ -42,6 +56,7 @@ class Ranks(ABC):
     def __init__(self) -> None:
         self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
         self._position, self._time = 0, dict[str, torch.Tensor]()
+        self._conditions: list[dict[str, torch.Tensor]] = []  # of the streams, where no input is a time
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -50,7 +65,7 @@ class Ranks(ABC):
             yield
             return
         self._num_steps = Counter()
-        self._position, self._time = 0, {}
+        self._position, self._time, self._conditions = 0, {}, []
         try:
             with self._ended():
                 yield
@@ -68,21 +83,36 @@ class Ranks(ABC):
             form, name = "fresh", ""
             if "displaced" in step.programs[0].forms:
                 assert self._num_steps is not None
-                name = self._stream(tensors) if stream is None else stream
+                name = self._stream(step, tensors) if stream is None else stream
                 form = "displaced" if self._num_steps[name, id(step)] >= step.warmup else "fresh"
                 self._num_steps[name, id(step)] += 1
             return self._predict(step, state, tensors, form, name)
 
-    def _stream(self, tensors: Tensors) -> str:
+    def _stream(self, step: Programs, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.
 
-        A step goes on while its time does not change: the inputs without rows or channels. No value of a sample decides
-        it, so that every rank says the same while patches are on their way.
+        A step goes on while its times do not change. Where no input is called a time, predictions of equal conditions
+        are a stream. No value of a sample decides it, so that every rank says the same while patches are on their way.
         """
-        time = {name: tensor.clone() for name, tensor in tensors.items() if tensor.ndim < 2}
-        same = time and time.keys() == self._time.keys() and all(torch.equal(time[n], self._time[n]) for n in time)
-        self._position, self._time = self._position + 1 if same else 0, time
+        given = {name: tensor for name, tensor in tensors.items() if name not in step.samples}
+        time = {name: tensor.clone() for name, tensor in given.items() if _is_time(step.inputs[name])}
+        if not time:
+            return self._stream_of(given)
+        self._position, self._time = self._position + 1 if _equal(time, self._time) else 0, time
         return str(self._position)
+
+    def _stream_of(self, conditions: Tensors) -> str:
+        for number, known in enumerate(self._conditions):
+            if _equal(conditions, known):
+                return f"conditions {number}"
+        if len(self._conditions) == _MOST_STREAMS:
+            raise RunError(
+                f"displaced steps cannot be told from each other: none of the inputs {list(conditions)} is called a "
+                f"time, and they have had {_MOST_STREAMS} different values in this call; call the input that changes "
+                "with the step 'time' or 'timestep', or use mode='exact'"
+            )
+        self._conditions.append({name: tensor.clone() for name, tensor in conditions.items()})
+        return f"conditions {len(self._conditions) - 1}"
 
     @abstractmethod
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor: ...
@@ -97,6 +127,17 @@ class Ranks(ABC):
     def close(self) -> None:
         """Leave the network."""
         ...
+
+
+def _is_time(name: str) -> bool:
+    """Whether an input of this name tells the step: timestep, sigma, t; others may differ between two calls of one."""
+    last = name.rpartition(".")[2].lower()
+    told = last in ("t", "r", "tau") or any(word in last for word in ("time", "sigma", "noise_level"))
+    return told and not last.endswith(("_ids", "_cond"))
+
+
+def _equal(some: Tensors, others: Tensors) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 class LocalRanks(Ranks):
