@@ -46,7 +46,7 @@ def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> N
 
 def checksum(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy()).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def everyones(transport: Transport, mine: T) -> list[T]:
