@@ -102,6 +102,11 @@ class SampleStep:
         return tuple(self.programs[0].forms)
 
     @property
+    def samples(self) -> set[str]:
+        """The inputs of programs that have rows."""
+        return {name for name, argument in self.inputs.items() if argument in self.traced.rows}
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """Of the fresh form, in the order of every channel."""
         return self.messages_of["fresh"]
@@ -148,7 +153,8 @@ class Spread:
     are no programs runs whole on every rank, and `whole` says why.
 
     Several calls in one step of a pipeline, such as with the prompt and without, are streams of their own: by the name
-    that the pipeline gives them (`cache_context`), else by their order among calls at the same time.
+    that the pipeline gives them (`cache_context`), else by their order among calls at the same time (an input of a name
+    like timestep, sigma or t); where there is none, by their conditions.
     """
 
     def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:

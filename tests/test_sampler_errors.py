@@ -29,6 +29,22 @@ class Denoiser(nn.Module):
         return self.predict(self, sample, timestep)
 
 
+def counting(model: nn.Module, sample: Tensor, time: Tensor) -> Tensor:
+    """Every call after the first is another one."""
+    conv: Any = model.conv
+    conv.calls = getattr(conv, "calls", 0) + 1
+    result: Tensor = conv(sample) * conv.calls
+    return result
+
+
+def remembering(model: nn.Module, sample: Tensor, time: Tensor) -> Tensor:
+    """What it sets changes nothing."""
+    conv: Any = model.conv
+    conv.calls, conv.height = getattr(conv, "calls", 0) + 1, int(sample.shape[2])
+    result: Tensor = conv(sample)
+    return result
+
+
 GIVEN: Call = {"sample": noise(2, 2, 12, 5), "timestep": noise(2)}
 ROWS = {"sample": 2}
 
@@ -61,6 +77,10 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     "a buffer that counts": (
         Denoiser(lambda self, x, time: self.conv(x) * self.count.add_(1)), 2, {}, "changes the buffer 'count'",
     ),
+    "an attribute that counts": (
+        Denoiser(counting), 2, {},
+        r"module conv: forward sets its attribute 'calls', None before, to 1, and computes something else the next",
+    ),
     "a list that keeps": (
         Denoiser(), 2, {"example": {**GIVEN, "kept": [None]}}, "changes its input kept.0 in place",
     ),
@@ -72,6 +92,13 @@ def test_a_module_that_is_refused(what: str) -> None:
     model, ranks, options, message = MODULES[what]
     with pytest.raises(FxpipeError, match=message):
         fxpipe.compile_sampler(model, ranks, **{"example": GIVEN, "sample": ROWS, **options})
+
+
+def test_attributes_that_change_nothing_are_no_fault() -> None:
+    model = Denoiser(remembering)
+    sampler = fxpipe.compile_sampler(model, 2, example=GIVEN, sample=ROWS)
+    with torch.no_grad():
+        assert torch.allclose(sampler.predict(**GIVEN), model(**GIVEN), rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module")

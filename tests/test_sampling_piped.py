@@ -286,6 +286,40 @@ def test_predictions_of_one_step_are_streams_of_their_own() -> None:
     assert differs == [False, False, True, True, True]
 
 
+class Labelled(Tokens):
+    """The same with a label per sample, at some time, or at none."""
+
+    def forward(self, x: Tensor, text: Tensor, label: Tensor, time: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        found: Tensor = super().forward(x * label.reshape(-1, 1, 1).cos(), text)
+        return found if time is None else found * time.reshape(-1, 1, 1)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_labels_are_no_times(timed: bool) -> None:
+    """Two predictions of a step, that differ in a label, read nothing of each other."""
+    torch.manual_seed(0)
+    x, text = noise(1, 12, 4), noise(1, 3, 4)
+    steps: list[dict[str, Tensor]] = [
+        {"x": x + 0.3 * step * x.cos(), "text": text} | ({"time": torch.ones(1).double() - 0.1 * step} if timed else {})
+        for step in range(4)
+    ]
+    labels = [torch.full([1], value, dtype=torch.float64) for value in (0.3, 0.9)]
+    how: dict[str, Any] = {"stages": 2, "mode": "displaced", "patches": 3, "warmup": 2, "sample": {"x": 1}}
+    sampler = fxpipe.compile_sampler(Labelled().double(), 2, example={**steps[0], "label": labels[0]}, **how)
+
+    def predicted(of: list[Tensor]) -> list[Tensor]:
+        with sampler.call():
+            return [sampler.predict(**step, label=label) for step in steps for label in of]
+
+    both = predicted(labels)
+    assert equal(both[::2], predicted(labels[:1]))
+    assert equal(both[1::2], predicted(labels[1:]))
+    assert not torch.equal(both[-1], both[-2])
+    if not timed:
+        with pytest.raises(RunError, match="is called a time, and they have had 8 different values"):
+            predicted([label + 0.1 * n for n in range(5) for label in labels])
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(2, keepdim=True).expand_as(x) * 2

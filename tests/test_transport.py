@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -135,17 +136,21 @@ def test_a_left_over_message_is_not_taken_in_the_next_step() -> None:
 
 
 def crossing(transport: Transport) -> list[float]:
-    """Three steps round the ring, each of whose messages is waited for a step later, under the edge of the next one."""
+    """Four steps round the ring, each of whose messages is waited for a step later, under the edge of the next one."""
     dst, src = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
-    received, pending = [], None
-    for step in range(3):
+    received, pending, sent = [], None, list[weakref.ref[torch.UntypedStorage]]()
+    for step in range(4):
         transport.set_action(f"step {step}")
-        transport.send(torch.tensor(float(10 * step + transport.rank)), dst, 0)
+        value = torch.tensor(float(10 * step + transport.rank))
+        sent.append(weakref.ref(value.untyped_storage()))
+        transport.send(value, dst, 0)
         posted = transport.recv(src, 0, (), torch.float32, CPU)
         if pending is not None:
             received.append(pending.wait().item())
         pending = posted
         transport.advance()
+        if isinstance(transport, DistributedTransport):
+            assert all(storage() is None for storage in sent[:-2])
     assert pending is not None
     received.append(pending.wait().item())
     transport.flush()
@@ -153,7 +158,7 @@ def crossing(transport: Transport) -> list[float]:
 
 
 def test_messages_cross_from_a_step_to_the_next() -> None:
-    assert run_ranks(3, crossing) == [[10.0 * step + (rank - 1) % 3 for step in range(3)] for rank in range(3)]
+    assert run_ranks(3, crossing) == [[10.0 * step + (rank - 1) % 3 for step in range(4)] for rank in range(3)]
 
 
 def crossing_processes() -> list[float]:
@@ -164,7 +169,7 @@ def crossing_processes() -> list[float]:
 
 
 def test_messages_cross_between_processes() -> None:
-    assert run_processes(2, crossing_processes) == [[1.0, 11.0, 21.0], [0.0, 10.0, 20.0]]
+    assert run_processes(2, crossing_processes) == [[1.0, 11.0, 21.0, 31.0], [0.0, 10.0, 20.0, 30.0]]
 
 
 def test_a_receive_is_of_the_step_in_which_it_was_posted() -> None:

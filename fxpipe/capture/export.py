@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.settings import Written, written_settings
 from fxpipe.capture.size_reads import sizes_read_plainly
 from fxpipe.capture.sizes import concrete, is_symbolic
 from fxpipe.capture.trees import flatten
@@ -47,13 +48,18 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
+        self.written: list[Written] = []
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
         batched = [t for t, leaf in zip(leaves, _tensors(self._inputs), strict=True) if leaf.batched]
         for tensor in batched[1:] if self._one_batch else ():
             torch._check(tensor.shape[0] == batched[0].shape[0])
         args, kwargs = self._inputs.rebuild(leaves)
-        with buffers_kept(self.model), _arguments_kept(self._inputs.signature, args, kwargs):
+        with (
+            buffers_kept(self.model),
+            _arguments_kept(self._inputs.signature, args, kwargs),
+            written_settings(self.model, self.written),
+        ):
             return self._result_of(self.model(*args, **kwargs))
 
 
@@ -196,6 +202,45 @@ class _Failed(CaptureError):
 
 
 def _trace(
+    step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
+) -> torch.export.ExportedProgram:
+    """A trace, and where forward has set attributes, another one after that: a graph has every call alike.
+
+    Raises:
+        CaptureError: it computes something else then; names the attribute.
+    """
+    written = step.written  # this list: an export puts a copy of how it was in its place
+    exported = _traced_once(step, inputs, examples, dynamic, any_size)
+    if not written or any_size:  # of any size: compared with one of which this is known
+        return exported
+    with _set(written):
+        try:
+            again = _calls(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size)
+        except CaptureError:
+            again = []
+    if again != _calls(exported.graph, inputs.batch_size):
+        raise CaptureError(
+            f"{written[0]}, and computes something else the next time, but a graph has every call alike; pass what "
+            "changes as an input, or set it outside of forward"
+        )
+    return exported
+
+
+@contextmanager
+def _set(written: Sequence[Written]) -> Iterator[None]:
+    """Inside, attributes are as forward has left them."""
+    before = {one.module: dict(one.module.__dict__) for one in written}
+    for one in written:
+        one.module.__dict__[one.key] = one.after
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+def _traced_once(
     step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
     shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))

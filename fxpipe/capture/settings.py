@@ -7,7 +7,9 @@ to compare, and mean the same graph.
 
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +61,39 @@ def require_stateless(model: nn.Module) -> None:
                     f"module {name or '(the model itself)'}: its {type(hook).__name__} keeps values from step to step, "
                     "which a graph cannot; call disable_cache() first"
                 )
+
+
+@contextmanager
+def written_settings(model: nn.Module, found: list["Written"]) -> Iterator[None]:
+    """Leaves in `found` what runs inside writes of the numbers and texts among its modules' attributes.
+
+    None of a module that is also given tensors or objects there: such numbers say what it has kept of them.
+    """
+    modules = dict(model.named_modules())
+    before = {name: dict(module.__dict__) for name, module in modules.items()}
+    yield
+    found.clear()
+    for name, module in modules.items():
+        own, nothing = before[name], object()
+        new = {key: value for key, value in module.__dict__.items() if own.get(key, nothing) is not value}
+        if all(type(value) in _PLAIN for value in new.values()):
+            was = [(key, own.get(key), value) for key, value in new.items() if key not in _NOT_READ]
+            found += [Written(name, module, *one) for one in was if one[1] != one[2]]
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """An attribute that was written, of the module of this name."""
+
+    name: str
+    module: nn.Module
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        where = f"module {self.name or '(the model itself)'}"
+        return f"{where}: forward sets its attribute {self.key!r}, {self.before!r} before, to {self.after!r}"
 
 
 def _add_attributes(found: Settings, values: Mapping[Any, Any], depth: int) -> None:

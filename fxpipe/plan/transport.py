@@ -47,7 +47,8 @@ class Transport(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
-        """Sends a contiguous tensor; never blocks. The tensor is kept until `flush` and must not be changed until then.
+        """Sends a contiguous tensor; never blocks. The tensor is kept, and must not be changed, until `flush`, or the
+        `advance` of the next step.
 
         The receive it meets was posted in the step of the same number.
 
@@ -69,7 +70,10 @@ class Transport(Protocol):
         ...
 
     def advance(self) -> None:
-        """End of a step whose messages may still be on their way: never blocks."""
+        """End of a step whose messages may still be on their way; those it sent in the step before are received.
+
+        That is when every rank has begun to run this step, so that it seldom waits, and never for long.
+        """
         ...
 
     def flush(self) -> None:
@@ -95,6 +99,13 @@ class Transport(Protocol):
 
     def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
         """Collective: on rank `dst` the values in rank order, to be treated as read-only; None elsewhere."""
+        ...
+
+    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
+        """Collective: starts to collect the numbers of all ranks, as many of each, in rank order; never blocks.
+
+        A wait may come after other messages and collectives, but before the next numbers.
+        """
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.plan.transport import Transport
+from fxpipe.plan.transport import T, Transport
 
 
 @contextmanager
@@ -23,16 +23,16 @@ def told(transport: Transport) -> Iterator[None]:
 
 def agree(transport: Transport, parts: Mapping[str, Any]) -> None:
     """Raise RunError unless every rank has these values; names the first that differs."""
-    values = _everyones(transport, parts)
-    for what in parts:
-        different = [rank for rank, other in enumerate(values) if other[what] != values[0][what]]
+    values = everyones(transport, parts)
+    for what in {what: None for of_rank in values for what in of_rank}:
+        different = [rank for rank, other in enumerate(values) if other.get(what) != values[0].get(what)]
         if different:
             raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
 
 
 def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> None:
     """State that several ranks hold (frozen modules, tied parameters) must be the same on all of them."""
-    sums = _everyones(transport, {name: checksum(tensor) for name, tensor in state.items()})
+    sums = everyones(transport, {name: checksum(tensor) for name, tensor in state.items()})
     first: dict[str, tuple[int, Any]] = {}
     for rank, of_rank in enumerate(sums):
         for name, found in of_rank.items():
@@ -46,10 +46,11 @@ def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> N
 
 def checksum(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
-def _everyones(transport: Transport, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def everyones(transport: Transport, mine: T) -> list[T]:
+    """Collective: what every rank has, in their order."""
     values = transport.broadcast_object(transport.gather_object(mine))
     assert values is not None
     return values

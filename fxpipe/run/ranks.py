@@ -5,18 +5,26 @@ with ranks.call():                                      a call of the user's pip
     ranks.predict(step, state, tensors, "cond")         after `step.warmup` steps: displaced, where it has that form
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpipe.errors import RunError
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, Transport
-from fxpipe.run.agreement import agree, agree_on_state, checksum, told
+from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
+from fxpipe.run.step_agreement import StepAgreement
+
+_MOST_STREAMS = 8
+"""Predictions of one step, with different conditions."""
 
 
 class Programs(Protocol):
@@ -31,6 +39,16 @@ class Programs(Protocol):
     @property
     def warmup(self) -> int: ...
 
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """The module's input that each input of a program is."""
+        ...
+
+    @property
+    def samples(self) -> Collection[str]:
+        """The inputs of programs that have rows."""
+        ...
+
 
 class Ranks(ABC):
     """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run."""
@@ -38,6 +56,7 @@ class Ranks(ABC):
     def __init__(self) -> None:
         self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
         self._position, self._time = 0, dict[str, torch.Tensor]()
+        self._conditions: list[dict[str, torch.Tensor]] = []  # of the streams, where no input is a time
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -46,7 +65,7 @@ class Ranks(ABC):
             yield
             return
         self._num_steps = Counter()
-        self._position, self._time = 0, {}
+        self._position, self._time, self._conditions = 0, {}, []
         try:
             with self._ended():
                 yield
@@ -64,21 +83,36 @@ class Ranks(ABC):
             form, name = "fresh", ""
             if "displaced" in step.programs[0].forms:
                 assert self._num_steps is not None
-                name = self._stream(tensors) if stream is None else stream
+                name = self._stream(step, tensors) if stream is None else stream
                 form = "displaced" if self._num_steps[name, id(step)] >= step.warmup else "fresh"
                 self._num_steps[name, id(step)] += 1
             return self._predict(step, state, tensors, form, name)
 
-    def _stream(self, tensors: Tensors) -> str:
+    def _stream(self, step: Programs, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.
 
-        A step goes on while its time does not change: the inputs without rows or channels. No value of a sample decides
-        it, so that every rank says the same while patches are on their way.
+        A step goes on while its times do not change. Where no input is called a time, predictions of equal conditions
+        are a stream. No value of a sample decides it, so that every rank says the same while patches are on their way.
         """
-        time = {name: tensor.clone() for name, tensor in tensors.items() if tensor.ndim < 2}
-        same = time and time.keys() == self._time.keys() and all(torch.equal(time[n], self._time[n]) for n in time)
-        self._position, self._time = self._position + 1 if same else 0, time
+        given = {name: tensor for name, tensor in tensors.items() if name not in step.samples}
+        time = {name: tensor.clone() for name, tensor in given.items() if _is_time(step.inputs[name])}
+        if not time:
+            return self._stream_of(given)
+        self._position, self._time = self._position + 1 if _equal(time, self._time) else 0, time
         return str(self._position)
+
+    def _stream_of(self, conditions: Tensors) -> str:
+        for number, known in enumerate(self._conditions):
+            if _equal(conditions, known):
+                return f"conditions {number}"
+        if len(self._conditions) == _MOST_STREAMS:
+            raise RunError(
+                f"displaced steps cannot be told from each other: none of the inputs {list(conditions)} is called a "
+                f"time, and they have had {_MOST_STREAMS} different values in this call; call the input that changes "
+                "with the step 'time' or 'timestep', or use mode='exact'"
+            )
+        self._conditions.append({name: tensor.clone() for name, tensor in conditions.items()})
+        return f"conditions {len(self._conditions) - 1}"
 
     @abstractmethod
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor: ...
@@ -93,6 +127,17 @@ class Ranks(ABC):
     def close(self) -> None:
         """Leave the network."""
         ...
+
+
+def _is_time(name: str) -> bool:
+    """Whether an input of this name tells the step: timestep, sigma, t; others may differ between two calls of one."""
+    last = name.rpartition(".")[2].lower()
+    told = last in ("t", "r", "tau") or any(word in last for word in ("time", "sigma", "noise_level"))
+    return told and not last.endswith(("_ids", "_cond"))
+
+
+def _equal(some: Tensors, others: Tensors) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
 class LocalRanks(Ranks):
@@ -123,51 +168,97 @@ class LocalRanks(Ranks):
 
 
 class LaunchedRank(Ranks):
-    """This process as one rank of a launch, which all run the same loop. The first step of every call is compared over
-    them: what is called, with which inputs; so are weights, when they are first used."""
+    """This process as one rank of a launch, which all run the same loop.
+
+    The first prediction of every call is compared over them to the bit, the others as `StepAgreement` says; weights
+    when they are first used, and again once they have changed on any rank.
+    """
 
     def __init__(self, connect: Callable[[], Transport]) -> None:
         super().__init__()
         self._transport = connect()
         self._run = SampleRun(self._transport)
-        self._bound: dict[int, tuple[Programs, Tensors, BoundProgram]] = {}
+        self._agreement = StepAgreement(self._transport)
+        self._bound: dict[int, _Held] = {}
         self._opened: set[Channel] = set()
-        self._compared = False
+        self._used: list[Tensors] = []  # states, in this call
+        self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
 
     @property
     def rank(self) -> int:
         return self._transport.rank
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
-        if not self._compared:
-            self._compare(tensors)
-        known = self._bound.get(id(step))
-        if known is None or known[1] is not state:
-            known = self._bound[id(step)] = step, state, self._take(step, state)
-        return self._run.predict(known[2], tensors, form, stream)
+        self._transport.set_action("predict")
+        held = self._bound.get(id(step)) or _Held(step, _plan_of(step))
+        shapes = {name: f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
+        self._agreement.begin((held.plan, shapes, form, stream))
+        if not self._used:
+            of_inputs = {f"shape of {name}": shape for name, shape in shapes.items()}
+            sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+            agree(self._transport, {"plan": held.plan, "inputs": sorted(tensors)} | of_inputs | sums)
+        if held.state is not state or all(state is not used for used in self._used):
+            self._take(held, state)
+        assert held.bound is not None
+        found = self._run.predict(held.bound, tensors, form, stream)
+        self._agreement.inputs(tensors.values())
+        self._transport.set_action("the loop around predictions")
+        return found
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
         """What is raised inside ends the other ranks too."""
-        self._compared = False
+        self._used = []
         with told(self._transport):
             yield
+            self._agreement.end()
             self._run.reset()
 
     def close(self) -> None:
         self._transport.close()
 
-    def _compare(self, tensors: Tensors) -> None:
-        shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        agree(self._transport, {"call": shapes} | {name: checksum(tensor) for name, tensor in tensors.items()})
-        self._compared = True
-
-    def _take(self, step: Programs, state: Tensors) -> BoundProgram:
-        """Hold this rank's program; all ranks are here at once, for they have agreed on the call."""
-        own = step.programs[self.rank]
-        mine = {name: state[name].to(self._transport.device) for name in own.state}
-        agree_on_state(self._transport, mine)
-        channels = sorted(set(step.channels) - self._opened)
+    def _take(self, held: "_Held", state: Tensors) -> None:
+        """Hold this rank's program; all ranks are here at once, for they make the same prediction."""
+        self._agreement.settle()
+        self._agree_on_weights(state)
+        self._used.append(state)
+        if held.state is state:
+            return
+        own = held.step.programs[self.rank]
+        channels = sorted(set(held.step.channels) - self._opened)
         self._transport.open_channels(channels, [])
         self._opened.update(channels)
-        return BoundProgram(own, mine)
+        mine = {name: state[name].to(self._transport.device) for name in own.state}
+        held.state, held.bound = state, BoundProgram(own, mine)
+        self._bound[id(held.step)] = held
+
+    def _agree_on_weights(self, state: Tensors) -> None:
+        """Those that are new on some rank, also where only another rank's program reads them."""
+        there = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+        new = {name for name, tensor in there.items() if self._compared.get(tensor) != _version(tensor)}
+        on_any = set[str]().union(*everyones(self._transport, new))
+        if on_any:
+            compared = {name: there[name] for name in sorted(on_any) if name in there}
+            agree_on_state(self._transport, compared)
+            self._compared.update({tensor: _version(tensor) for tensor in compared.values()})
+
+
+@dataclass
+class _Held:
+    """Programs that are kept, and so is their id; with what this rank runs by which state."""
+
+    step: Programs
+    plan: str
+    state: Tensors | None = None
+    bound: BoundProgram | None = None
+
+
+def _plan_of(step: Programs) -> str:
+    """A digest of what all ranks do: of the first rank's program, and of who sends to whom."""
+    graphs = [(form, of_form.graph) for form, of_form in step.programs[0].forms.items()]
+    nodes = [(form, [(node.name, str(node.target)) for node in graph.nodes]) for form, graph in graphs]
+    return hashlib.sha256(repr((step.warmup, step.channels, nodes)).encode()).hexdigest()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -73,7 +73,8 @@ def _op(node: fx.Node, by_edge: Mapping[int, Message], seconds: Mapping[fx.Node,
 def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor]) -> dict[fx.Node, Bytes]:
     """What every node adds to its rank's memory beside weights and inputs, and what goes after it.
 
-    A value that is sent counts until its last use here; a receive's buffer from the moment it is posted. Every node of
+    A value that is sent counts until its last use here, as on NCCL; gloo keeps it to the end of the step, or the next
+    where messages cross: up to what one step sends more, or two. A receive counts from when it is posted. Every node of
     the program that gives a tensor has its shape and type in `meta["val"]` afterwards.
     """
     meter = _Meter()

@@ -9,7 +9,7 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import Channel, Pending, T, Transport
-from fxpipe.run.transport.mailboxes import MESSAGES, OBJECTS, Mail, Mailboxes
+from fxpipe.run.transport.mailboxes import MESSAGES, NUMBERS, OBJECTS, Mail, Mailboxes
 
 GRACE_SECONDS = 10.0  # how long a rank that computes may go on after another rank has failed
 
@@ -125,6 +125,18 @@ class InProcessTransport:
             self._put(dst, OBJECTS, Mail(self._step, 0, value))
             return None
         return [value if src == dst else self._take_object(src) for src in range(self.world_size)]
+
+    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        for dst in others:
+            self._put(dst, NUMBERS, Mail(self._step, 0, numbers))
+        posted = {src: self._post(src, NUMBERS) for src in others}
+
+        def wait() -> list[list[float]]:
+            found = {src: self._take(src, number, NUMBERS, "numbers").payload for src, number in posted.items()}
+            return [numbers if rank == self.rank else found[rank] for rank in range(self.world_size)]
+
+        return Pending(wait)
 
     def close(self) -> None:
         self._mail.end(self.rank)

@@ -38,6 +38,9 @@ def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return edge * 1024 + zlib.crc32(describe(edge, shape, dtype).encode()) % 1024
 
 
+_Sent = tuple[dist.Work, torch.Tensor, int, str]
+"""A send, its tensor, which must be there until it is waited for, the receiver, and what it is."""
+
 _stores: dict[tuple[str, int], Any] = {}
 """The launch's store, by its address: a process connects to it once, for its host may not listen twice."""
 _num_shared = itertools.count()
@@ -145,7 +148,8 @@ class DistributedTransport:
         self._groups = [self._control, self._data]
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._reducing: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._sends: list[tuple[dist.Work, torch.Tensor, int, str]] = []
+        self._sends: list[_Sent] = []
+        self._sends_before: list[_Sent] = []  # of the step before
         self._num_posted, self._open = 0, dict[int, str]()  # what each receive is of, until it is waited for
         self._sent_bytes: dict[Channel, int] = {}
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
@@ -187,7 +191,7 @@ class DistributedTransport:
         if self._watchdog.failure is not None:
             raise RunError(self._watchdog.failure)
         self._watchdog.action = action
-        self._sends = [send for send in self._sends if not send[0].is_completed()]  # frees what has been delivered
+        self._sends = [send for send in self._sends if not send[0].is_completed()]  # which gloo tells of none
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
         assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"
@@ -245,13 +249,14 @@ class DistributedTransport:
         return Pending(wait)
 
     def advance(self) -> None:
-        """Nothing: equal tags arrive in the order in which they were posted, whatever step that was."""
+        """Lets go of what was sent in the step before. Equal tags arrive in the order of their posts, of any steps."""
+        self._await_sends(self._sends_before)
+        self._sends_before, self._sends = self._sends, []
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {[*self._open.values()]}"
-        for work, _, dst, what in self._sends:
-            self._wait(work, what, dst)
-        self._sends.clear()
+        self._await_sends(self._sends_before)
+        self._await_sends(self._sends)
 
     def sent_bytes(self) -> dict[Channel, int]:
         return dict(self._sent_bytes)
@@ -275,6 +280,20 @@ class DistributedTransport:
             dist.gather_object(value, values, dst, group=self._control)
         return values
 
+    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
+        what, mine = "the numbers of all ranks", torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with self._named(what, None):
+            work = dist.all_gather(found, mine, group=self._control, async_op=True)
+        assert work is not None
+
+        def wait() -> list[list[float]]:
+            with self._named(what, None):
+                work.wait(self._timeout)
+            return [of_rank.tolist() for of_rank in found]
+
+        return Pending(wait)
+
     def close(self) -> None:
         self._watchdog.close()
         if self._watchdog.failure is None:
@@ -287,6 +306,11 @@ class DistributedTransport:
             return self._data
         assert channel in self._channels, f"channel {channel} is used before open_channels has opened it"
         return self._channels[channel]
+
+    def _await_sends(self, sends: list[_Sent]) -> None:
+        for work, _, dst, what in sends:
+            self._wait(work, what, dst)
+        sends.clear()
 
     def _wait(self, work: dist.Work, what: str, peer: int) -> None:
         """On NCCL this orders the current stream and returns; the group's own timeout then bounds the wait."""

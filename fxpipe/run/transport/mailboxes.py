@@ -13,8 +13,8 @@ from typing import Any
 
 from fxpipe.errors import RunError
 
-MESSAGES, OBJECTS = "messages", "objects"
-Address = tuple[int, int, object]  # source rank, destination rank; MESSAGES, OBJECTS or the ranks of a sum
+MESSAGES, OBJECTS, NUMBERS = "messages", "objects", "numbers"
+Address = tuple[int, int, object]  # source rank, destination rank; one of these or the ranks of a sum
 
 
 @dataclass(frozen=True, slots=True)
