@@ -10,7 +10,7 @@ A step ends with `flush` on every rank; edge ids may repeat in the next step. Wh
 next, it ends with `advance`: what was posted in one step is waited for in a later one, and the last ends with `flush`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -95,6 +95,17 @@ class Transport(Protocol):
 
     def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
         """Collective: on rank `dst` the values in rank order, to be treated as read-only; None elsewhere."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Collective: every rank's tensor of a few numbers, on the CPU and shaped alike; `what` names it in errors."""
+        ...
+
+    def copy_values(self, copies: Sequence[tuple[torch.Tensor, int, int]], what: str) -> None:
+        """Collective: (tensor, source, destination), the same list on all ranks; its values there become those here.
+
+        Where a rank is neither, the tensor does not count.
+        """
         ...
 
     def close(self) -> None:

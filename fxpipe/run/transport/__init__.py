@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,20 @@ class InProcessTransport:
             self._put(dst, OBJECTS, Mail(self._step, 0, value))
             return None
         return [value if src == dst else self._take_object(src) for src in range(self.world_size)]
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        found = self.broadcast_object(self.gather_object(tensor))
+        assert found is not None
+        return found
+
+    def copy_values(self, copies: Sequence[tuple[torch.Tensor, int, int]], what: str) -> None:
+        for tensor, src, dst in copies:
+            if src == self.rank:
+                self._put(dst, OBJECTS, Mail(self._step, 0, tensor.detach().clone()))
+        for tensor, src, dst in copies:
+            if dst == self.rank:
+                with torch.no_grad():
+                    tensor.copy_(self._take_object(src))
 
     def close(self) -> None:
         self._mail.end(self.rank)

@@ -90,8 +90,9 @@ class Watchdog:
         self._lost_ticks = SUSPECT_TICKS
         deadline = time.monotonic() + 2 * SUSPECT_TICKS * self._heartbeat_seconds + 5
         while time.monotonic() < deadline and not self._failed.wait(0.1):
-            if peer in self._beats and self._beats[peer][0] == "left":
-                return f"rank {self.rank} in {self.action} needs rank {peer}, which has left"
+            for other in self._others if peer is None else (peer,):
+                if other in self._beats and self._beats[other][0] == "left":
+                    return f"rank {self.rank} in {self.action} needs rank {other}, which has left"
         return self.failure
 
     def close(self) -> None:
