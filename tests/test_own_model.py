@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.plan.transport import Transport
@@ -75,7 +76,7 @@ def test_a_local_engine_offers_the_same() -> None:
 
 
 def test_what_other_ranks_train_is_neither_run_nor_saved_before_it_is_here() -> None:
-    def body(model: nn.Module, engines: Any) -> list[torch.Tensor]:
+    def body(model: nn.Module, engines: Any) -> list[Tensor]:
         engine = engines[0]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.step(batch(0, ROWS[0]))
@@ -120,6 +121,24 @@ def test_a_closed_engine_says_so(call: str) -> None:
     given = {"step": [batch(0, ROWS[0])], "clip_grad_norm_": [1.0]}
     with pytest.raises(fxpipe.RunError, match=f"{call} after close.*make another engine"):
         getattr(engine, call)(*given.get(call, []))
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (lambda loss, x: (loss, x, {"kl": x}), r"returns \[1\], \[2\]: engines return the loss alone"),
+        (lambda loss, x: {"prediction": x, "loss": loss, "none": None}, "returns prediction: "),
+        (lambda loss, x: SimpleNamespace(loss=loss, mse=loss), "returns mse: "),
+    ],
+)
+def test_what_forward_returns_beside_the_loss_is_named(returned: Callable[..., Any], named: str) -> None:
+    class Logged(Adapted):
+        def forward(self, x: Tensor, target: Tensor) -> Any:
+            return returned(super().forward(x, target), x)
+
+    for _ in range(2):  # the second capture is read from the cache
+        with pytest.warns(UserWarning, match=named):
+            program(Logged(), 1, 2, LINE)
 
 
 def as_process() -> tuple[Trained, str, str]:

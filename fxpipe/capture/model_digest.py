@@ -35,7 +35,7 @@ from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.errors import FxpipeError
 
-_FORMAT = 2  # of what is stored: another one makes every entry another
+_FORMAT = 3  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
 _BY_FILE = ("torch", "fxpipe", "passes", "cost_models")  # wherever they are
 # What reads something outside the model: no digest can tell whether that is as before.

@@ -21,25 +21,25 @@ def told(transport: Transport) -> Iterator[None]:
         raise
 
 
-def agree(transport: Transport, call: str, parts: Mapping[str, Any]) -> None:
-    """Raise RunError unless every rank makes this call, with these values; names the first that differs.
+def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> None:
+    """Raise RunError unless every rank has these values, in a call of the same method; names the first that differs.
 
     Where all agree, ranks exchange eight bytes each.
     """
-    digest = hashlib.sha256(repr((call, parts)).encode()).digest()
+    digest = hashlib.sha256(repr((method, parts)).encode()).digest()
     mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
-    numbers = transport.all_gather(mine, f"every rank to call {call}")
+    numbers = transport.all_gather(mine, f"every rank to call {method}" if method else "every rank to compare")
     if all(torch.equal(number, mine) for number in numbers):
         return
-    values = everyones(transport, {"call": call, **parts})
-    for what in {"call": None, **parts}:
-        different = [rank for rank, other in enumerate(values) if other.get(what) != values[0].get(what)]
-        if not different:
-            continue
-        if what == "call":
-            there = ", ".join(f"rank {rank} calls {other['call']}" for rank, other in enumerate(values))
-            raise RunError(f"{there}; call every method of an engine on every rank, in the same order")
-        raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
+    values = everyones(transport, (method, parts))
+    if len({called for called, _ in values}) > 1:
+        calls = ", ".join(f"rank {rank} calls {called}" for rank, (called, _) in enumerate(values))
+        raise RunError(f"{calls}; call every method of an engine on every rank, in the same order")
+    first = values[0][1]
+    for what in {**first, **parts}:
+        different = [rank for rank, (_, other) in enumerate(values) if other.get(what) != first.get(what)]
+        if different:
+            raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
 
 
 def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> None:
@@ -59,23 +59,23 @@ def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> N
 def checksum(tensor: torch.Tensor) -> tuple[int, ...]:
     """Shape and a weighted sum of all words, computed where the tensor is; it tells apart what is not made to collide.
 
-    Every word counts by the product of a weight of its row and one of its column, so that no exchange of values goes
-    unseen.
+    A word counts by the product of a weight of its row and one of its column, so that no exchange of values, samples or
+    rows goes unseen.
     """
     flat = tensor.detach().contiguous().flatten()
-    words = (torch.view_as_real(flat).flatten() if flat.is_complex() else flat).view(
-        _WORDS[flat.dtype.to_real().itemsize]
-    )
+    data = (torch.view_as_real(flat).flatten() if flat.is_complex() else flat).view(torch.uint8)
+    data = data.clone() if data.storage_offset() % 8 else data
+    words = data[: len(data) // 8 * 8].view(torch.int64)
     whole = len(words) // _COLUMNS * _COLUMNS
-    columns = _weights(_COLUMNS, words.device)
-    sums = [(part * columns).sum(1) for part in words[:whole].view(-1, _COLUMNS).split(_ROWS)]
-    sums.append((words[whole:] * columns[: len(words) - whole]).sum()[None])
-    rows = torch.cat(sums)
-    return (*tensor.shape, int((rows * _weights(len(rows), words.device)).sum()))
+    columns = _weights(_COLUMNS, data.device)
+    rows = words[:whole].view(-1, _COLUMNS)
+    products = torch.mv(rows, columns) if data.device.type == "cpu" else (rows * columns).sum(1)
+    rest = [(part * columns[: len(part)]).sum()[None] for part in (words[whole:], data[8 * len(words) :])]
+    sums = torch.cat([products, *rest])
+    return (*tensor.shape, int((sums * _weights(len(sums), data.device)).sum()))
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COLUMNS, _ROWS = 4096, 256  # words of a row; rows at a time
+_COLUMNS = 4096  # words of a row
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Engine(Training):
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         with told(transport):
-            agree(transport, "engine", {"plan": plan.fingerprint})
+            agree(transport, {"plan": plan.fingerprint}, "engine")
             self._take(plan)
             given = [shown(name) for name in plan.program(self.rank).gradients]
             self._shared = SharedModel(model, transport, self._trainable(), given)
@@ -156,7 +156,7 @@ class Engine(Training):
 
     def _agree(self, call: str, parts: Mapping[str, Any]) -> None:
         self._transport.set_action(call)
-        agree(self._transport, call, parts)
+        agree(self._transport, parts, call)
 
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         return self._shared.trained_here
@@ -179,7 +179,7 @@ class Engine(Training):
         super()._add_gradients(self._shared.give(gradients))
 
     def _prepare(self, forms: FilledPlan) -> None:
-        agree(self._transport, "engine", {"plan of frozen work": [form.fingerprint for form in forms]})
+        agree(self._transport, {"plan of frozen work": [form.fingerprint for form in forms]}, "step")
         for form in forms:
             self._take(form)
         self._shared.hold(self._trainable())

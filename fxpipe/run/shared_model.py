@@ -84,7 +84,7 @@ class SharedModel:
         if norms:
             found = torch.tensor([g is not None for g in gradients])
             mine[0, found], mine[1] = torch.stack(norms).to("cpu", torch.float64), found.double()
-        values, counts = sum(self._transport.all_gather(mine, "every rank to call clip_grad_norm_"))
+        values, counts = torch.stack(self._transport.all_gather(mine, "the norms of every rank")).sum(0)
         pairs = zip(self.parameters.values(), values, counts, strict=True)
         return [value.to(p.dtype.to_real()) for p, value, count in pairs if count]
 
