@@ -195,7 +195,10 @@ class Program:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not seconds > 0:
             raise CompileError(f"timeout={timeout}: give seconds, more than 0")
-        transport = DistributedTransport(self.step.device if device is None else device, seconds)
+        where = self.step.device if device is None else torch.device(device)
+        if where.type != self.step.device.type:
+            raise CompileError(f"compiled for {self.step.device}, not for {where}: compile(..., device={where.type!r})")
+        transport = DistributedTransport(where, seconds)
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")

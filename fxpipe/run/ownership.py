@@ -18,17 +18,25 @@ from fxpipe.errors import RunError
 from fxpipe.run.read_ahead import version
 
 _owners = WeakTensorKeyDictionary()  # parameter -> ranks
+_claims: list[None] = []  # one for each that was made
 _outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
 _watched: "WeakSet[nn.Module]" = WeakSet()
 
 
 def claim(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
     """These ranks own it from now on, unless others do."""
-    _owners.setdefault(parameter, ranks)
+    if parameter not in _owners:
+        _owners[parameter] = ranks
+        _claims.append(None)
+
+
+def num_claims() -> int:
+    """Of all models so far: while it stays, so does what is owned."""
+    return len(_claims)
 
 
 def owners(parameter: nn.Parameter) -> tuple[int, ...]:
-    """None where no engine trains it: it is then the same on all ranks."""
+    """Empty where no engine trains it: it is then the same on all ranks."""
     found: tuple[int, ...] = _owners.get(parameter, ())
     return found
 
@@ -36,7 +44,8 @@ def owners(parameter: nn.Parameter) -> tuple[int, ...]:
 def outdate(parameters: Iterable[nn.Parameter]) -> None:
     """Other ranks have trained them."""
     for parameter in parameters:
-        _outdated[parameter] = version(parameter)
+        if _outdated.get(parameter) != version(parameter):
+            _outdated[parameter] = version(parameter)
 
 
 def renew(parameters: Iterable[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ Where one program trains the model, the first two are empty.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import nn
 
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import everyones
-from fxpipe.run.ownership import claim, outdate, owners, renew, watch
+from fxpipe.run.ownership import claim, num_claims, outdate, owners, renew, watch
+
+Route = tuple[str, int, int]
+"""A parameter's name, the rank that gives, the rank that takes."""
 
 
 class SharedModel:
@@ -28,6 +32,7 @@ class SharedModel:
     def __init__(self, model: nn.Module, transport: Transport, held: Collection[str], given: Collection[str]) -> None:
         self.parameters = dict(model.named_parameters())
         self._transport, self._rank = transport, transport.rank
+        self._known: _Routes | None = None
         self._holders = _ranks(everyones(transport, sorted(held)))
         self._givers = _ranks(everyones(transport, sorted(given)))
         for name, ranks in self._givers.items():
@@ -38,6 +43,7 @@ class SharedModel:
     def hold(self, held: Collection[str]) -> None:
         """Collective: this rank reads these from now on."""
         self._holders = _ranks(everyones(self._transport, sorted(held)))
+        self._known = None
         self.borrow()
 
     @property
@@ -50,29 +56,29 @@ class SharedModel:
     @property
     def borrows(self) -> bool:
         """Whether the program reads something on a rank that does not own it."""
-        return bool(self._copies(self._holders))
+        return bool(self._routes.borrowed)
 
     def borrow(self) -> None:
         """Collective: bring it there."""
-        self._bring(self._holders)
+        self._copy(self._routes.borrowed)
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Collective: the gradients of what this rank owns, wherever they arose. Those of other ranks age by it."""
-        copies, taken = [], {n: g for n, g in gradients.items() if self._rank in owners(self.parameters[n])}
-        for name, givers in self._givers.items():
-            for owner in owners(self.parameters[name]):
-                if owner not in givers:
-                    tensor = gradients.get(name, self.parameters[name])
-                    if owner == self._rank:
-                        tensor = taken[name] = torch.empty_like(self.parameters[name], requires_grad=False)
-                    copies.append((tensor, givers[0], owner))
+        """Collective: the gradients of what this rank owns, wherever they arose. What it does not own ages by it."""
+        routes = self._routes
+        taken = {name: gradient for name, gradient in gradients.items() if name in routes.owned}
+        copies = []
+        for name, giver, owner in routes.given:
+            if owner == self._rank:
+                taken[name] = torch.empty_like(self.parameters[name], requires_grad=False)
+            there = taken if owner == self._rank else gradients
+            copies.append((there.get(name, self.parameters[name]), giver, owner))
         self._transport.copy_values(copies, "gradients of what other ranks train")
-        outdate(p for p in self.parameters.values() if owners(p) and self._rank not in owners(p))
+        outdate(routes.foreign)
         return taken
 
     def bring(self, ranks: Sequence[int]) -> None:
         """Collective: the values of all owners to these ranks."""
-        self._bring(dict.fromkeys(self.parameters, tuple(ranks)))
+        self._copy(self._to(dict.fromkeys(self.parameters, tuple(ranks))))
         if self._rank in ranks:
             renew(self.parameters.values())
 
@@ -83,7 +89,10 @@ class SharedModel:
         mine = torch.zeros(2, len(gradients), dtype=torch.float64)
         if norms:
             found = torch.tensor([g is not None for g in gradients])
-            mine[0, found], mine[1] = torch.stack(norms).to("cpu", torch.float64), found.double()
+            mine[0, found], mine[1] = (
+                torch.stack([n.to(norms[0].device) for n in norms]).to("cpu", torch.float64),
+                found.double(),
+            )
         values, counts = torch.stack(self._transport.all_gather(mine, "the norms of every rank")).sum(0)
         pairs = zip(self.parameters.values(), values, counts, strict=True)
         return [value.to(p.dtype.to_real()) for p, value, count in pairs if count]
@@ -92,17 +101,41 @@ class SharedModel:
         """Whether its gradient is counted on this rank: where it is trained, else on the first."""
         return self._rank == (owners(parameter) or (0,))[0]
 
-    def _bring(self, wanted: Mapping[str, Iterable[int]]) -> None:
-        self._transport.copy_values(self._copies(wanted), "parameters that other ranks train")
+    def _copy(self, routes: Sequence[Route]) -> None:
+        copies = [(self.parameters[name], src, dst) for name, src, dst in routes]
+        self._transport.copy_values(copies, "parameters that other ranks train")
 
-    def _copies(self, wanted: Mapping[str, Iterable[int]]) -> list[tuple[torch.Tensor, int, int]]:
-        """(parameter, its owner, the rank that wants it and is none)."""
-        copies: list[tuple[torch.Tensor, int, int]] = []
-        for name, ranks in wanted.items():
-            parameter = self.parameters[name]
-            have = owners(parameter)
-            copies += [(parameter, have[0], rank) for rank in ranks if have and rank not in have]
-        return copies
+    def _to(self, wanted: Mapping[str, Iterable[int]]) -> list[Route]:
+        """From its first owner to each rank that wants it and owns it not."""
+        had = {name: owners(self.parameters[name]) for name in wanted}
+        return [
+            (name, had[name][0], rank)
+            for name in wanted
+            for rank in wanted[name]
+            if had[name] and rank not in had[name]
+        ]
+
+    @property
+    def _routes(self) -> "_Routes":
+        """Made anew where another engine has come to own something."""
+        if self._known is None or self._known.num_claims != num_claims():
+            had = {name: owners(p) for name, p in self.parameters.items()}
+            given = [(n, by[0], to) for n, by in self._givers.items() for to in had[n] if to not in by]
+            owned = {name for name, ranks in had.items() if self._rank in ranks}
+            foreign = [p for name, p in self.parameters.items() if had[name] and name not in owned]
+            self._known = _Routes(num_claims(), self._to(self._holders), given, frozenset(owned), foreign)
+        return self._known
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """What a step takes before it begins and gives after it, and what is trained here and elsewhere."""
+
+    num_claims: int
+    borrowed: list[Route]
+    given: list[Route]
+    owned: frozenset[str]
+    foreign: list[nn.Parameter]
 
 
 def state_copy(model: nn.Module, trainable_only: bool) -> dict[str, Any]:
