@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,14 +145,14 @@ def test_what_forward_returns_beside_the_loss_is_named(returned: Callable[..., A
 def as_process() -> tuple[Trained, str, str]:
     """The same script with processes, then a call that rank 0 alone makes, then one after close."""
     model, world_size = Adapted(), int(os.environ["WORLD_SIZE"])
-    programs = [program(model, world_size, *of) for of in zip(ROWS, (LINE, WAVE), strict=True)]
     made: list[Engine] = []
 
-    def engine_of(one: fxpipe.Program) -> Engine:
-        made.append(one.engine(seed=SEED, timeout=60))
+    def engine_of(rows: int, layout: Layout) -> Engine:
+        """The second is compiled when parameters are outdated already."""
+        made.append(program(model, world_size, rows, layout).engine(seed=SEED, timeout=timedelta(minutes=1)))
         return made[-1]
 
-    found = script(model, [lambda one=one: engine_of(one) for one in programs], ROWS)
+    found = script(model, [lambda of=of: engine_of(*of) for of in zip(ROWS, (LINE, WAVE), strict=True)], ROWS)
     errors = []
     for use in (lambda: made[0].gather_state_dict(), lambda: made[1].step(batch(0, ROWS[1]))):
         for engine in made[1:] if errors or os.environ["RANK"] == "1" else ():

@@ -28,7 +28,8 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> N
     """
     digest = hashlib.sha256(repr((method, parts)).encode()).digest()
     mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
-    numbers = transport.all_gather(mine, f"every rank to call {method}" if method else "every rank to compare")
+    what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
+    numbers = transport.all_gather(mine, what)
     if all(torch.equal(number, mine) for number in numbers):
         return
     values = everyones(transport, (method, parts))

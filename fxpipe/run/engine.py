@@ -25,6 +25,7 @@ from fxpipe.run.transport import run_ranks
 class LocalEngine(Training):
     """All ranks in this process, on the model's own parameters."""
 
+    rank = 0
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
 

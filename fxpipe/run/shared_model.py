@@ -68,10 +68,10 @@ class SharedModel:
         taken = {name: gradient for name, gradient in gradients.items() if name in routes.owned}
         copies = []
         for name, giver, owner in routes.given:
+            tensor = gradients[name] if giver == self._rank else self.parameters[name]
             if owner == self._rank:
-                taken[name] = torch.empty_like(self.parameters[name], requires_grad=False)
-            there = taken if owner == self._rank else gradients
-            copies.append((there.get(name, self.parameters[name]), giver, owner))
+                tensor = taken[name] = torch.empty_like(self.parameters[name], requires_grad=False)
+            copies.append((tensor, giver, owner))
         self._transport.copy_values(copies, "gradients of what other ranks train")
         outdate(routes.foreign)
         return taken
