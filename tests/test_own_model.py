@@ -125,6 +125,15 @@ def test_a_closed_engine_says_so(call: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "says"),
+    [({"timeout": 0}, "timeout=0: give seconds, more than 0"), ({"device": "cuda"}, "compiled for cpu, not for cuda")],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(fxpipe.CompileError, match=says):
+        program(Adapted(), 2, ROWS[0], LINE).engine(**given)
+
+
+@pytest.mark.parametrize(
     ("returned", "named"),
     [
         (lambda loss, x: (loss, x, {"kl": x}), r"returns \[1\], \[2\]: engines return the loss alone"),
