@@ -15,6 +15,7 @@ steps' mean, without the slowest and the fastest tenth; gains are over "frozen f
 """
 
 import argparse
+import copy
 import os
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def measure(rounds: int, cluster: str | None) -> None:
     profiler = TogetherProfiler(model, BATCH_SIZE, [1, 2, 4, BATCH_SIZE // MICROBATCHES, BATCH_SIZE])
     options: dict[str, Any] = {"batch_size": BATCH_SIZE, "microbatches": MICROBATCHES, "schedule": "1f1b"}
     options |= {"cost_model": profiler.round(), "cluster": cluster}
-    filled, after = (fxpipe.compile(model, 2, fill=fill, **options) for fill in ("idle", "after"))
+    filled, after = (fxpipe.compile(copy.deepcopy(model), 2, fill=fill, **options) for fill in ("idle", "after"))
     taken, seconds_of = _taken(filled, after, rounds, profiler)
     predicted = {
         "frozen first": filled.simulate(seconds_of).makespan_seconds,

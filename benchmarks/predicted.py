@@ -11,6 +11,7 @@ is the most bytes of tensors alive at once in a step, on each rank; without an o
 """
 
 import argparse
+import copy
 import os
 import subprocess
 import sys
@@ -83,7 +84,9 @@ def measure(models: list[str], cluster: str, rounds: int) -> None:
         profiler = TogetherProfiler(model, batch_size, [batch_size // MICROBATCHES])
         options: dict[str, Any] = {"batch_size": batch_size, "microbatches": MICROBATCHES, "cluster": cluster}
         options["cost_model"] = profiler.round()
-        programs = {schedule: fxpipe.compile(model, 2, schedule=schedule, **options) for schedule in SCHEDULES}
+        programs = {  # of a model each: those of one model would share its parameters
+            schedule: fxpipe.compile(copy.deepcopy(model), 2, schedule=schedule, **options) for schedule in SCHEDULES
+        }
         taken: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
         for _ in range(rounds):
             for schedule, program in programs.items():

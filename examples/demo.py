@@ -118,7 +118,7 @@ def check(console: Console, program: Program, batch: Any) -> None:
 
 def train(console: Console, program: Program, batch: Any, num_steps: int) -> None:
     engine = program.local_engine()
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(program.model.parameters(), lr=2e-3)
     losses: list[float] = []
     parts = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"), TimeElapsedColumn())
     with Progress(*parts, console=console) as progress:

@@ -164,11 +164,9 @@ def main() -> None:
             loss: Tensor = engine.step((images, labels))
             return loss
 
-        losses = train(loss_of, engine.parameters(), options.seed, options.steps, report)
-        weights = engine.gather_state_dict()
+        losses = train(loss_of, step.parameters(), options.seed, options.steps, report)
+        engine.sync_model()
         engine.close()
-        if weights is not None:
-            step.load_state_dict(weights)
     if first:
         finish(step, losses, where, options)
 

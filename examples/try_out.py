@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.run.engine import Engine
 
 
 def try_out(model: nn.Module, world_size: int, schedule: str = "auto", num_steps: int = 3) -> None:
@@ -26,12 +25,12 @@ def try_out(model: nn.Module, world_size: int, schedule: str = "auto", num_steps
         print(program.verify(**batch))
 
     engine = program.engine() if launched else program.local_engine()
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for index in range(num_steps):
         loss = engine.step(batch)
+        engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if first:
             print(f"step {index + 1}  loss {float(loss):.6f}")
-    if isinstance(engine, Engine):
-        engine.close()
+    engine.close()

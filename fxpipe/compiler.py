@@ -9,6 +9,7 @@ lower       stage graphs, messages, rank programs       -> StepPlan, of this pro
 import hashlib
 import inspect
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,6 +131,12 @@ def compile(
     # analyse: captured, cut into blocks, costed
     rank = join(world_size)
     step = asked.analysed(see)
+    if step.captured.extras and not rank:
+        warnings.warn(
+            f"forward also returns {', '.join(step.captured.extras)}: engines return the loss alone, so log these from "
+            "the model on one device, or leave them out",
+            stacklevel=4,
+        )
 
     # plan: who computes what, in which order; nothing is decided after it
     chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, rank)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -82,6 +83,11 @@ class Program:
         return self.costed.example.step
 
     @property
+    def _own_model(self) -> nn.Module:
+        """The model as the user gave it, whose names are those that are shown."""
+        return self.model.get_submodule(self.costed.example.prefix.removesuffix("."))
+
+    @property
     def capture(self) -> Capture:
         return self.costed.captured
 
@@ -145,7 +151,7 @@ class Program:
         return self._run_local(args, kwargs, seed, step)
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
-        engine = LocalEngine(self.whole.step, self.whole.state, seed, self._shown)
+        engine = LocalEngine(self.whole.step, self._own_model, self.whole.state, seed, self._shown)
         return StepResult(*engine.run(self.step.bind(args, kwargs), step))
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -167,17 +173,36 @@ class Program:
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         whole = self.whole
-        return LocalEngine(whole.step, whole.state, seed, self._shown, observe, whole._filling)
+        return LocalEngine(whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling)
 
-    def engine(self, device: str | torch.device | None = None, seed: int = 0, observe: Observe | None = None) -> Engine:
-        """This process as one rank, under torchrun (gloo on the CPU, NCCL on CUDA); `observe` sees its events."""
+    def engine(
+        self,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        observe: Observe | None = None,
+        timeout: float | timedelta = 1800.0,
+    ) -> Engine:
+        """This process as one rank, under torchrun, training its part of the model's own parameters in place.
+
+        Args:
+            device: where this rank computes: gloo on the CPU, NCCL on CUDA; the compiled one where left out.
+            observe: sees this rank's events.
+            timeout: seconds that a rank waits for another, which may sample or save meanwhile; one that is lost is
+                noticed within seconds, whatever this is.
+        """
         from fxpipe.run.transport.distributed import DistributedTransport
 
-        transport = DistributedTransport(device)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not seconds > 0:
+            raise CompileError(f"timeout={timeout}: give seconds, more than 0")
+        where = self.step.device if device is None else torch.device(device)
+        if where.type != self.step.device.type:
+            raise CompileError(f"compiled for {self.step.device}, not for {where}: compile(..., device={where.type!r})")
+        transport = DistributedTransport(where, seconds)
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        return Engine(self.step, self.state, transport, seed, self._shown, observe, self._filling)
+        return Engine(self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling)
 
     @property
     def _filling(self) -> Callable[[], FilledPlan] | None:

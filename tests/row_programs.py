@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.analysis import given_cost_model
+from fxpipe.capture.cache import cache_folder
 from fxpipe.models.backbones import row_inputs
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_plan import How
@@ -111,7 +112,7 @@ def row_programs(
     """
     rows_of = row_inputs if sample is None else lambda module, call: sample
     asked = Request(1, 1, None, None, 1, replace(How("exact", 1, "corrected", True), **how))
-    tracing = Tracing(rows_of, "one", None, _unobserved)
+    tracing = Tracing(rows_of, "one", cache_folder(True), _unobserved)
     lowering = SampleLowering(asked, tracing, torch.device("cpu"), given_cost_model("A100-80GB"), _unobserved)
     traced = lowering.traced(model, (), dict(example), 0)
     count = traced.num_samples((), example)

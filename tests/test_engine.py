@@ -8,6 +8,7 @@ import torch
 
 import fxpipe
 from fxpipe.capture.inputs import call_of
+from fxpipe.run.agreement import checksum
 from tests.distributed import run_processes, start_processes, start_torchrun
 from tests.peer_cases import PEER_CASES  # not tests.models: ranks would wait for diffusers
 
@@ -109,6 +110,17 @@ def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
     assert message in every[1].output
     assert every[0].returncode != 0
     assert what == "plan" or message in every[0].output  # rank 0 has its plan, and waits for the other
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+def test_checksums_tell_values_apart_wherever_they_lie(dtype: torch.dtype) -> None:
+    ones = torch.eye(97).to(dtype)  # more than a row of words, and a rest
+    assert checksum(ones[1:]) == checksum(ones[1:].clone()) == checksum(ones[1:].t().contiguous().t())
+    changed = ones.clone()
+    changed[-1, -1] = 0
+    shorter, empty = ones[:-1], ones[:0]
+    different = [ones, changed, ones.roll(1, 0), ones.flip(0), ones[:, None], shorter, empty]
+    assert len({checksum(one) for one in different}) == len(different)
 
 
 def fail(how: str) -> None:

@@ -17,7 +17,7 @@ fingerprint      which graph this is              sizes         symbolic sizes a
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,7 @@ class Capture:
 
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
-    had to be given up.
+    had to be given up, `extras` names what a training step's forward returns beside the loss.
     """
 
     graph: fx.Graph
@@ -55,6 +55,7 @@ class Capture:
     batch: tuple[sympy.Symbol, ...]
     unused: tuple[str, ...]
     notes: tuple[str, ...]
+    extras: tuple[str, ...] = ()
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -108,6 +109,20 @@ def loss_of(output: Any) -> torch.Tensor:
     return value.reshape(())
 
 
+def extras_of(output: Any) -> tuple[str, ...]:
+    """By name or place, what a model's output holds beside the loss; see `loss_of`."""
+    if isinstance(output, Mapping) and "loss" in output:
+        named = {str(name): value for name, value in output.items()}
+    elif isinstance(getattr(output, "loss", None), torch.Tensor):
+        fields = getattr(output, "_fields", getattr(output, "__dict__", ()))
+        named = {name: getattr(output, name) for name in fields if not name.startswith("_")}
+    elif isinstance(output, tuple | list):
+        named = {"loss" if place == 0 else f"[{place}]": value for place, value in enumerate(output)}
+    else:
+        return ()
+    return tuple(name for name, value in named.items() if name != "loss" and value is not None)
+
+
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node counts though nobody reads it. Attention does not: what it might have drawn is an input by now."""
     drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -127,7 +142,14 @@ def capture(
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
     check_weights(model)
-    return captured_from(model, export_step(model, inputs, examples, result_of))
+    extras: list[tuple[str, ...]] = []
+
+    def result(output: Any) -> torch.Tensor:
+        extras.append(extras_of(output) if result_of is loss_of else ())
+        return result_of(output)
+
+    captured = captured_from(model, export_step(model, inputs, examples, result))
+    return replace(captured, extras=extras[-1])
 
 
 def captured_from(model: nn.Module, exported: Exported) -> Capture:

@@ -105,10 +105,8 @@ def run(
     """Train MODEL on its example inputs: under torchrun one rank a process, else all ranks in this process."""
     import torch
 
-    from fxpipe.run.engine import Engine
-
     torch.manual_seed(seed)
-    program, batch = planning.compiled()
+    program, batch = planning.compiled(device)
     engine = program.engine(device, seed) if "WORLD_SIZE" in os.environ else program.local_engine(seed)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=lr)
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
@@ -117,8 +115,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad()
         console.print(f"step {index + 1}  loss {float(loss):.6f}")
-    if isinstance(engine, Engine):
-        engine.close()
+    engine.close()
 
 
 def _print_plan(plan: Plan) -> None:

@@ -123,12 +123,12 @@ class Planning:
         step, _, options = self.options()
         return requested(step, **options)
 
-    def compiled(self) -> "tuple[Program, Any]":
-        """The program, and the example inputs it was compiled for."""
+    def compiled(self, device: str | None = None) -> "tuple[Program, Any]":
+        """The program, for the CPU unless a device is named, and the example inputs it was compiled for."""
         import fxpipe
 
         step, batch, options = self.options()
-        return fxpipe.compile(step, **options), batch
+        return fxpipe.compile(step, **options, device=device or "cpu"), batch
 
 
 def planned(function: Callable[..., None]) -> Callable[..., None]:

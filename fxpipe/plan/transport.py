@@ -10,7 +10,7 @@ A step ends with `flush` on every rank; edge ids may repeat in the next step. Wh
 next, it ends with `advance`: what was posted in one step is waited for in a later one, and the last ends with `flush`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -101,10 +101,18 @@ class Transport(Protocol):
         """Collective: on rank `dst` the values in rank order, to be treated as read-only; None elsewhere."""
         ...
 
-    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
-        """Collective: starts to collect the numbers of all ranks, as many of each, in rank order; never blocks.
+    def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
+        """Collective: starts to collect every rank's tensor of a few numbers, on the CPU, shaped alike; never blocks.
 
-        A wait may come after other messages and collectives, but before the next numbers.
+        A wait may come after other messages and collectives, but before the next `all_gather`; `what` names it in
+        errors.
+        """
+        ...
+
+    def copy_values(self, copies: Sequence[tuple[torch.Tensor, int, int]], what: str) -> None:
+        """Collective: (tensor, source, destination), the same list on all ranks; its values there become those here.
+
+        Where a rank is neither, the tensor does not count.
         """
         ...
 

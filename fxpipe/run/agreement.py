@@ -21,11 +21,24 @@ def told(transport: Transport) -> Iterator[None]:
         raise
 
 
-def agree(transport: Transport, parts: Mapping[str, Any]) -> None:
-    """Raise RunError unless every rank has these values; names the first that differs."""
-    values = everyones(transport, parts)
-    for what in {what: None for of_rank in values for what in of_rank}:
-        different = [rank for rank, other in enumerate(values) if other.get(what) != values[0].get(what)]
+def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> None:
+    """Raise RunError unless every rank has these values, in a call of the same method; names the first that differs.
+
+    Where all agree, ranks exchange eight bytes each.
+    """
+    digest = hashlib.sha256(repr((method, parts)).encode()).digest()
+    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
+    numbers = transport.all_gather(mine, what).wait()
+    if all(torch.equal(number, mine) for number in numbers):
+        return
+    values = everyones(transport, (method, parts))
+    if len({called for called, _ in values}) > 1:
+        calls = ", ".join(f"rank {rank} calls {called}" for rank, (called, _) in enumerate(values))
+        raise RunError(f"{calls}; call every method of an engine on every rank, in the same order")
+    first = values[0][1]
+    for what in {**first, **parts}:
+        different = [rank for rank, (_, other) in enumerate(values) if other.get(what) != first.get(what)]
         if different:
             raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
 
@@ -44,13 +57,36 @@ def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> N
                 )
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()
+def checksum(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape and a weighted sum of all words, computed where the tensor is; it tells apart what is not made to collide.
+
+    A word counts by the product of a weight of its row and one of its column, so that no exchange of values, samples or
+    rows goes unseen.
+    """
+    flat = tensor.detach().contiguous().flatten()
+    data = (torch.view_as_real(flat).flatten() if flat.is_complex() else flat).view(torch.uint8)
+    data = data.clone() if data.storage_offset() % 8 else data
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    whole = len(words) // _COLUMNS * _COLUMNS
+    columns = _weights(_COLUMNS, data.device)
+    rows = words[:whole].view(-1, _COLUMNS)
+    products = torch.mv(rows, columns) if data.device.type == "cpu" else (rows * columns).sum(1)
+    rest = [(part * columns[: len(part)]).sum()[None] for part in (words[whole:], data[8 * len(words) :])]
+    sums = torch.cat([products, *rest])
+    return (*tensor.shape, int((sums * _weights(len(sums), data.device)).sum()))
+
+
+_COLUMNS = 4096  # words of a row
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern: the first steps of a linear congruence, spread."""
+    mixed = (torch.arange(1, count + 1, device=device) * -7046029254386353131) ^ 0x2545F4914F6CDD1D
+    return (mixed ^ (mixed >> 29)) * -4658895280553007687 | 1
 
 
 def everyones(transport: Transport, mine: T) -> list[T]:
-    """Collective: what every rank has, in their order."""
+    """Collective: what every rank gave, on every rank."""
     values = transport.broadcast_object(transport.gather_object(mine))
     assert values is not None
     return values

@@ -14,8 +14,10 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, told
 from fxpipe.run.observe import Observe
-from fxpipe.run.read_ahead import ReadAhead, Tensors
+from fxpipe.run.ownership import require_new
+from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors
 from fxpipe.run.run_rank import Draws, NextBatch, RankResult, SharedDraws, run_rank
+from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
 
@@ -23,6 +25,7 @@ from fxpipe.run.transport import run_ranks
 class LocalEngine(Training):
     """All ranks in this process, on the model's own parameters."""
 
+    rank = 0
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
 
@@ -35,6 +38,7 @@ class LocalEngine(Training):
     def _execute(
         self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
+        require_new(self._model)
         modules = self._bound(plan)
         draws = SharedDraws(plan, self.seed, step, plan.device)
         nexts = None if ahead is None else NextBatch(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
@@ -60,6 +64,20 @@ class LocalEngine(Training):
         modules: list[fx.GraphModule] = self._modules[id(plan)]
         return modules
 
+    def _trained_here(self) -> Mapping[str, nn.Parameter]:
+        used = {self._shown(name) for program in self._plan.programs for name in program.state}
+        return {name: p for name, p in self._parameters.items() if name in used and p.requires_grad}
+
+    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def _bring(self, dst: int | None, *asked: object) -> None:
+        pass
+
+    def _is_at(self, rank: int) -> bool:
+        return True
+
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         pass
 
@@ -68,15 +86,17 @@ class LocalEngine(Training):
 
 
 class Engine(Training):
-    """This process as one rank. Every rank calls every method, with the same batches.
+    """This process as one rank, which trains its part of the model's own parameters, in place.
 
-    `parameters()` are this rank's own; a parameter tied across ranks is on each of them, with the same gradient.
-    Every step compares the batch's checksums over the ranks; set `check_batches` to False where that is too slow.
+    Every rank calls every method, with the same batches. A parameter tied across ranks is trained on each of them, with
+    the same gradient; what other ranks train has no gradient here, see `sync_model`. Every step compares the batch's
+    checksums over the ranks; set `check_batches` to False where that is too slow.
     """
 
     def __init__(
         self,
         plan: StepPlan,
+        model: nn.Module,
         state: Mapping[str, torch.Tensor],
         transport: Transport,
         seed: int = 0,
@@ -85,24 +105,31 @@ class Engine(Training):
         filled: Callable[[], FilledPlan] | None = None,
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
-        super().__init__(plan, self._held, seed, shown, observe, filled)
-        self._transport, self._given, self.check_batches = transport, state, True
-        self.rank, self.device = transport.rank, plan.device
-        self._take(plan)
-        agree(self._transport, {"plan": plan.fingerprint})
-        agree_on_state(self._transport, self._state)
-        transport.open_channels(plan.channels, plan.groups)
+        super().__init__(plan, model, self._held, seed, shown, observe, filled)
+        self._transport, self._given, self.rank = transport, state, transport.rank
+        self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
+        with told(transport):
+            agree(transport, {"plan": plan.fingerprint}, "engine")
+            self._take(plan)
+            given = [shown(name) for name in plan.program(self.rank).gradients]
+            self._shared = SharedModel(model, transport, self._trainable(), given)
+            agree_on_state(transport, self._state)
+            transport.open_channels(plan.channels, plan.groups)
 
     def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
         """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`.
 
         `next_batch` as in `Training.step`.
         """
+        self._require_open("step")
         with told(self._transport):
             return super().step(batch, next_batch)
 
     def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
         with told(self._transport):
+            if self._shared.borrows:
+                self._agree("step", {})
+                self._shared.borrow()
             return super()._step(tensors, nexts)
 
     def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
@@ -114,14 +141,49 @@ class Engine(Training):
 
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         if self.check_batches:
-            both = [None if part is None else {n: checksum(t) for n, t in part.items()} for part in (tensors, nexts)]
-            parts = {"seed or step index": (self.seed, self.step_index), "batch": both[0], "next batch": both[1]}
-            agree(self._transport, parts | {"state of frozen work": has_made})
+            parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index)}
+            parts |= {f"batch (its {name})": found for name, found in self._checksums(tensors).items()}
+            parts["number of batches"] = 1 if nexts is None else 2
+            if nexts is not None:
+                parts |= {f"next batch (its {name})": found for name, found in self._checksums(nexts).items()}
+            self._agree("step", parts | {"state of frozen work": has_made})
+
+    def _checksums(self, tensors: Tensors) -> Mapping[str, Any]:
+        """Of a batch's tensors by input; one that was read ahead is not summed up again."""
+        if self._sums is None or self._sums[0].tensors is not tensors or not self._sums[0].intact:
+            names = self._plan.input_names
+            self._sums = ReadBatch.of(tensors), {names[name]: checksum(tensor) for name, tensor in tensors.items()}
+        return self._sums[1]
+
+    def _agree(self, call: str, parts: Mapping[str, Any]) -> None:
+        self._transport.set_action(call)
+        agree(self._transport, parts, call)
+
+    def _trained_here(self) -> Mapping[str, nn.Parameter]:
+        return self._shared.trained_here
+
+    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+        with told(self._transport):
+            self._agree("clip_grad_norm_", {"norm_type": norm_type, "max_norm": max_norm})
+            norms = self._shared.norms(norm_type)
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+    def _bring(self, dst: int | None, *asked: object) -> None:
+        with told(self._transport):
+            self._agree("sync_model" if dst is None else "gather_state_dict", {"dst or trainable_only": (dst, asked)})
+            self._shared.bring(range(self._plan.world_size) if dst is None else [dst])
+
+    def _is_at(self, rank: int) -> bool:
+        return self.rank == rank
+
+    def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        super()._add_gradients(self._shared.give(gradients))
 
     def _prepare(self, forms: FilledPlan) -> None:
-        agree(self._transport, {"plan of frozen work": [form.fingerprint for form in forms]})
+        agree(self._transport, {"plan of frozen work": [form.fingerprint for form in forms]}, "step")
         for form in forms:
             self._take(form)
+        self._shared.hold(self._trainable())
         agree_on_state(self._transport, self._state)
         channels = {channel for form in forms for channel in form.channels}
         groups = {group for form in forms for group in form.groups}
@@ -143,7 +205,7 @@ class Engine(Training):
         program = plan.program(self.rank)
         for name in program.state:
             if name not in self._held:
-                self._held[name] = _own(self._given[name], plan.device)
+                self._held[name] = _at(plan.device, self._given[name])
         self._modules[id(plan)] = program.bind({name: self._state[name] for name in program.state})
         if plan.without is not None:
             self._take(plan.without)
@@ -152,17 +214,18 @@ class Engine(Training):
         """Bytes this rank has sent on each channel since the engine was made."""
         return self._transport.sent_bytes()
 
-    def gather_state_dict(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
-        """Collective: parameters and buffers of all ranks by name, on the CPU of rank `dst`; None elsewhere."""
-        mine = {self._shown(n): t.detach().cpu() for n, t in self._state.items() if not n.startswith("_constants.")}
-        parts = self._transport.gather_object(mine, dst)
-        return None if parts is None else {name: t for part in reversed(parts) for name, t in part.items()}
+    def _trainable(self) -> list[str]:
+        """What this rank holds of the parameters that require gradients."""
+        return [self._shown(n) for n, t in self._held.items() if isinstance(t, nn.Parameter) and t.requires_grad]
 
     def close(self) -> None:
-        """Leave the network; every rank calls it when it is done."""
+        """As in `Training.close`. What other ranks train is not in this rank's model unless `sync_model` brought it."""
+        super().close()
         self._transport.close()
 
 
-def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    copy = tensor.detach().clone().to(device)
-    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+def _at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, moved in place where it is elsewhere, as `model.to(device)` moves it: optimizers keep it."""
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+    return tensor

@@ -35,7 +35,7 @@ class StepAgreement:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._count, self._pending = 0, list[Pending[list[list[float]]]]()
+        self._count, self._pending = 0, list[Pending[list[torch.Tensor]]]()
         self._sketches = [_NOTHING, _NOTHING]  # of times, and of other inputs; read as late as can be
 
     def begin(self, what: object) -> None:
@@ -60,13 +60,13 @@ class StepAgreement:
     def settle(self) -> None:
         """Wait until every rank is where this one is. Raises RunError where one is elsewhere."""
         for pending in self._pending:
-            self._compare(pending.wait())
+            self._compare([numbers.tolist() for numbers in pending.wait()])
         self._pending = []
 
     def _tell(self, kind: float) -> None:
         self.settle()
-        sketches = [number for sketch in self._sketches for number in sketch.tolist()]
-        self._pending = [self._transport.gather_numbers([kind, *sketches])]
+        numbers = torch.cat([torch.tensor([kind], dtype=torch.float64), *(sketch.cpu() for sketch in self._sketches)])
+        self._pending = [self._transport.all_gather(numbers, "what every rank predicts")]
         self._count += 1
 
     def _compare(self, told: list[list[float]]) -> None:

@@ -24,6 +24,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
+from fxpipe.run.shared_model import state_copy
 
 Ahead = tuple[int, Tensors]
 """The step and the tensors of the batch whose frozen work is done."""
@@ -59,15 +60,17 @@ class Training(ABC):
     def __init__(
         self,
         plan: StepPlan,
+        model: nn.Module,
         state: Mapping[str, torch.Tensor],
         seed: int = 0,
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
     ) -> None:
-        self._plan, self._state, self._make_filled = plan, state, filled
+        self._plan, self._model, self._state, self._make_filled = plan, model, state, filled
         self._shown, self._observe = shown, observe
-        self.seed, self.step_index = seed, 0
+        self.seed, self.step_index, self.device = seed, 0, plan.device
+        self.check_batches, self._closed = True, False
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
         self._carried: _Carried | None = None
@@ -80,10 +83,15 @@ class Training(ABC):
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
         again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
         """
+        self._require_open("step")
         return self._step(self._bind(batch), None if next_batch is None else self._bind(next_batch))
 
-    def train(self, loader: Iterable[Batch], optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    def train(
+        self, loader: Iterable[Batch], optimizer: Optimizer, max_norm: float | None = None
+    ) -> Iterator[torch.Tensor]:
         """Train on every batch, one optimizer step each, and yield its loss. A mapping is one batch.
+
+        Gradients are clipped to `max_norm` where it is given. The loop's body is the place to step a scheduler.
 
         Reads one batch ahead. An exception of the loader is raised after the batches before it have been trained on.
         When the loop is left, a further call with the same iterator goes on with what was read ahead.
@@ -92,6 +100,7 @@ class Training(ABC):
             CompileError: a batch does not fit the program; those before it have been trained on.
             RunError: the loader has written into a batch that it gave, or a rank failed.
         """
+        self._require_open("train")
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
         while (pair := self._read(reader)) is not None:
@@ -102,24 +111,64 @@ class Training(ABC):
                     error.add_note(f"before that, this rank's loader raised {reader.failure!r}")
                 raise
             reader.trained()
+            if max_norm is not None:
+                self.clip_grad_norm_(max_norm)
             optimizer.step()
             optimizer.zero_grad()
             yield loss
         self._readers.pop(id(batches), None)
 
-    @cached_property
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Those that are trained here, by the names the user knows."""
-        used = {name for program in self._plan.programs for name in program.state}
-        held = {self._shown(name): tensor for name, tensor in self._state.items() if name in used}
-        return {name: p for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad}
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.parameters_by_name.items()
+        """Those of the model's own parameters that are trained in this process, by their names in the model."""
+        yield from self._trained_here().items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For an optimizer: never empty, since optimizers refuse that; a rank without any gives one of size zero."""
-        yield from self.parameters_by_name.values() or [nn.Parameter(torch.empty(0))]
+        """The same, for an optimizer; those of the whole model serve as well, for what is trained elsewhere has no
+        gradient here. Never empty, since optimizers refuse that: a rank without any gives one of size zero."""
+        yield from self._trained_here().values() or [nn.Parameter(torch.empty(0))]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters; returns their norm before.
+
+        On a rank of several torch's own function would clip by the norm of what is trained there.
+        """
+        self._require_open("clip_grad_norm_")
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        total = self._norm(float(norm_type), float(max_norm))
+        total = total.to(gradients[0].device) if gradients else total
+        if error_if_nonfinite and not total.isfinite():
+            raise RunError(f"the norm of the gradients is {float(total)}; they are as they were")
+        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), max_norm, total)
+        return total
+
+    def sync_model(self) -> None:
+        """Collective: bring into the model, on every rank, what other ranks have trained; to sample from it there.
+
+        Until then a rank's model holds what it trains itself; the rest is as it was at the start, or at the last call.
+        """
+        self._require_open("sync_model")
+        self._bring(None)
+
+    def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any] | None:
+        """Collective: a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU.
+
+        Weights that were put into the model on every rank, such as averages, are gathered as they are.
+
+        Args:
+            dst: the rank that gets it, and all values into its model; None on the others.
+            trainable_only: the parameters that require gradients alone, such as those of adapters.
+        """
+        self._require_open("gather_state_dict")
+        if dst not in range(self._plan.world_size):
+            raise RunError(f"gather_state_dict(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
+        self._bring(dst, trainable_only)
+        return state_copy(self._model, trainable_only) if self._is_at(dst) else None
+
+    def close(self) -> None:
+        """Leave the network; every rank calls it when it is done. What is trained stays in the model."""
+        self._closed = True
 
     def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
         """The next batch and the one after it; None at the end."""
@@ -175,10 +224,34 @@ class Training(ABC):
     def _bind(self, batch: Batch) -> Tensors:
         return self._plan.bind(*call_of(batch))
 
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise RunError(f"{call} after close(): call it before, or make another engine of the program")
+
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
-            parameter = self.parameters_by_name[name]
+            parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    @abstractmethod
+    def _trained_here(self) -> Mapping[str, nn.Parameter]:
+        """By the names the user knows."""
+
+    @abstractmethod
+    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+        """Of the whole model's gradients."""
+
+    @abstractmethod
+    def _bring(self, dst: int | None, *asked: object) -> None:
+        """All trained values into the model of one rank, or of all."""
+
+    @abstractmethod
+    def _is_at(self, rank: int) -> bool:
+        """Whether this process runs that rank."""
 
     @abstractmethod
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:

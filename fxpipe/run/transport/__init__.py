@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,17 +126,26 @@ class InProcessTransport:
             return None
         return [value if src == dst else self._take_object(src) for src in range(self.world_size)]
 
-    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
+    def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         for dst in others:
-            self._put(dst, NUMBERS, Mail(self._step, 0, numbers))
+            self._put(dst, NUMBERS, Mail(self._step, 0, tensor))
         posted = {src: self._post(src, NUMBERS) for src in others}
 
-        def wait() -> list[list[float]]:
-            found = {src: self._take(src, number, NUMBERS, "numbers").payload for src, number in posted.items()}
-            return [numbers if rank == self.rank else found[rank] for rank in range(self.world_size)]
+        def wait() -> list[torch.Tensor]:
+            found = {src: self._take(src, number, NUMBERS, what).payload for src, number in posted.items()}
+            return [tensor if rank == self.rank else found[rank] for rank in range(self.world_size)]
 
         return Pending(wait)
+
+    def copy_values(self, copies: Sequence[tuple[torch.Tensor, int, int]], what: str) -> None:
+        for tensor, src, dst in copies:
+            if src == self.rank:
+                self._put(dst, OBJECTS, Mail(self._step, 0, tensor.detach().clone()))
+        for tensor, src, dst in copies:
+            if dst == self.rank:
+                with torch.no_grad():
+                    tensor.copy_(self._take_object(src))
 
     def close(self) -> None:
         self._mail.end(self.rank)

@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +28,7 @@ from fxpipe.run.transport import describe, num_bytes
 from fxpipe.run.transport.watchdog import Watchdog
 
 MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
+COPIED_AT_ONCE = 64  # tensors: some hundred MB of a U-Net
 STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
 _num_transports = itertools.count()  # made by this process: every transport has keys of its own in the store
 
@@ -280,19 +281,42 @@ class DistributedTransport:
             dist.gather_object(value, values, dst, group=self._control)
         return values
 
-    def gather_numbers(self, numbers: list[float]) -> Pending[list[list[float]]]:
-        what, mine = "the numbers of all ranks", torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+    def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with self._named(what, None):
-            work = dist.all_gather(found, mine, group=self._control, async_op=True)
+            work = dist.all_gather(found, tensor, group=self._control, async_op=True)
         assert work is not None
 
-        def wait() -> list[list[float]]:
+        def wait() -> list[torch.Tensor]:
             with self._named(what, None):
                 work.wait(self._timeout)
-            return [of_rank.tolist() for of_rank in found]
+            return found
 
         return Pending(wait)
+
+    def copy_values(self, copies: Sequence[tuple[torch.Tensor, int, int]], what: str) -> None:
+        """Through the CPU, a window of tensors at a time, so that few are there twice."""
+        for start in range(0, len(copies), COPIED_AT_ONCE):
+            given, taken = list[tuple[dist.Work | None, int]](), list[tuple[torch.Tensor, torch.Tensor]]()
+            held: dict[int, torch.Tensor] = {}  # by number: what is on its way
+            window = [copy for copy in copies[start : start + COPIED_AT_ONCE] if copy[0].numel()]
+            for tag, (tensor, src, dst) in enumerate(window):
+                if src == self.rank:
+                    held[tag] = tensor.detach().cpu().contiguous()
+                    with self._named(what, dst):
+                        given.append((dist.isend(held[tag], dst, group=self._control, tag=tag), dst))
+                elif dst == self.rank:
+                    held[tag] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    taken.append((tensor, held[tag]))
+                    with self._named(what, src):
+                        given.append((dist.irecv(held[tag], src, group=self._control, tag=tag), src))
+            for work, peer in given:
+                assert work is not None
+                with self._named(what, peer):
+                    work.wait(self._timeout)
+            for tensor, values in taken:
+                with torch.no_grad():
+                    tensor.copy_(values)
 
     def close(self) -> None:
         self._watchdog.close()

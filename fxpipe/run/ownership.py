@@ -1,0 +1,78 @@
+"""Who trains a parameter: the ranks on which its gradient arrives, the same for all engines over a model.
+
+    engine of program A     rank 0: conv_in, mid        rank 1: conv_out         owners: mid -> (0,)
+    engine of program B     rank 0: conv_in             rank 1: mid, conv_out
+
+A step of B borrows `mid` for rank 1 before it begins and gives its gradient to rank 0 after it, so that an optimizer
+finds all of a parameter's gradients, and keeps its state, on one rank. Where a parameter is trained elsewhere this
+process has no gradient, and an outdated value: a module that holds such values is neither run nor saved.
+"""
+
+from collections.abc import Iterable
+from weakref import WeakSet
+
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpipe.errors import RunError
+from fxpipe.run.read_ahead import version
+
+_owners = WeakTensorKeyDictionary()  # parameter -> ranks
+_claims: list[None] = []  # one for each that was made
+_outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
+_watched: "WeakSet[nn.Module]" = WeakSet()
+
+
+def claim(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
+    """These ranks own it from now on, unless others do."""
+    if parameter not in _owners:
+        _owners[parameter] = ranks
+        _claims.append(None)
+
+
+def num_claims() -> int:
+    """Of all models so far: while it stays, so does what is owned."""
+    return len(_claims)
+
+
+def owners(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Empty where no engine trains it: it is then the same on all ranks."""
+    found: tuple[int, ...] = _owners.get(parameter, ())
+    return found
+
+
+def outdate(parameters: Iterable[nn.Parameter]) -> None:
+    """Other ranks have trained them."""
+    for parameter in parameters:
+        if _outdated.get(parameter) != version(parameter):
+            _outdated[parameter] = version(parameter)
+
+
+def renew(parameters: Iterable[nn.Parameter]) -> None:
+    """They have their owners' values."""
+    for parameter in parameters:
+        _outdated.pop(parameter, None)
+
+
+def watch(model: nn.Module, rank: int) -> None:
+    """Refuse to run or save the parts of a model that hold outdated parameters; layers of torch alone go unwatched."""
+    for module in model.modules():
+        if module in _watched or (module is not model and type(module).__module__.startswith("torch.nn.")):
+            continue
+        if any(owners(p) and rank not in owners(p) for p in module.parameters()):
+            module.register_forward_pre_hook(require_new)
+            module.register_state_dict_pre_hook(require_new)
+            _watched.add(module)
+
+
+def require_new(module: nn.Module, *_: object) -> None:
+    """Raises RunError where parameters of a module are outdated; a hook of modules, too."""
+    if not _outdated:
+        return
+    old = [name for name, p in module.named_parameters() if _outdated.get(p) == version(p)]
+    if old:
+        raise RunError(
+            f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, and are "
+            "not here yet; before the model is sampled from or saved, call engine.sync_model() on every rank, or "
+            "engine.gather_state_dict()"
+        )

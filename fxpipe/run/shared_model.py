@@ -1,0 +1,156 @@
+"""One model on several ranks, each of which trains a part of it: what travels so that it is trained as on one device.
+
+    before a step     values that this program needs where they are not trained        owner -> borrower
+    after it          gradients that arose where they are not trained                  giver -> owner
+    on demand         the values of all owners, to one rank or to all; the norms of all gradients
+
+Where one program trains the model, the first two are empty.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.plan.transport import Transport
+from fxpipe.run.agreement import everyones
+from fxpipe.run.ownership import claim, num_claims, outdate, owners, renew, watch
+
+Route = tuple[str, int, int]
+"""A parameter's name, the rank that gives, the rank that takes."""
+
+
+class SharedModel:
+    """A model and one engine's part in it.
+
+    Args:
+        held: names of trainable parameters that this rank's program reads; `given` those it makes gradients of.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport, held: Collection[str], given: Collection[str]) -> None:
+        self.parameters = dict(model.named_parameters())
+        self._transport, self._rank = transport, transport.rank
+        self._known: _Routes | None = None
+        self._holders = _ranks(everyones(transport, sorted(held)))
+        self._givers = _ranks(everyones(transport, sorted(given)))
+        for name, ranks in self._givers.items():
+            claim(self.parameters[name], ranks)
+        self.borrow()
+        watch(model, self._rank)
+
+    def hold(self, held: Collection[str]) -> None:
+        """Collective: this rank reads these from now on."""
+        self._holders = _ranks(everyones(self._transport, sorted(held)))
+        self._known = None
+        self.borrow()
+
+    @property
+    def trained_here(self) -> dict[str, nn.Parameter]:
+        """Those of the program that get their gradient on this rank, and those it holds that get none anywhere."""
+        names = dict.fromkeys((*self._givers, *self._holders))
+        ranks = {name: owners(self.parameters[name]) or self._holders.get(name, ()) for name in names}
+        return {name: p for name, p in self.parameters.items() if self._rank in ranks.get(name, ())}
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the program reads something on a rank that does not own it."""
+        return bool(self._routes.borrowed)
+
+    def borrow(self) -> None:
+        """Collective: bring it there."""
+        self._copy(self._routes.borrowed)
+
+    def give(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Collective: the gradients of what this rank owns, wherever they arose. What it does not own ages by it."""
+        routes = self._routes
+        taken = {name: gradient for name, gradient in gradients.items() if name in routes.owned}
+        copies = []
+        for name, giver, owner in routes.given:
+            tensor = gradients[name] if giver == self._rank else self.parameters[name]
+            if owner == self._rank:
+                tensor = taken[name] = torch.empty_like(self.parameters[name], requires_grad=False)
+            copies.append((tensor, giver, owner))
+        self._transport.copy_values(copies, "gradients of what other ranks train")
+        outdate(routes.foreign)
+        return taken
+
+    def bring(self, ranks: Sequence[int]) -> None:
+        """Collective: the values of all owners to these ranks."""
+        self._copy(self._to(dict.fromkeys(self.parameters, tuple(ranks))))
+        if self._rank in ranks:
+            renew(self.parameters.values())
+
+    def norms(self, norm_type: float) -> list[torch.Tensor]:
+        """Collective: of every gradient of the model, in the order of its parameters, each counted once."""
+        gradients = [p.grad if self._counts(p) else None for p in self.parameters.values()]
+        norms = [torch.linalg.vector_norm(g.detach(), norm_type) for g in gradients if g is not None]
+        mine = torch.zeros(2, len(gradients), dtype=torch.float64)
+        if norms:
+            found = torch.tensor([g is not None for g in gradients])
+            mine[0, found], mine[1] = (
+                torch.stack([n.to(norms[0].device) for n in norms]).to("cpu", torch.float64),
+                found.double(),
+            )
+        values, counts = torch.stack(self._transport.all_gather(mine, "the norms of every rank").wait()).sum(0)
+        pairs = zip(self.parameters.values(), values, counts, strict=True)
+        return [value.to(p.dtype.to_real()) for p, value, count in pairs if count]
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether its gradient is counted on this rank: where it is trained, else on the first."""
+        return self._rank == (owners(parameter) or (0,))[0]
+
+    def _copy(self, routes: Sequence[Route]) -> None:
+        copies = [(self.parameters[name], src, dst) for name, src, dst in routes]
+        self._transport.copy_values(copies, "parameters that other ranks train")
+
+    def _to(self, wanted: Mapping[str, Iterable[int]]) -> list[Route]:
+        """From its first owner to each rank that wants it and owns it not."""
+        had = {name: owners(self.parameters[name]) for name in wanted}
+        return [
+            (name, had[name][0], rank)
+            for name in wanted
+            for rank in wanted[name]
+            if had[name] and rank not in had[name]
+        ]
+
+    @property
+    def _routes(self) -> "_Routes":
+        """Made anew where another engine has come to own something."""
+        if self._known is None or self._known.num_claims != num_claims():
+            had = {name: owners(p) for name, p in self.parameters.items()}
+            given = [(n, by[0], to) for n, by in self._givers.items() for to in had[n] if to not in by]
+            owned = {name for name, ranks in had.items() if self._rank in ranks}
+            foreign = [p for name, p in self.parameters.items() if had[name] and name not in owned]
+            self._known = _Routes(num_claims(), self._to(self._holders), given, frozenset(owned), foreign)
+        return self._known
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """What a step takes before it begins and gives after it, and what is trained here and elsewhere."""
+
+    num_claims: int
+    borrowed: list[Route]
+    given: list[Route]
+    owned: frozenset[str]
+    foreign: list[nn.Parameter]
+
+
+def state_copy(model: nn.Module, trainable_only: bool) -> dict[str, Any]:
+    """The model's own state dict, copied to the CPU; of its trainable parameters alone where asked for."""
+    state = model.state_dict()
+    if trainable_only:
+        trainable = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        state = {name: value for name, value in state.items() if name in trainable}
+    return {n: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+
+
+def _ranks(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    """By name, which ranks have it; in the same order on all of them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for rank, of_rank in enumerate(names):
+        for name in of_rank:
+            found[name] = (*found.get(name, ()), rank)
+    return found

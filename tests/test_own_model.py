@@ -1,0 +1,182 @@
+"""The user's own script on several ranks: the model's own parameters are trained, exactly as on one device."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.plan.transport import Transport
+from fxpipe.run.engine import Engine
+from fxpipe.run.transport import run_ranks
+from tests.distributed import run_processes
+from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
+
+Layout = dict[str, Any]
+ROWS = (5, 3)
+WAVE, LINE = {"schedule": "wave"}, {"schedule": "1f1b"}
+
+
+def program(model: nn.Module, world_size: int, rows: int, layout: Layout) -> fxpipe.Program:
+    return fxpipe.compile(model, world_size, example_inputs=batch(0, rows), microbatches=2, **layout)
+
+
+def as_rank(program: fxpipe.Program, transport: Transport) -> Engine:
+    """The engine of a process, on a thread."""
+    return Engine(program.step, program.model, program.state, transport, SEED, filled=program._filling)
+
+
+def on_threads(world_size: int, layouts: list[Layout], body: Callable[..., Any], trained: str = "all") -> list[Any]:
+    """`body(model, engines)` on every rank, which has a model of its own; engines are made when they are called."""
+    models = [Adapted(trained) for _ in range(world_size)]
+    programs = [[program(m, world_size, *of) for of in zip(ROWS, layouts, strict=False)] for m in models]
+
+    def of_rank(transport: Transport) -> Any:
+        engines = [lambda one=one: as_rank(one, transport) for one in programs[transport.rank]]
+        return body(models[transport.rank], engines)
+
+    return run_ranks(world_size, of_rank)
+
+
+def one_device(trained: str, num_buckets: int) -> Trained:
+    model = Adapted(trained)
+    return script(model, [lambda: OneDevice(model)] * num_buckets, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts", "trained"),
+    [
+        (2, [WAVE], "all"),
+        (3, [{"schedule": "zero-bubble"}], "adapters"),
+        (4, [{"schedule": "1f1b", "data_parallel": 2}], "all"),
+        (2, [LINE, WAVE], "all"),  # the second holds other layers on a rank
+        (2, [{"schedule": "gpipe", "data_parallel": 2}, LINE], "adapters"),
+    ],
+)
+def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
+    def body(model: nn.Module, engines: Any) -> Trained:
+        return script(model, engines, ROWS)
+
+    first, *others = on_threads(world_size, layouts, body, trained)
+    assert_same(first, one_device(trained, len(layouts)))
+    for other in others:
+        assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
+    Adapted(trained).load_state_dict(first.states[0], strict=True)
+
+
+def test_a_local_engine_offers_the_same() -> None:
+    model = Adapted("adapters")
+    programs = [program(model, 2, *of) for of in zip(ROWS, (LINE, WAVE), strict=True)]
+    engines = [lambda one=one: one.local_engine(seed=SEED) for one in programs]
+    assert_same(script(model, engines, ROWS), one_device("adapters", 2))
+
+
+def test_what_other_ranks_train_is_neither_run_nor_saved_before_it_is_here() -> None:
+    def body(model: nn.Module, engines: Any) -> list[Tensor]:
+        engine = engines[0]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.step(batch(0, ROWS[0]))
+        here = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert here == {name for name, _ in engine.named_parameters()}
+        optimizer.step()
+        for use in (model.state_dict, lambda: model(**batch(0, ROWS[0]))):
+            with pytest.raises(fxpipe.RunError, match=r"parameters of Adapted .* trained on other ranks.*sync_model"):
+                use()
+        engine.sync_model()
+        model(**batch(0, ROWS[0]))
+        return list(model.state_dict().values())
+
+    first, second = on_threads(2, [LINE], body)
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("on_one", "says"),
+    [
+        (
+            lambda engine: engine.step(batch(0, ROWS[0])),
+            "rank 0 calls gather_state_dict, rank 1 calls step; call every",
+        ),
+        (lambda engine: engine.gather_state_dict(dst=1), r"ranks \[1\] have another dst .* than rank 0"),
+        (lambda engine: engine.close(), "no rank can go on: rank 0 waits for .* ranks that have ended: .1."),
+    ],
+)
+def test_a_call_that_not_all_ranks_make_ends_all(on_one: Callable[[Engine], Any], says: str) -> None:
+    def body(model: nn.Module, engines: Any) -> None:
+        engine = engines[0]()
+        on_one(engine) if engine.rank else engine.gather_state_dict()
+
+    with pytest.raises(fxpipe.RunError, match=says):
+        on_threads(2, [LINE], body)
+
+
+@pytest.mark.parametrize("call", ["sync_model", "gather_state_dict", "step", "clip_grad_norm_"])
+def test_a_closed_engine_says_so(call: str) -> None:
+    engine = program(Adapted(), 2, ROWS[0], LINE).local_engine()
+    engine.close()
+    given = {"step": [batch(0, ROWS[0])], "clip_grad_norm_": [1.0]}
+    with pytest.raises(fxpipe.RunError, match=f"{call} after close.*make another engine"):
+        getattr(engine, call)(*given.get(call, []))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"timeout": 0}, "timeout=0: give seconds, more than 0"), ({"device": "cuda"}, "compiled for cpu, not for cuda")],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(fxpipe.CompileError, match=says):
+        program(Adapted(), 2, ROWS[0], LINE).engine(**given)
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (lambda loss, x: (loss, x, {"kl": x}), r"returns \[1\], \[2\]: engines return the loss alone"),
+        (lambda loss, x: {"prediction": x, "loss": loss, "none": None}, "returns prediction: "),
+        (lambda loss, x: SimpleNamespace(loss=loss, mse=loss), "returns mse: "),
+    ],
+)
+def test_what_forward_returns_beside_the_loss_is_named(returned: Callable[..., Any], named: str) -> None:
+    class Logged(Adapted):
+        def forward(self, x: Tensor, target: Tensor) -> Any:
+            return returned(super().forward(x, target), x)
+
+    for _ in range(2):  # the second capture is read from the cache
+        with pytest.warns(UserWarning, match=named):
+            program(Logged(), 1, 2, LINE)
+
+
+def as_process() -> tuple[Trained, str, str]:
+    """The same script with processes, then a call that rank 0 alone makes, then one after close."""
+    model, world_size = Adapted(), int(os.environ["WORLD_SIZE"])
+    made: list[Engine] = []
+
+    def engine_of(rows: int, layout: Layout) -> Engine:
+        """The second is compiled when parameters are outdated already."""
+        made.append(program(model, world_size, rows, layout).engine(seed=SEED, timeout=timedelta(minutes=1)))
+        return made[-1]
+
+    found = script(model, [lambda of=of: engine_of(*of) for of in zip(ROWS, (LINE, WAVE), strict=True)], ROWS)
+    errors = []
+    for use in (lambda: made[0].gather_state_dict(), lambda: made[1].step(batch(0, ROWS[1]))):
+        for engine in made[1:] if errors or os.environ["RANK"] == "1" else ():
+            engine.close()
+        try:
+            use() if errors or os.environ["RANK"] == "0" else made[0].close()
+            errors.append("")
+        except fxpipe.RunError as error:
+            errors.append(str(error))
+    return found, *errors
+
+
+def test_processes_train_as_one_device() -> None:
+    (first, alone, closed), (second, _, _) = run_processes(2, as_process)
+    assert_same(first, one_device("all", 2))
+    assert (second.losses, second.norms) == (first.losses, first.norms)
+    assert alone == "rank 0 in gather_state_dict needs rank 1, which has left"
+    assert "step after close()" in closed
