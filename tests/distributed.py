@@ -121,6 +121,8 @@ def _run_rank(module: str, name: str, folder: str, *arguments: str) -> None:
 
 def _serve() -> None:
     """Forks ranks for every line of input and answers with their exit codes, or with why there are none."""
+    for module in ("fxpipe.compiler", "fxpipe.sample_compiler"):  # or every rank would import them for itself
+        importlib.import_module(module)
     for line in sys.stdin:
         world_size, timeout_seconds, environment, target = json.loads(line)
         codes, failure = [], ""
