@@ -9,7 +9,7 @@ import torch
 import fxpipe
 from fxpipe.capture.inputs import call_of
 from tests.distributed import run_processes, start_processes
-from tests.peer_cases import PEER_CASES  # not tests.models: ranks would wait for diffusers
+from tests.peer_cases import PEER_CASES
 
 STEPS = 3
 

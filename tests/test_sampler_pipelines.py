@@ -37,7 +37,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 # The others are sampled in tests of their own, below.
-KEYS = [key for key in PIPELINES if key not in {"sd", "sd/small", "flux", "wan"}]
+KEYS = [key for key in PIPELINES if key not in {"sd/small", "flux", "wan"}]
 
 
 @pytest.mark.parametrize("key", KEYS)
