@@ -45,6 +45,19 @@ class Encoder(nn.Module):
         return self.vae.quant_conv(self.vae.encoder(image))  # type: ignore[no-any-return, operator]
 
 
+_ONE = {"num_layers": 1}
+_ONE_OF_BOTH = {"num_layers": 1, "num_single_layers": 1}
+_FEW: dict[str, dict[str, int]] = {
+    "DiTTransformer2DModel": _ONE, "PixArtTransformer2DModel": _ONE, "SanaTransformer2DModel": _ONE,
+    "CogView3PlusTransformer2DModel": _ONE, "CogView4Transformer2DModel": _ONE, "FluxTransformer2DModel": _ONE_OF_BOTH,
+    "Flux2Transformer2DModel": _ONE_OF_BOTH, "ChromaTransformer2DModel": _ONE_OF_BOTH,
+    "BriaTransformer2DModel": _ONE_OF_BOTH, "OvisImageTransformer2DModel": _ONE_OF_BOTH,
+    "HunyuanVideoTransformer3DModel": _ONE_OF_BOTH, "SD3Transformer2DModel": {"num_layers": 2},
+    "AuraFlowTransformer2DModel": {"num_mmdit_layers": 1, "num_single_dit_layers": 1},
+    "HunyuanDiT2DModel": {"num_layers": 4},  # the first half has skips to the second
+}  # fmt: skip
+
+
 def _vae() -> nn.Module:
     return diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4,
@@ -62,8 +75,8 @@ def revealed(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
-def _backbone(key: str, dtype: torch.dtype) -> Case:
-    model = revealed(backbone(key, dtype), dtype)
+def _backbone(key: str, dtype: torch.dtype, changes: Mapping[str, Any]) -> Case:
+    model = revealed(backbone(key, dtype, changes), dtype)
     return Case(model, {name: value for name, value in example_inputs(model, 2).items() if name != "target"})
 
 
@@ -76,13 +89,18 @@ def _half(half: Callable[[nn.Module], nn.Module], name: str, *shape: int) -> Cas
     return Case(revealed(half(_vae())), {name: noise(*shape)}, {name: 2})
 
 
-def case(key: str, dtype: torch.dtype = torch.float64) -> Case:
-    """One of KEYS."""
+def case(key: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Case:
+    """One of KEYS, a backbone with `changes` of its config."""
     if key == "AutoencoderKL/decoder":
         return _half(Decoder, "z", 2, 4, 10, 6)
     if key == "AutoencoderKL/encoder":
         return _half(Encoder, "image", 2, 3, 40, 24)
-    return _backbone(key, dtype)
+    return _backbone(key, dtype, changes)
+
+
+def small(key: str, dtype: torch.dtype = torch.float64) -> Case:
+    """The same with as few layers as show all that it does to rows."""
+    return case(key, dtype, **_FEW.get(key, {}))
 
 
 KEYS = (*CONFIGS, "AutoencoderKL/decoder", "AutoencoderKL/encoder")

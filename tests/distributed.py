@@ -5,11 +5,12 @@
     results = run_processes(2, rank_main, "3")        # what each rank returned, pickled
     ended = start_processes(2, rank_main, "3")        # exit codes and output, for tests of failures
 
-Plain ranks are forked from a process that has imported the test file, so that the imports are paid for once.
+Plain ranks are forked from one process, which imports every test file once for as long as this one lives.
 """
 
 import atexit
-import importlib.util
+import importlib
+import json
 import os
 import pickle
 import signal
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,14 +53,27 @@ def start_processes(
 ) -> list[Ended]:
     """One process per rank with torchrun's variables but no torchrun; all are killed at the timeout."""
     with tempfile.TemporaryDirectory() as folder:
-        options = ["fork", str(world_size), str(timeout_seconds), *_target(function, folder, arguments)]
-        launcher = _run([sys.executable, __file__, *options], Path(folder, "launcher.txt"), timeout_seconds + 60)
-        assert launcher.returncode == 0, launcher.output
-        codes = pickle.loads(Path(folder, "codes").read_bytes())
+        forks = _forks()
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        target = _target(function, folder, arguments)
+        forks.stdin.write(json.dumps([world_size, timeout_seconds, _environment(), target]) + "\n")
+        forks.stdin.flush()
+        codes, failure = json.loads(forks.stdout.readline())
+        assert not failure, failure
         return [
             Ended(code, Path(folder, f"{rank}.txt").read_text(), _result(folder, rank))
             for rank, code in enumerate(codes)
         ]
+
+
+@cache
+def _forks() -> "subprocess.Popen[str]":
+    """A process that forks ranks, a line of JSON asking for them and a line answering, until this one has ended."""
+    return subprocess.Popen(
+        [sys.executable, __file__, "serve"], cwd=ROOT, env=_environment(), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def start_torchrun(
@@ -72,7 +88,11 @@ def start_torchrun(
 
 
 def _target(function: Callable[..., Any], folder: str, arguments: tuple[str, ...]) -> list[str]:
-    return [function.__code__.co_filename, function.__name__, folder, *arguments]
+    return [function.__module__, function.__name__, folder, *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def _result(folder: str, rank: int) -> Any:
@@ -81,10 +101,9 @@ def _result(folder: str, rank: int) -> Any:
 
 
 def _run(command: list[str], output: Path, timeout_seconds: float) -> Ended:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
         )
         try:
             code: int | None = process.wait(timeout_seconds)
@@ -95,24 +114,30 @@ def _run(command: list[str], output: Path, timeout_seconds: float) -> Ended:
     return Ended(code, output.read_text())
 
 
-def _load(file: str, name: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location("rank_program", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rank_program"] = module
-    spec.loader.exec_module(module)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
-
-
-def _run_rank(function: Callable[..., Any], folder: str, arguments: list[str]) -> None:
-    result = function(*arguments)
+def _run_rank(module: str, name: str, folder: str, *arguments: str) -> None:
+    result = getattr(importlib.import_module(module), name)(*arguments)
     Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
 
 
-def _fork_ranks(world_size: int, timeout_seconds: float, folder: str) -> bool:
-    """Forks one child per rank; True in a child, which is to run the function, False here once all have ended."""
+def _serve() -> None:
+    """Forks ranks for every line of input and answers with their exit codes, or with why there are none."""
+    for module in ("fxpipe.compiler", "fxpipe.sample_compiler"):  # or every rank would import them for itself
+        importlib.import_module(module)
+    for line in sys.stdin:
+        world_size, timeout_seconds, environment, target = json.loads(line)
+        codes, failure = [], ""
+        try:
+            importlib.import_module(target[0])
+            codes = _fork_ranks(world_size, timeout_seconds, environment, target)
+        except Exception:
+            failure = traceback.format_exc()
+        print(json.dumps([codes, failure]), flush=True)
+
+
+def _fork_ranks(
+    world_size: int, timeout_seconds: float, environment: dict[str, str], target: list[str]
+) -> list[int | None]:
+    """Exit codes of a child per rank, once all have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -120,16 +145,17 @@ def _fork_ranks(world_size: int, timeout_seconds: float, folder: str) -> bool:
     for rank in range(world_size):
         process = os.fork()
         if process == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            os.environ.clear()
+            os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            output = os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            output = os.open(Path(target[2], f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            return True
+            _leave(lambda: _run_rank(*target))
         processes.append(process)
     codes = _wait_for(processes, time.monotonic() + timeout_seconds)
-    Path(folder, "codes").write_bytes(pickle.dumps([codes[process] for process in processes]))
-    return False
+    return [codes[process] for process in processes]
 
 
 def _wait_for(processes: list[int], deadline: float) -> dict[int, int | None]:
@@ -148,7 +174,7 @@ def _wait_for(processes: list[int], deadline: float) -> dict[int, int | None]:
     return codes
 
 
-def _leave(call: Callable[[], None]) -> None:
+def _leave(call: Callable[[], None]) -> NoReturn:
     """Runs `call` and ends this process as Python would, less the teardown of modules: seconds in a forked process."""
     code = 0
     try:
@@ -164,18 +190,8 @@ def _leave(call: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def _main() -> None:
-    """In a child: `rank FILE FUNCTION FOLDER ARGUMENTS...`, or `fork WORLD_SIZE TIMEOUT` and the same."""
-    mode, *options = sys.argv[1:]
-    file, name, folder, *arguments = options[2:] if mode == "fork" else options
-    function = _load(file, name)
-    if mode == "rank":
-        _run_rank(function, folder, arguments)
-    elif _fork_ranks(int(options[0]), float(options[1]), folder):
-        _leave(lambda: _run_rank(function, folder, arguments))
-    else:
-        os._exit(0)
-
-
 if __name__ == "__main__":
-    _main()
+    if sys.argv[1] == "serve":
+        _serve()
+    else:
+        _run_rank(*sys.argv[2:])

@@ -92,8 +92,7 @@ def test_one_backbone_is_refused() -> None:
 
 
 def train() -> list[float]:
-    torch.manual_seed(0)
-    model = lsun().double()
+    model = Several((4, 6), fed=True)
     batch = model.example_inputs(4)
     program = fxpipe.compile(model, 2, example_inputs=batch, microbatches=2, schedule="bidirectional")
     local = "WORLD_SIZE" not in os.environ
@@ -109,5 +108,12 @@ def train() -> list[float]:
     return losses
 
 
-def test_the_example_over_gloo() -> None:
+def test_over_gloo_it_is_as_in_threads() -> None:
     assert run_processes(2, train) == [train()] * 2
+
+
+def test_the_example() -> None:
+    model = lsun().double()
+    batch = model.example_inputs(4)
+    program = fxpipe.compile(model, 2, example_inputs=batch, microbatches=2, schedule="bidirectional")
+    assert program.verify(**batch).ok

@@ -1,6 +1,5 @@
 """The command line: what it prints, and one line with exit code 2 for wrong input."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,18 +133,6 @@ def test_run_in_one_process_prints_a_loss_per_step(monkeypatch: pytest.MonkeyPat
     assert code == 0
     assert len(losses) == 3
     assert losses[0] > losses[1] > losses[2]
-
-
-def test_run_under_torchrun_prints_the_same_losses_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = ["run", f"{TOY}:toy", "--steps", "2"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = subprocess.run(
-        [*launcher, "-m", "fxpipe", *args], capture_output=True, text=True, timeout=120, env=dict(os.environ)
-    )
-    assert launched.returncode == 0, launched.stderr
-    steps = [line for line in launched.stdout.splitlines() if line.startswith("step ")]
-    assert steps == [line for line in invoke(*args, "--world-size", "2")[1].splitlines() if line.startswith("step ")]
 
 
 def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 import fxpipe
 from fxpipe.capture.inputs import call_of
 from fxpipe.run.agreement import checksum
-from tests.distributed import run_processes, start_processes, start_torchrun
-from tests.peer_cases import PEER_CASES  # not tests.models: ranks would wait for diffusers
+from tests.distributed import run_processes, start_processes
+from tests.peer_cases import PEER_CASES
 
 STEPS = 3
 
@@ -92,6 +92,8 @@ def disagree(what: str) -> None:
         torch.nn.init.normal_(parameter)
     schedule = "gpipe" if what == "plan" and rank == 1 else "1f1b"
     program = fxpipe.compile(model, 2, batch_size=4, microbatches=4, schedule=schedule)
+    if what == "plan":  # rank 0 has its plan, and would wait for the other
+        return
     engine = program.engine()
     batch = program.model.example_inputs(4)
     if what == "batch" and rank == 1:
@@ -108,8 +110,7 @@ def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
     every = start_processes(2, disagree, what, timeout_seconds=60)
     assert every[1].returncode not in (0, None)
     assert message in every[1].output
-    assert every[0].returncode != 0
-    assert what == "plan" or message in every[0].output  # rank 0 has its plan, and waits for the other
+    assert what == "plan" or (every[0].returncode != 0 and message in every[0].output)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
@@ -145,11 +146,10 @@ def fail(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_failing_rank_ends_all_and_is_named(how: str) -> None:
-    ended, _ = start_torchrun(3, fail, how, timeout_seconds=120)
-    assert ended.returncode not in (0, None), "the others must not wait for ever"
-    assert "rank 1" in ended.output
-    if how == "raise":
-        assert "planted" in ended.output
+    for rank, ended in enumerate(start_processes(3, fail, how, timeout_seconds=60)):
+        assert ended.returncode not in (0, None), "the others must not wait for ever"
+        assert rank == 1 or "rank 1" in ended.output
+        assert how == "kill" or "planted" in ended.output
 
 
 def test_optimizer_of_a_local_engine_trains_the_model_itself() -> None:

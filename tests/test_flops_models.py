@@ -35,7 +35,7 @@ FEWER_LAYERS: dict[str, dict[str, int]] = {
     "FluxTransformer2DModel": {"num_layers": 1, "num_single_layers": 1},
     "HunyuanDiT2DModel": {"num_layers": 2},
 }
-BACKBONES = ("UNet2DModel", "UNet2DConditionModel", "UNet2DConditionModel/sdxl", *FEWER_LAYERS)
+BACKBONES = ("UNet2DConditionModel", *FEWER_LAYERS)
 
 
 def backbone(key: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:

@@ -15,7 +15,7 @@ import torch
 import fxpipe
 from fxpipe.run.launch import join, made_by_rank_zero
 from fxpipe.run.transport import distributed
-from tests.distributed import run_processes, start_processes, start_torchrun
+from tests.distributed import run_processes, start_processes
 from tests.toy_model import frozen
 
 STEPS = 3
@@ -117,11 +117,11 @@ def test_a_process_of_one_rank_verifies_and_dumps_all(tmp_path: Path) -> None:
 def fail_to_plan(how: str) -> None:
     def make() -> Any:
         if how == "killed":
-            time.sleep(3)
+            time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         raise fxpipe.CompileError("no plan fits into a thimble")
 
-    distributed._JOIN_TIMEOUT = timedelta(seconds=10)
+    distributed._JOIN_TIMEOUT = timedelta(seconds=4)
     if how == "missing" and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     rank = join(int(os.environ["WORLD_SIZE"]))
@@ -140,16 +140,8 @@ def fail_to_plan(how: str) -> None:
     ],
 )
 def test_a_rank_zero_without_a_plan_ends_the_others(how: str, says: str) -> None:
-    start = time.monotonic()
     first, *others = start_processes(3, fail_to_plan, how, timeout_seconds=100)
-    assert time.monotonic() - start < 100
     assert first.returncode == (-signal.SIGKILL if how in ("killed", "missing") else 1)
     for other in others:
         assert other.returncode == 1
         assert says in other.output.splitlines()[-1]
-
-
-def test_torchrun_ends_with_what_rank_zero_said() -> None:
-    ended, _ = start_torchrun(2, fail_to_plan, "memory", timeout_seconds=100)
-    assert ended.returncode not in (0, None)
-    assert "no plan fits into memory_limit=64 B per rank" in ended.output

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from fxpipe.analysis import CostedStep, costed
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
-from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Work
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
@@ -32,6 +31,7 @@ from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate
 from tests.captured import captured, work
 from tests.frozen_steps import SLOW
+from tests.refusals import refusals
 from tests.unet import TinyUNet
 
 Golden = Callable[[str, str], None]
@@ -185,9 +185,4 @@ class Centred(Step):
 
 
 def test_refusals(golden: Golden) -> None:
-    texts = []
-    for name, call in REFUSED.items():
-        with pytest.raises(CompileError) as refusal:
-            call()
-        texts.append(f"{name}: {refusal.value}")
-    golden("passes/refusals.txt", "\n\n".join(texts) + "\n")
+    golden("passes/refusals.txt", refusals(REFUSED))

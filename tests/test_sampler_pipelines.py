@@ -37,7 +37,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 # The others are sampled in tests of their own, below.
-KEYS = [key for key in PIPELINES if key not in {"sd", "sd/small", "flux", "wan"}]
+KEYS = [key for key in PIPELINES if key not in {"sd/small", "flux", "wan"}]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -65,7 +65,7 @@ class Shared:
     """A pipeline and its spread copy on 3 ranks, for tests that leave both as they are."""
 
     def __init__(self) -> None:
-        self.pipe, self.call = tiny("sd")
+        self.pipe, self.call = tiny("sd/small")
         self.sampler: Sampler = fxpipe.compile_sampler(self.pipe, 3, example=self.call)
         self.fast = self.sampler.pipeline()
 

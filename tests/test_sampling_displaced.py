@@ -16,14 +16,15 @@ from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun
 from fxpipe.run.transport import run_ranks
 from passes.sampling import buckets
 from passes.sampling.displaced import Norms
-from tests.denoisers import Case, case
+from tests.denoisers import Case, small
 from tests.distributed import run_processes
 from tests.lockstep import Lockstep
 from tests.row_programs import RowPrograms, row_programs
 
-UNET = "UNet2DConditionModel"
+UNET = "UNet2DConditionModel/timestep"  # of one level
 KEYS = {
     UNET: 1e-10,
+    "UNet2DConditionModel": 1e-10,
     "DiTTransformer2DModel": 1e-10,
     "SD3Transformer2DModel": 1e-10,
     "FluxTransformer2DModel": 1e-10,
@@ -34,7 +35,7 @@ FORMS = ("fresh", "fresh", "displaced", "displaced", "displaced", "last")
 
 @cache
 def denoiser(key: str) -> Case:
-    return case(key)
+    return small(key)
 
 
 @cache
@@ -87,11 +88,10 @@ def equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("num_patches", [2, 3])
 @pytest.mark.parametrize(("key", "norms"), [*((key, "corrected") for key in KEYS), (UNET, "merged"), (UNET, "sync")])
-def test_where_nothing_moves_displaced_steps_are_exact(key: str, norms: Norms, num_patches: int) -> None:
-    programs = cut(key, num_patches, norms)
-    run, inputs = LocalRun(num_patches), moving(key, 1)[0]
+def test_where_nothing_moves_displaced_steps_are_exact(key: str, norms: Norms) -> None:
+    programs = cut(key, 3, norms)
+    run, inputs = LocalRun(3), moving(key, 1)[0]
     wanted = one_device(key, inputs)
     for found in sampled(run, programs.bound(), programs, [inputs] * 4, ("fresh", "displaced", "displaced", "last")):
         assert error(found, wanted) <= KEYS[key]
@@ -103,7 +103,7 @@ def test_where_nothing_moves_displaced_steps_are_exact(key: str, norms: Norms, n
     [
         *((key, "corrected", 3, True) for key in KEYS),
         *((UNET, norms, 2, False) for norms in get_args(Norms)),
-        ("SD3Transformer2DModel", "corrected", 3, False),
+        ("DiTTransformer2DModel", "corrected", 2, False),
     ],
 )
 def test_threads_read_what_one_patch_at_a_time_reads(key: str, norms: Norms, num_patches: int, advance: bool) -> None:
@@ -130,14 +130,13 @@ def test_what_moves_evenly_is_moved_on(key: str) -> None:
     assert all(advanced < plain / 2 for plain, advanced in zip(*(of[2:] for of in errors), strict=True))
 
 
-@pytest.mark.parametrize("key", [UNET, "SD3Transformer2DModel"])
-def test_a_second_call_is_the_first(key: str) -> None:
+def test_a_second_call_is_the_first() -> None:
     """Whatever came before it, whether that ended with `last` or not."""
-    programs, steps = cut(key, 2), moving(key)
+    programs, steps = cut(UNET, 2), moving(UNET)
     run, bound = LocalRun(2), programs.bound()
     first = sampled(run, bound, programs, steps)
     assert equal(sampled(run, bound, programs, steps), first)
-    sampled(run, bound, programs, moving(key, 3, start=1), FORMS[:3])
+    sampled(run, bound, programs, moving(UNET, 3, start=1), FORMS[:3])
     run.reset()
     assert equal(sampled(run, bound, programs, steps, ("displaced", *FORMS[1:])), first)
 
@@ -211,11 +210,10 @@ def rank_main(key: str, num_patches: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("key", "num_patches"), [(UNET, 3), ("SD3Transformer2DModel", 2)])
-def test_processes_read_what_threads_read(key: str, num_patches: int) -> None:
-    programs = cut(key, num_patches)
-    wanted = sampled(LocalRun(num_patches), programs.bound(), programs, moving(key))
-    for found in run_processes(num_patches, rank_main, key, str(num_patches)):
+def test_processes_read_what_threads_read() -> None:
+    programs = cut(UNET, 3)
+    wanted = sampled(LocalRun(3), programs.bound(), programs, moving(UNET))
+    for found in run_processes(3, rank_main, UNET, "3"):
         assert equal(found, wanted)
 
 

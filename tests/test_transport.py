@@ -321,7 +321,7 @@ def test_a_failing_process_ends_the_others_and_is_named(how: str, failing_rank: 
     ("how", "world_size", "expected"),
     [
         ("raises", 2, "rank 1 failed in 1F0: ZeroDivisionError: no samples"),
-        ("killed", 4, "rank 1 was lost, last seen in 1F0: no sign of life"),
+        ("killed", 3, "rank 1 was lost, last seen in 1F0: no sign of life"),
     ],
 )
 def test_a_rank_that_fails_under_torchrun_is_named_by_every_other(how: str, world_size: int, expected: str) -> None:

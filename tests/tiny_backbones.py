@@ -1,5 +1,6 @@
 """Bare diffusers models at the smallest configs that keep every kind of block; keys: class name, "/", a variant."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -53,9 +54,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_out_channels": (32, 32, 64), "extra_in_channels": 64, "sample_size": 64, "in_channels": 2,
     },
     "UNet3DConditionModel": {
-        **_UNET, **_CROSS, "sample_size": 8, "attention_head_dim": 4,
-        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
-        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+        "block_out_channels": (8,), "layers_per_block": 1, **_CROSS, "sample_size": 8, "attention_head_dim": 4,
+        "down_block_types": ("CrossAttnDownBlock3D",), "up_block_types": ("CrossAttnUpBlock3D",),
     },
     "UNetSpatioTemporalConditionModel": {
         "block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 8, "sample_size": 8,
@@ -71,7 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Kandinsky3UNet": {
         "time_embedding_dim": 16, "groups": 4, "attention_head_dim": 4, "layers_per_block": 2,
-        "block_out_channels": (8, 8, 16, 16), "cross_attention_dim": 8, "encoder_hid_dim": 6,
+        "block_out_channels": (8, 16), "cross_attention_dim": 8, "encoder_hid_dim": 6,
     },
     "StableCascadeUNet": {
         "in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 8, "conditioning_dim": 16,
@@ -211,8 +211,8 @@ VALUE_DEPENDENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def backbone(key: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The bare diffusers model of a key of CONFIGS."""
+def backbone(key: str, dtype: torch.dtype = torch.float32, changes: Mapping[str, Any] | None = None) -> nn.Module:
+    """The bare diffusers model of a key of CONFIGS, with `changes` of that."""
     torch.manual_seed(0)
-    model = getattr(diffusers, key.split("/")[0])(**CONFIGS[key])
+    model = getattr(diffusers, key.split("/")[0])(**{**CONFIGS[key], **(changes or {})})
     return model if dtype is torch.float32 else model.to(dtype)  # diffusers logs a warning on every .to(dtype)

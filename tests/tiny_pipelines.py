@@ -1,4 +1,4 @@
-"""Whole pipelines at the smallest configs, random and in float64, each with a call: `tiny("sd")` -> (pipe, call).
+"""Whole pipelines at the smallest configs, random and in float64, each with a call: `tiny("sdxl")` -> (pipe, call).
 
 Every image is taller than wide, and no number of its latent rows is a power of two. Text comes as embeddings where a
 tiny CLIP would not do. Keys: the family, "/", a variant.
@@ -80,11 +80,6 @@ def _stable_diffusion(**config: Any) -> tuple[Any, nn.Module]:
     scheduler = diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)
     parts = {"vae": _vae(), "text_encoder": encoder, "tokenizer": tokenizer, "unet": unet, "scheduler": scheduler}
     return parts | _NO_CHECKER, unet
-
-
-def _sd(dtype: torch.dtype) -> tuple[Any, Call]:
-    parts, _ = _stable_diffusion()
-    return diffusers.StableDiffusionPipeline(**parts), {"prompt": "a b c", "negative_prompt": "d", **_SIZE}
 
 
 def _sd_small(dtype: torch.dtype) -> tuple[Any, Call]:
@@ -241,7 +236,7 @@ def _wan(dtype: torch.dtype) -> tuple[Any, Call]:
 
 
 PIPELINES: dict[str, Callable[[torch.dtype], tuple[Any, Call]]] = {
-    "sd": _sd, "sd/small": _sd_small, "sd/image": _sd_image, "sd/inpaint": _sd_inpaint,
+    "sd/small": _sd_small, "sd/image": _sd_image, "sd/inpaint": _sd_inpaint,
     "sd/controlnet": _sd_controlnet, "sdxl": _sdxl,
     "sd3": _sd3, "flux": _flux, "flux/guided": _flux_guided, "pixart": _pixart, "hunyuan": _hunyuan, "sana": _sana,
     "dit": _dit, "ddim": _ddim, "cogvideo": _cogvideo, "wan": _wan,
