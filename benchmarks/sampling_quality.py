@@ -55,7 +55,7 @@ class Score(NamedTuple):
         return f"{self.decibels:.1f} {self.recognised:.0%}"
 
 
-Key = tuple[int, float, str, str]  # steps, eta, layout, mode
+Key = tuple[float, str, str]  # eta, layout, mode
 Predict = Callable[..., Any]
 
 
@@ -70,35 +70,38 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=130)
     failed = False
+    labels = torch.arange(10).repeat_interleave(options.samples)
     for name in options.models:
         model = trained(name, options.training_steps, options.out, console.print)
-        scores = measured(model, name, options.steps, options.samples, options.out)
-        console.print(table(name, scores))
-        for what, holds in gates(scores):
-            failed |= not holds
-            console.print(f"{'holds' if holds else 'FAILS'}: {name}, {what}", highlight=False)
+        ways = dict(predictions(model, name, len(labels)))
+        for steps in options.steps:
+            images, scores = measured(model, ways, labels, steps)
+            save_grid(
+                {way: some[:: options.samples] for way, some in images.items()}, options.out / f"{name}_{steps}.png"
+            )
+            console.print(table(f"{name}, {steps} steps", scores))
+            for what, holds in gates(scores):
+                failed |= not holds
+                console.print(f"{'holds' if holds else 'FAILS'}: {name}, {steps} steps, {what}", highlight=False)
     if failed:
         raise SystemExit(1)
 
 
-def measured(model: nn.Module, name: str, counts: list[int], samples: int, out: Path) -> dict[Key, Score]:
-    """Every layout in every mode that it has; the images of the fewest steps are kept."""
-    labels = torch.arange(10).repeat_interleave(samples)
-    ways = dict(predictions(model, name, len(labels)))
+def measured(
+    model: nn.Module, ways: dict[tuple[str, str], Predict], labels: Tensor, steps: int
+) -> tuple[dict[str, Tensor], dict[Key, Score]]:
+    """Every layout in every mode that it has; and the images made without noise added."""
     scores: dict[Key, Score] = {}
-    for steps in counts:
-        for eta in (0.0, 1.0):
-            noise = torch.randn(steps + 1, len(labels), 1, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
-            wanted = sampled(model, labels, noise, eta)
-            kept = {"one device": wanted}
-            scores[steps, eta, "one device", ""] = Score(math.inf, share_recognised(wanted, labels))
-            for (layout, mode), images_of in ways.items():
-                found = images_of(labels, noise, eta)
-                scores[steps, eta, layout, mode] = Score(psnr(found, wanted), share_recognised(found, labels))
-                kept[f"{layout}, {mode}"] = found
-            if steps == min(counts) and eta == 0:
-                save_grid({row: images[::samples] for row, images in kept.items()}, out / f"{name}_{steps}_steps.png")
-    return scores
+    kept: dict[str, Tensor] = {}
+    for eta in (1.0, 0.0):
+        noise = torch.randn(steps + 1, len(labels), 1, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+        wanted = sampled(model, labels, noise, eta)
+        kept["one device"] = wanted
+        scores[eta, "one device", ""] = Score(math.inf, share_recognised(wanted, labels))
+        for (layout, mode), images_of in ways.items():
+            kept[f"{layout}, {mode}"] = found = images_of(labels, noise, eta)
+            scores[eta, layout, mode] = Score(psnr(found, wanted), share_recognised(found, labels))
+    return kept, scores
 
 
 def predictions(model: nn.Module, name: str, num_samples: int) -> Iterator[tuple[tuple[str, str], Predict]]:
@@ -142,26 +145,24 @@ def psnr(found: Tensor, wanted: Tensor) -> float:
     return math.inf if error == 0 else 10 * math.log10(4 / error)
 
 
-def table(name: str, scores: dict[Key, Score]) -> Table:
+def table(title: str, scores: dict[Key, Score]) -> Table:
     modes = list(dict.fromkeys(mode for *_, mode in scores if mode))
-    shown = Table(title=f"{name}: PSNR against one device in dB, digits recognised", title_justify="left")
-    for column in ("steps", "noise", "layout", *modes):
+    shown = Table(title=f"{title}: PSNR against one device in dB, digits recognised", title_justify="left")
+    for column in ("noise", "layout", *modes):
         shown.add_column(column, justify="left" if column == "layout" else "right")
-    for steps, eta, layout in dict.fromkeys(key[:3] for key in scores):
-        known = {mode: str(scores[steps, eta, layout, mode]) for mode in modes if (steps, eta, layout, mode) in scores}
+    for eta, layout in dict.fromkeys(key[:2] for key in scores):
+        known = {mode: str(scores[eta, layout, mode]) for mode in modes if (eta, layout, mode) in scores}
         if layout == "one device":
-            known["exact"] = f"{scores[steps, eta, layout, ''].recognised:.0%}"
-        shown.add_row(str(steps), f"{eta:.0f}", layout, *(known.get(mode, "") for mode in modes))
+            known["exact"] = f"{scores[eta, layout, ''].recognised:.0%}"
+        shown.add_row(f"{eta:.0f}", layout, *(known.get(mode, "") for mode in modes))
     return shown
 
 
 def gates(scores: dict[Key, Score]) -> Iterator[tuple[str, bool]]:
     """What must hold, and whether it does."""
-    for steps, eta, layout in dict.fromkeys(key[:3] for key in scores):
-        decibels = {
-            mode: scores[steps, eta, layout, mode].decibels for *where, mode in scores if where == [steps, eta, layout]
-        }
-        where = f"{steps} steps, {'noise added' if eta else 'no noise'}, {layout}"
+    for eta, layout in dict.fromkeys(key[:2] for key in scores):
+        decibels = {mode: score.decibels for (*where, mode), score in scores.items() if where == [eta, layout]}
+        where = f"{'noise added' if eta else 'no noise'}, {layout}"
         if "exact" in decibels:
             yield f"{where}: exact is one device's, {decibels['exact']:.0f} dB", decibels["exact"] > 80
         if "advanced" in decibels:
@@ -172,7 +173,7 @@ def gates(scores: dict[Key, Score]) -> Iterator[tuple[str, bool]]:
             ordered = values == sorted(values, reverse=True)
             yield f"{where}: {' > '.join(f'{mode} {decibels[mode]:.1f}' for mode in NORMS)}", ordered
         if layout.startswith("PipeFusion"):
-            rows = scores[steps, eta, "rows of 4", "displaced"].decibels
+            rows = scores[eta, "rows of 4", "displaced"].decibels
             yield f"{where}: {decibels['displaced']:.1f} dB, above rows of 4, {rows:.1f}", decibels["displaced"] > rows
 
 
