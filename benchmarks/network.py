@@ -40,14 +40,21 @@ def main() -> None:
 def measure(rank: int, address: str, world_size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    if rank < 2:
-        small = usual_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
-        large = usual_seconds(lambda: ping_pong(rank, LARGE), LARGE_ROUNDS) / 2
-        both = usual_seconds(lambda: exchange(rank, LARGE), LARGE_ROUNDS)
-        if rank == 0:
-            report(small, LARGE / (large - small), both / large, world_size)
+    found = measured_cluster(rank, world_size)
+    if rank == 0:
+        print(found, end="")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Cluster | None:
+    """By messages of so many bytes over the default process group; None on ranks that only wait."""
+    if rank >= 2:
+        return None
+    small = usual_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
+    large = usual_seconds(lambda: ping_pong(rank, num_bytes), LARGE_ROUNDS) / 2
+    both = usual_seconds(lambda: exchange(rank, num_bytes), LARGE_ROUNDS)
+    return cluster(small, num_bytes / (large - small), both / large, world_size)
 
 
 def ping_pong(rank: int, num_bytes: int) -> None:
@@ -62,10 +69,11 @@ def ping_pong(rank: int, num_bytes: int) -> None:
 
 def exchange(rank: int, num_bytes: int) -> None:
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-    request = dist.isend(sent, 1 - rank)
-    dist.recv(received, 1 - rank)
-    if request is not None:
-        request.wait()
+    # The receive first, as programs post it: its notice would wait behind what is sent on the same connection.
+    requests = [dist.irecv(received, 1 - rank), dist.isend(sent, 1 - rank)]
+    for request in requests:
+        if request is not None:
+            request.wait()
 
 
 def usual_seconds(run: Callable[[], None], rounds: int) -> float:
@@ -79,16 +87,16 @@ def usual_seconds(run: Callable[[], None], rounds: int) -> float:
     return statistics.quantiles(seconds, n=10)[0]
 
 
-def report(latency: float, bandwidth: float, slowdown: float, world_size: int) -> None:
+def cluster(latency: float, bandwidth: float, slowdown: float, world_size: int) -> Cluster:
     print(
-        f"latency {latency * 1e6:.1f} us, bandwidth {bandwidth / 1e9:.2f} GB/s; both directions at once take "
+        f"latency {latency * 1e6:.1f} us, bandwidth {bandwidth / 1e9:.4f} GB/s; both directions at once take "
         f"{slowdown:.2f} x one",
         file=sys.stderr,
     )
     duplex = slowdown < 1.5
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
     link = Link("measured", round(bandwidth), round(latency, 9), duplex, shared=one_machine and not duplex)
-    print(Cluster("CPU", (Level(world_size, link),)), end="")
+    return Cluster("CPU", (Level(world_size, link),))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""Seconds of a sampling step on 2 processes of this machine over gloo, a thread each, against one, and as predicted.
+"""Seconds of a sampling step on processes of this machine over gloo, a thread each, by every way; and as predicted.
 
-    python benchmarks/sampling.py                       the link as it is
-    python benchmarks/sampling.py --rate 100mbit        throttled both ways (network namespaces and tc: needs root)
-    python benchmarks/sampling.py --models unet --rounds 5
+    python benchmarks/sampling.py                                      2 ranks, three wires: about 8 minutes
+    python benchmarks/sampling.py --ranks 3 --rates none 200mbit       of a core each
+    python benchmarks/sampling.py --models U-Net --rounds 5 --rates none
+    python benchmarks/sampling.py --tiny                               whether it runs; no measurement
 
-A U-Net and a DiT whose step takes a core a third of a second and more. "overhead" is the program of one rank against
-the model as it is. Rounds of all ways take turns, since the machine's speed drifts; medians of the steps are shown, of
-displaced ones those after the warm-up. Predicted from the machine's measured roofline, scaled so that one device's
-step takes what it took, and the measured link.
+A U-Net and a DiT whose step on two samples, as with and without a prompt, takes a core a third of a second and more.
+Links are throttled by tc between network namespaces, which needs root; elsewhere only "none", the wire as it is, is
+measured. Every rank compiles every way once. Then on every wire rounds of all ways take turns, since a machine's speed
+drifts; what is shown are medians over the steps, of displaced ones over those that follow others. They are predicted
+from the machine's measured roofline, scaled so that the program of one rank takes what it took, and the measured link.
 """
 
 import argparse
 import os
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,103 +27,151 @@ from rich.table import Table
 from torch import nn
 
 import fxpipe
-from benchmarks.emulation.namespaces import two_namespaces
+from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
+from benchmarks.network import LARGE, measured_cluster
+from fxpipe.cluster import Cluster
+from fxpipe.plan.block_graph import human_bytes
+from fxpipe.simulate import timeline
+from fxpipe.simulate.op_lists import StepOps
 
-WARM_UP, STEPS = 2, 6
-WAYS: dict[str, dict[str, Any]] = {
-    "exact rows": {"mode": "exact"},
-    "displaced rows": {"mode": "displaced", "warmup": WARM_UP, "advance": False},
-    "displaced, advanced": {"mode": "displaced", "warmup": WARM_UP, "advance": True},
-}
+WARM_UP, BEFORE, STEPS = 2, 4, 4  # exact steps of a call; those before steady ones; steady ones
+Example = dict[str, Any]
 
 
-def unet() -> tuple[nn.Module, dict[str, Any]]:
+def ways(ranks: int) -> dict[str, dict[str, Any]]:
+    displaced = {"mode": "displaced", "warmup": WARM_UP}
+    return {
+        "exact rows": {"patches": ranks},
+        "displaced rows": {"patches": ranks, **displaced},
+        "exact stages": {"stages": ranks},
+        "PipeFusion": {"stages": ranks, "patches": 2 * ranks, **displaced},
+    }
+
+
+def unet(tiny: bool) -> tuple[nn.Module, Example]:
     torch.manual_seed(0)
+    channels, side = ((16, 16, 16), 16) if tiny else ((64, 128, 128), 64)
     model = UNet2DConditionModel(
-        sample_size=64, block_out_channels=(64, 128, 128), layers_per_block=1, cross_attention_dim=64,
+        sample_size=side, block_out_channels=channels, layers_per_block=1, cross_attention_dim=64,
         attention_head_dim=16, norm_num_groups=16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    given = {"sample": torch.randn(1, 4, 64, 64), "encoder_hidden_states": torch.randn(1, 16, 64)}
-    return model.eval(), {**given, "timestep": torch.tensor(500)}
+    given = {"sample": torch.randn(2, 4, side, side), "encoder_hidden_states": torch.randn(2, 16, 64)}
+    return model.eval(), {**given, "timestep": torch.tensor([500, 500])}
 
 
-def dit() -> tuple[nn.Module, dict[str, Any]]:
+def dit(tiny: bool) -> tuple[nn.Module, Example]:
     torch.manual_seed(0)
+    heads, layers, side = (2, 4, 16) if tiny else (6, 6, 48)
     model = DiTTransformer2DModel(
-        num_attention_heads=6, attention_head_dim=64, in_channels=4, out_channels=4, num_layers=12, patch_size=2,
-        sample_size=64,
+        num_attention_heads=heads, attention_head_dim=64, in_channels=4, out_channels=4, num_layers=layers,
+        patch_size=2, sample_size=side,
     )  # fmt: skip
-    given = {"hidden_states": torch.randn(1, 4, 64, 64), "timestep": torch.tensor([500])}
-    return model.eval(), {**given, "class_labels": torch.tensor([3])}
+    given = {"hidden_states": torch.randn(2, 4, side, side), "timestep": torch.tensor([500, 500])}
+    return model.eval(), {**given, "class_labels": torch.tensor([3, 1000])}
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {"unet": unet, "dit": dit}
+MODELS: dict[str, Callable[[bool], tuple[nn.Module, Example]]] = {"U-Net": unet, "DiT": dit}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--rate", help="of the link, both ways, as tc writes it: 1gbit, 100mbit")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cluster", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "100mbit"], help="of links, as tc writes them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="models of no size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:
-        measure(options.models, options.cluster, options.rounds)
+        measure(options)
         return
-    with tempfile.TemporaryDirectory() as folder, two_namespaces(options.rate) as start:
-        link = Path(folder, "link.toml")
-        link.write_text(start([str(Path(__file__).parent / "network.py")]))
-        arguments = ["--models", *options.models, "--rounds", str(options.rounds), "--cluster", str(link)]
-        print(start([__file__, *arguments]))
+    with namespaces(options.ranks) as start:
+        print(start([__file__, *sys.argv[1:]]), end="")
 
 
-def measure(models: list[str], cluster: Path, rounds: int) -> None:
+def measure(options: argparse.Namespace) -> None:
     """What one rank does; rank 0 prints."""
-    console = Console(width=110, quiet=os.environ["RANK"] != "0")
-    table = Table(title="median seconds of a step", title_justify="left")
-    for column in ("model", "one device", "overhead", *WAYS):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for name in models:
-        table.add_row(name, *cells(*MODELS[name](), cluster, rounds))
+    rank = int(os.environ["RANK"])
+    console = Console(width=110, quiet=rank != 0)
+    table = Table(title=f"a step on {options.ranks} ranks, median seconds", title_justify="left")
+    for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
+        table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
+    compared = [Compared(name, options.ranks, options.tiny) for name in options.models]
+    for rate in options.rates:
+        if can_throttle():
+            throttle(rate)
+        elif rate != "none":
+            console.print(f"{rate}: skipped, throttling needs root, ip and tc")
+            continue
+        found = measured_cluster(rank, options.ranks, LARGE if rate == "none" else 1 << 20)
+        for one in compared:
+            for row in one.rows(options.rounds, found):
+                table.add_row(one.name, rate, *row)
+            table.add_section()
     console.print(table)
+    for one in compared:
+        one.close()
 
 
-def cells(model: nn.Module, example: dict[str, Any], cluster: Path, rounds: int) -> list[str]:
-    alone = fxpipe.compile_sampler(model, 1, example=example, cost_model="measured")
-    samplers = {
-        way: fxpipe.compile_sampler(
-            model, 2, example=example, cfg=1, cluster=cluster.read_text(), cost_model="measured", **how
-        )
-        for way, how in WAYS.items()
-    }
-    taken: dict[str, list[float]] = {way: [] for way in ("eager", "alone", *WAYS)}
-    for _ in range(rounds):
-        taken["eager"] += eager_seconds(model, example)
-        taken["alone"] += step_seconds(alone, example)
-        for way, sampler in samplers.items():
-            taken[way] += step_seconds(sampler, example)
-    one, program = (statistics.median(taken[way]) for way in ("eager", "alone"))
-    scale = program / alone.simulate().makespan_seconds
-    found = [f"{one:.3f}", f"{program / one - 1:+.1%}"]
-    for way, sampler in samplers.items():
-        seconds, predicted = statistics.median(taken[way]), predicted_seconds(sampler) * scale
-        found.append(f"{seconds:.3f}, {one / seconds:.2f}x; predicted {predicted:.3f}, {predicted / seconds - 1:+.0%}")
-    for sampler in samplers.values():
-        sampler.close()
-    return found
+class Compared:
+    """All ways of one model."""
+
+    def __init__(self, name: str, ranks: int, tiny: bool) -> None:
+        self.name = name
+        self.model, self.example = MODELS[name](tiny)
+        how: dict[str, Any] = {"example": self.example, "cost_model": "measured", "cfg": 1}
+        self.alone = fxpipe.compile_sampler(self.model, 1, **how)
+        self.samplers = {
+            way: fxpipe.compile_sampler(self.model, ranks, **how, **given) for way, given in ways(ranks).items()
+        }
+        counts = (BEFORE, BEFORE + 1)
+        self.ops = {
+            way: [sampler.denoiser.lowering.ops(sampler.step, count) for count in counts]
+            for way, sampler in self.samplers.items()
+        }
+        self.predicted_alone = self.alone.simulate().makespan_seconds
+
+    def rows(self, rounds: int, cluster: Cluster | None) -> Iterator[list[str]]:
+        """Of the table, on one wire; `cluster` is what it was measured to be, None where another rank knows."""
+        taken: dict[str, list[float]] = {way: [] for way in ("one device", "program of one", *self.samplers)}
+        for _ in range(rounds):
+            taken["one device"] += eager_seconds(self.model, self.example)
+            taken["program of one"] += step_seconds(self.alone, self.example)
+            for way, sampler in self.samplers.items():
+                taken[way] += step_seconds(sampler, self.example)
+        seconds = {way: statistics.median(of_way) for way, of_way in taken.items()}
+        scale = seconds["program of one"] / self.predicted_alone
+        for way, measured in seconds.items():
+            row = [way, f"{measured:.3f}", f"{seconds['one device'] / measured:.2f}x"]
+            if cluster is not None and way in self.samplers:
+                before, after = (makespan(steps, scale, cluster) for steps in self.ops[way])
+                predicted = after - before
+                row += [f"{predicted:.3f}", f"{predicted / measured - 1:+.1%}", most_received(self.samplers[way])]
+            yield row
+
+    def close(self) -> None:
+        for sampler in self.samplers.values():
+            sampler.close()
 
 
-def predicted_seconds(sampler: fxpipe.Sampler) -> float:
-    """Of a step after the warm-up."""
-    before, after = (sampler.simulate(count).makespan_seconds for count in (WARM_UP + 3, WARM_UP + 4))
-    return after - before
+def makespan(steps: StepOps, scale: float, cluster: Cluster) -> float:
+    """Simulated seconds on a device that takes `scale` times as long."""
+    ranks = [[op._replace(seconds=scale * op.seconds) for op in of_rank] for of_rank in steps.ranks]
+    return timeline(StepOps(ranks, steps.held), cluster).makespan_seconds
+
+
+def most_received(sampler: fxpipe.Sampler) -> str:
+    """In a step, by the rank that receives the most."""
+    traffic = sampler.traffic("displaced" if "displaced" in sampler.step.forms else "fresh")
+    ranks = range(sampler.grid.world_size)
+    into = (sum(size for (_, dst), size in traffic.channels.items() if dst == rank) for rank in ranks)
+    return human_bytes(max(into))
 
 
 @torch.no_grad()
-def eager_seconds(model: nn.Module, example: dict[str, Any]) -> Iterator[float]:
+def eager_seconds(model: nn.Module, example: Example) -> Iterator[float]:
     model(**example)
     for _ in range(STEPS):
         started = time.perf_counter()
@@ -130,15 +179,16 @@ def eager_seconds(model: nn.Module, example: dict[str, Any]) -> Iterator[float]:
         yield time.perf_counter() - started
 
 
-def step_seconds(sampler: fxpipe.Sampler, example: dict[str, Any]) -> Iterator[float]:
-    """Of the steps of one call after the warm-up."""
+def step_seconds(sampler: fxpipe.Sampler, example: Example) -> Iterator[float]:
+    """Of the steady steps of one call. Each needs the prediction of the one before, as in a sampling loop."""
     picture = "sample" if "sample" in example else "hidden_states"
+    image = example[picture]
     with sampler.call():
-        for step in range(WARM_UP + STEPS):
-            moved = {**example, picture: example[picture] + 0.01 * step, "timestep": example["timestep"] - step}
+        for step in range(BEFORE + STEPS):
             started = time.perf_counter()
-            sampler.predict(**moved)
-            if step >= WARM_UP:
+            given = {**example, picture: image, "timestep": example["timestep"] - step}
+            image = image - 0.01 * sampler.predict(**given).sample
+            if step >= BEFORE:
                 yield time.perf_counter() - started
 
 

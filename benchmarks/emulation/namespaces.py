@@ -1,70 +1,100 @@
-"""Two processes that torchrun's variables join, on this machine: directly, or each in a network namespace of its own
-with a throttled link between them.
+"""Processes that torchrun's variables join, on this machine: each in a network namespace of its own, with links whose
+rate they set themselves; directly, where namespaces cannot be made.
 
-rank 0 in namespace a, 10.77.0.1  ---- veth pair, tc tbf both ways ----  rank 1 in namespace b, 10.77.0.2
+rank 0 in namespace 0, 10.77.0.1  ---- veth, tc tbf both ways ----  bridge  ---- ... ----  rank 1 in namespace 1
 """
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PORT = "29617"
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_BURST = "64kb"  # what tc lets through at once; LATENCY is how long a packet may queue
-_LATENCY = "400ms"
+_BURST, _LATENCY = "32kb", "400ms"  # what tc lets through at once; how long a packet may queue
+_HUB = "FXPIPE_HUB"  # in the environment of a rank: the namespace of the bridge
 ROOT = str(Path(__file__).parents[2])
 
-Start = Callable[[list[str]], str]
-"""Runs a script with arguments on both ranks; what rank 0 has printed."""
+Start = Callable[[Sequence[str]], str]
+"""Runs a script with arguments on all ranks; what rank 0 has printed."""
 
 
 @contextmanager
-def two_namespaces(rate: str | None) -> Iterator[Start]:
-    """How to start two ranks; `rate` of the link as tc writes it, unrestricted where None."""
-    if rate is None:
-        yield lambda arguments: _started(arguments, ([], []), "127.0.0.1", None)
-        return
-    names = [f"fxpipe{os.getpid()}{side}" for side in "ab"]
-    ends = [f"fx{os.getpid()}{side}" for side in "ab"]
+def namespaces(num_ranks: int) -> Iterator[Start]:
+    """How to start ranks; they can `throttle` where `can_throttle()`."""
+    hub, spaces = f"fxpipe{os.getpid()}", [f"fxpipe{os.getpid()}_{rank}" for rank in range(num_ranks)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what was made is taken away
     try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, _ADDRESSES, strict=True):
-            inside = ("ip", "-n", name)
-            _run("ip", "link", "set", end, "netns", name)
-            _run(*inside, "addr", "add", f"{address}/24", "dev", end)
-            _run(*inside, "link", "set", end, "up")
-            _run(*inside, "link", "set", "lo", "up")
-            shaped = ("tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", _BURST)
-            _run("ip", "netns", "exec", name, *shaped, "latency", _LATENCY)
-        prefixes = tuple(["ip", "netns", "exec", name] for name in names)
-        yield lambda arguments: _started(arguments, prefixes, _ADDRESSES[0], ends)
+        _join(hub, spaces)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"links cannot be throttled: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
+        _remove([hub, *spaces])
+        yield lambda arguments: _started(arguments, [[]] * num_ranks, "127.0.0.1", {})
+        return
+    try:
+        prefixes = [["ip", "netns", "exec", space] for space in spaces]
+        yield lambda arguments: _started(arguments, prefixes, "10.77.0.1", {_HUB: hub, "GLOO_SOCKET_IFNAME": "wire"})
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        _remove([hub, *spaces])
+
+
+def can_throttle() -> bool:
+    """Whether this rank has a link of its own."""
+    return _HUB in os.environ
+
+
+def throttle(rate: str) -> None:
+    """Let this rank send and receive so fast, as tc writes it: "1gbit"; "none" lets it do as it can."""
+    for inside, end in ([], "wire"), (["ip", "netns", "exec", os.environ[_HUB]], f"end{os.environ['RANK']}"):
+        with suppress(subprocess.CalledProcessError):  # where it was not throttled
+            _run(*inside, "tc", "qdisc", "del", "dev", end, "root")
+        if rate != "none":
+            shaped = ("tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", _BURST)
+            _run(*inside, *shaped, "latency", _LATENCY)
+
+
+def _join(hub: str, spaces: Sequence[str]) -> None:
+    """Namespaces with a link each to the bridge in the hub."""
+    _run("ip", "netns", "add", hub)
+    _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", hub, "link", "set", "bridge", "up")
+    for rank, space in enumerate(spaces):
+        _run("ip", "netns", "add", space)
+        pair = ("link", "add", f"end{rank}", "type", "veth", "peer", "name", "wire", "netns", space)
+        _run("ip", "-n", hub, *pair)
+        _run("ip", "-n", hub, "link", "set", f"end{rank}", "master", "bridge", "up")
+        _run("ip", "-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "wire")
+        _run("ip", "-n", space, "link", "set", "wire", "up")
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+
+
+def _remove(spaces: Sequence[str]) -> None:
+    for space in spaces:
+        with suppress(OSError):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def _started(arguments: list[str], prefixes: tuple[list[str], ...], address: str, ends: list[str] | None) -> str:
-    processes = []
-    for rank, prefix in enumerate(prefixes):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": address,
-            "MASTER_PORT": _PORT, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT,
-        }  # fmt: skip
-        if ends is not None:
-            environment["GLOO_SOCKET_IFNAME"] = ends[rank]
-        command = [*prefix, sys.executable, *arguments]
-        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
-    shown, _ = processes[0].communicate()
-    if any([process.wait() for process in processes]):
-        raise SystemExit(f"{' '.join(arguments)} failed")
+def _started(arguments: Sequence[str], prefixes: Sequence[list[str]], address: str, links: dict[str, str]) -> str:
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for rank, prefix in enumerate(prefixes):
+            environment = os.environ | links | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(prefixes)), "MASTER_ADDR": address,
+                "MASTER_PORT": _PORT, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT,
+            }  # fmt: skip
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            command = [*prefix, sys.executable, *arguments]
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
+        shown, _ = processes[0].communicate()
+        if any([process.wait() for process in processes]):
+            raise SystemExit(f"{' '.join(arguments)} failed")
+    finally:
+        for process in processes:
+            process.kill()
     return shown or ""
