@@ -27,9 +27,10 @@ from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.launch import join
 from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
-from fxpipe.sampler import Sampler, Spread
+from fxpipe.sampler import Sampler
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
+from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.trace import Sizes, Tracing
 from passes.sampling.displaced import Norms
 from passes.sampling.text import Text

@@ -17,10 +17,11 @@ from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel
 from fxpipe.run.ranks import LocalRanks
 from fxpipe.run.sampling import BoundProgram, LocalRun
-from fxpipe.sampler import SampleStep, Spread, Traced
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.lowering import SampleLowering
 from fxpipe.sampling.planning import Request
+from fxpipe.sampling.spread import Spread
+from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
 from passes.rows import RowPlan
 

@@ -16,7 +16,8 @@ from fxpipe.errors import CompileError, RunError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.run.patched import Patched
 from fxpipe.run.sampling import BoundProgram, LocalRun
-from fxpipe.sampler import Sampler, SampleStep
+from fxpipe.sampler import Sampler
+from fxpipe.sampling.step import SampleStep
 from tests.denoisers import case, noise, revealed
 from tests.distributed import run_processes
 from tests.tiny_backbones import CONFIGS

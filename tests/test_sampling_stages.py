@@ -13,7 +13,8 @@ import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.sample_grid import Grid
-from fxpipe.sampler import Sampler, SampleStep
+from fxpipe.sampler import Sampler
+from fxpipe.sampling.step import SampleStep
 from passes.sampling.stages import Line
 from tests.denoisers import case
 from tests.distributed import run_processes

@@ -1,5 +1,6 @@
 """A denoiser becomes programs, for every kind of call when it first comes.
 
+spread     a module whose calls run on all ranks                 asks for what follows
 trace      a call of the module in eval, without gradients       -> Traced
 case       what planning and lowering ask of so many samples: rows, runs, blocks, seconds
 planning   groups of samples, stages, patches, the order         -> SamplePlan

@@ -11,8 +11,8 @@ from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
-from fxpipe.sampler import Traced
 from fxpipe.sampling.seconds import operation_seconds
+from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size

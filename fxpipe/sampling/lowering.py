@@ -20,10 +20,10 @@ from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence, require_sequence
-from fxpipe.sampler import SampleStep, Traced
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.planning import Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
+from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
 from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops

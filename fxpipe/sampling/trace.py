@@ -15,7 +15,7 @@ from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.settings import require_stateless
 from fxpipe.errors import FxpipeError
-from fxpipe.sampler import Traced
+from fxpipe.sampling.step import Traced
 from passes.rows.sized import at_batch_size, require_shapes
 
 RowsOf = Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]

@@ -1,0 +1,152 @@
+"""A module whose calls run on all ranks; each kind of call is compiled when it first comes.
+
+pipe.unet(sample, t, text)   ->   programs for this kind of call   ->   ranks   ->   the whole prediction
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.settings import Settings, settings_of
+from fxpipe.errors import CompileError, FxpipeError
+from fxpipe.run.ranks import Ranks
+from fxpipe.sampling.step import SampleStep, Traced
+from fxpipe.simulate.op_lists import StepOps
+
+_log = logging.getLogger(__name__)
+
+
+class Lowering(Protocol):
+    """What the compiler does for a spread module."""
+
+    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
+        """The module's call as a graph; `num_free`: graphs with free sizes that do not hold for it."""
+        ...
+
+    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The graph with free sizes at this call's; CompileError where it does not hold for them."""
+        ...
+
+    def step(self, traced: Traced, batch_size: int) -> SampleStep:
+        """The programs of all ranks for so many samples."""
+        ...
+
+    def ops(self, step: SampleStep, num_steps: int) -> StepOps:
+        """What every rank does in so many steps of a call, for how long, and in how many bytes."""
+        ...
+
+
+class Spread:
+    """A module whose calls run on all ranks. Programs are made when a kind of call is first seen: other shapes, other
+    conditions, other settings; another number of samples needs no new trace. With `or_whole`, a module for which there
+    are no programs runs whole on every rank, and `whole` says why.
+
+    Several calls in one step of a pipeline, such as with the prompt and without, are streams of their own: by the name
+    that the pipeline gives them (`cache_context`), else by their order among calls at the same time (an input of a name
+    like timestep, sigma or t); where there is none, by their conditions.
+    """
+
+    def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
+        self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
+        self.whole: str | None = None
+        self.stream_name: str | None = None
+        self._traced: list[Traced] = []
+        self._steps: dict[tuple[int, int], SampleStep] = {}
+        self._states: dict[int, dict[str, torch.Tensor]] = {}
+        self._weights: list[tuple[Any, ...]] = []
+        self._settings: Settings = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's forward; without gradients."""
+        step = self._step_or_none(args, kwargs)
+        if step is None:
+            with torch.no_grad():
+                return self.module(*args, **kwargs)
+        return self.predict(step, args, kwargs)
+
+    def predict(
+        self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any], stream: str | None = None
+    ) -> Any:
+        """By these programs, as the next step of a stream; which one is found out where it has no name."""
+        tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
+        own = self.stream_name if stream is None else stream
+        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors), own)
+        return step.traced.returned.rebuilt(prediction)
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
+        """The programs for a call; of its tensors only shapes and types are used."""
+        self._forget_other_weights()
+        for traced in self._traced:
+            size = traced.num_samples(args, kwargs)
+            if size is not None:
+                return self._of_size(traced, size)
+        traced = self._resized(args, kwargs)
+        size = traced.num_samples(args, kwargs)
+        assert size is not None
+        self._traced.append(traced)
+        self._settings = settings_of(self.module)  # as tracing has left them
+        return self._of_size(traced, size)
+
+    def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """A call's graph by one with free sizes, if one holds for it, else by a trace."""
+        apart: str | None = None
+        for traced in self._traced:
+            if isinstance(traced.any_size, AnySize):
+                try:
+                    return self.lowering.resized(traced, args, kwargs)
+                except CompileError as error:
+                    apart = str(error)
+        tried = sum(traced.any_size is not None for traced in self._traced)
+        return replace(self.lowering.traced(self.module, args, kwargs, tried), apart=apart)
+
+    def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
+        """None where the module runs whole: as soon as one of its calls must, for calls may follow from each other."""
+        if self.whole is not None:
+            self._forget_other_weights()  # others may do
+        if self.whole is not None:
+            return None
+        try:
+            return self.step(args, kwargs)
+        except FxpipeError as error:
+            if not self.or_whole:
+                raise
+            self.whole = f"{type(self.module).__name__} runs whole on every rank: {error}"
+            _log.warning("%s", self.whole)
+            return None
+
+    def _of_size(self, traced: Traced, size: int) -> SampleStep:
+        key = id(traced), size
+        if key not in self._steps:
+            self._steps[key] = self.lowering.step(traced, size)
+        return self._steps[key]
+
+    def state(self, traced: Traced) -> dict[str, torch.Tensor]:
+        """The module's tensors and the graph's constants, by the programs' names."""
+        if id(traced) not in self._states:
+            constants = {f"_constants.{name}": tensor for name, tensor in traced.captured.constants.items()}
+            self._states[id(traced)] = _tensors_of(self.module) | constants
+        return self._states[id(traced)]
+
+    def _forget_other_weights(self) -> None:
+        """Tensors that were put in place of others are read from now on; others by name, shape or type are another
+        model, as with an adapter loaded or fused, and so are other settings."""
+        now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
+        if now != self._weights:
+            self._states.clear()
+        settings = settings_of(self.module)
+        if settings != self._settings or [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
+            self._traced.clear()
+            self._steps.clear()
+            self.whole = None
+        self._weights, self._settings = now, settings
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

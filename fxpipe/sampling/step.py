@@ -1,0 +1,103 @@
+"""What a kind of call becomes: its graph, and the programs of all ranks with their plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.capture import Capture
+from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.trees import Returned
+from fxpipe.errors import CompileError
+from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_grid import Grid
+from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.transport import Channel
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A module's call as one graph, for any number of samples; `rows` are the inputs that have rows, and where.
+
+    `any_size` is the graph with free sizes, or why there is none; None where none was asked for. `apart` says why the
+    call's sizes have a trace of their own where there were such graphs.
+    """
+
+    captured: Capture
+    returned: Returned
+    rows: Mapping[str, int]
+    any_size: AnySize | str | None = None
+    apart: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What had to be given up."""
+        one_by_one = self.any_size if isinstance(self.any_size, str) else None
+        why = {"image sizes are traced one by one": one_by_one, "this image size was traced apart": self.apart}
+        return (*self.captured.notes, *(f"{what}: {reason}" for what, reason in why.items() if reason))
+
+    def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """Of a call that has this graph; None of another. Of tensors only shapes and types are used."""
+        try:
+            _, size = self.captured.inputs.bind(args, kwargs, shapes_alone=True)
+        except CompileError:
+            return None
+        return size if self.captured.batch or size == self.captured.inputs.batch_size else None
+
+
+@dataclass(frozen=True, eq=False)
+class SampleStep:
+    """The programs of all ranks for calls with `plan.num_samples` samples. `inputs` has the module's input that each
+    input of a program is, by name, `likes` its shape and type; `about` says where the rows lie."""
+
+    traced: Traced
+    plan: SamplePlan
+    inputs: Mapping[str, str]
+    likes: Mapping[str, torch.Tensor]
+    programs: tuple[SampleProgram, ...]
+    messages_of: Mapping[str, tuple[Message, ...]]
+    about: str
+
+    @property
+    def batch_size(self) -> int:
+        return self.plan.num_samples
+
+    @property
+    def grid(self) -> Grid:
+        return self.plan.grid
+
+    @property
+    def warmup(self) -> int:
+        """Exact steps before displaced ones."""
+        return self.plan.how.warmup
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return tuple(self.programs[0].forms)
+
+    @property
+    def samples(self) -> set[str]:
+        """The inputs of programs that have rows."""
+        return {name for name, argument in self.inputs.items() if argument in self.traced.rows}
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of the fresh form, in the order of every channel."""
+        return self.messages_of["fresh"]
+
+    @property
+    def channels(self) -> list[Channel]:
+        return sorted({message.channel for of_form in self.messages_of.values() for message in of_form})
+
+    def sequence(self, num_steps: int) -> list[str]:
+        """The forms of a call's steps."""
+        if "displaced" not in self.forms:
+            return ["fresh"] * num_steps
+        warm = ["fresh", *["again" if "again" in self.forms else "fresh"] * (self.warmup - 1)]
+        return (warm + ["displaced"] * num_steps)[:num_steps]
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A call's tensors by the programs' names."""
+        return {name: tensors[argument].contiguous() for name, argument in self.inputs.items()}
