@@ -13,6 +13,7 @@ from torch import nn
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.errors import CompileError, FxpipeError
+from fxpipe.run.ownership import require_new
 from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.simulate.op_lists import StepOps
@@ -134,6 +135,7 @@ class Spread:
     def _forget_other_weights(self) -> None:
         """Tensors that were put in place of others are read from now on; others by name, shape or type are another
         model, as with an adapter loaded or fused, and so are other settings."""
+        require_new(self.module)
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
