@@ -115,10 +115,7 @@ def test_bytes_are_those_that_are_sent() -> None:
     state = sampler.denoiser.state(step.traced)
 
     def rank(transport: Transport) -> dict[tuple[int, int], int]:
-        program = step.programs[transport.rank]
-        module = program.bind({name: state[name] for name in program.state})
-        with torch.no_grad():
-            module(transport, *(tensors[name] for name in program.inputs))
+        SampleRun(transport).predict(BoundProgram(step.programs[transport.rank], state), tensors)
         transport.flush()
         return transport.sent_bytes()
 

@@ -22,6 +22,8 @@ Settings = list[Any]
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _NOT_READ = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_LIBRARIES = ("torch.", "diffusers.", "transformers.")
+"""Whose modules note for themselves what they have installed or seen at a first call, and compute alike in the next."""
 _DEPTH = 4  # of objects and containers in each other
 
 
@@ -69,7 +71,8 @@ def written_settings(model: nn.Module, found: list["Written"]) -> Iterator[None]
 
     None of a module that is also given tensors or objects there: such numbers say what it has kept of them.
     """
-    modules = dict(model.named_modules())
+    parts = model.named_modules()
+    modules = {name: part for name, part in parts if not type(part).__module__.startswith(_LIBRARIES)}
     before = {name: dict(module.__dict__) for name, module in modules.items()}
     yield
     found.clear()

@@ -165,7 +165,8 @@ def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, 
     if request.in_turn:
         count = request.num_patches or min(2 * grid.stages, rows.units.count)
     require_units(rows, count)
-    if request.text == "first" and grid.stages == 1 and count > 1 and has_text(rows):
+    beside = grid.stages == 1 and not request.in_turn and count > 1
+    if beside and request.text == "first" and has_text(rows):
         bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count)
         if case.first_has_text(size, bounds) is not None:
             return bounds, True
