@@ -22,8 +22,8 @@ Settings = list[Any]
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _NOT_READ = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_LIBRARIES = ("torch.", "diffusers.", "transformers.")
-"""Whose modules note for themselves what they have installed or seen at a first call, and compute alike in the next."""
+_LIBRARY = "transformers."
+"""Its modules note what they have installed at their first call, and compute alike in the next."""
 _DEPTH = 4  # of objects and containers in each other
 
 
@@ -72,7 +72,7 @@ def written_settings(model: nn.Module, found: list["Written"]) -> Iterator[None]
     None of a module that is also given tensors or objects there: such numbers say what it has kept of them.
     """
     parts = model.named_modules()
-    modules = {name: part for name, part in parts if not type(part).__module__.startswith(_LIBRARIES)}
+    modules = {name: part for name, part in parts if not type(part).__module__.startswith(_LIBRARY)}
     before = {name: dict(module.__dict__) for name, module in modules.items()}
     yield
     found.clear()
