@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test install
+.PHONY: demo test test-all install
 
 demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# With further models of what the others show.
+test-all: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile --long
 
 install: .venv/installed
 

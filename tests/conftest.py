@@ -1,4 +1,5 @@
-"""Settings every test shares: one thread each, one cache of captures, reproducible hypothesis runs, golden files."""
+"""Settings every test shares: one thread each, one cache of captures, reproducible hypothesis runs, golden files; and
+which are left out of everyday runs: further models of what others show, in long.txt, run by `pytest --long`."""
 
 import os
 import tempfile
@@ -20,10 +21,22 @@ settings.register_profile("fxpipe", deadline=None, max_examples=25, derandomize=
 settings.load_profile("fxpipe")
 
 GOLDEN = Path(__file__).parent / "golden"
+LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden instead of comparing")
+    parser.addoption("--long", action="store_true", help="run what tests/long.txt names, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    files = {item.path.name for item in items}
+    unknown = {name for name in LONG if name.split("/")[1].split("::")[0] in files} - {item.nodeid for item in items}
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/long.txt names what is no test: {sorted(unknown)}")
+    if not config.getoption("--long"):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in LONG])
+        items[:] = [item for item in items if item.nodeid not in LONG]
 
 
 @pytest.fixture

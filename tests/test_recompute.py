@@ -107,7 +107,7 @@ def cuts(draw: st.DrawFn, num_blocks: int) -> tuple[tuple[int, ...], tuple[Run, 
 
 
 @given(st.data())
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_any_runs_give_the_same_bit_for_bit(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))
     boundaries, runs = data.draw(cuts(len(analysed(name)[1].graph.blocks)))
