@@ -1,6 +1,6 @@
 """A denoiser over patches of its rows, as the sampling compiler lowers it: other patches, other forms of one trace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -101,13 +101,13 @@ def of_patches(lowering: SampleLowering, patches: int | Sequence[int], **how: An
 
 
 def row_programs(
-    model: nn.Module, example: Mapping[str, Any], patches: int | Sequence[int], *,
+    model: nn.Module, example: Mapping[str, Any], patches: int | Sequence[int] | Callable[[int], Sequence[int]], *,
     sample: Mapping[str, int] | None = None, **how: Any,
 ) -> RowPrograms:  # fmt: skip
     """A denoiser over patches of its rows, a rank each.
 
     Args:
-        patches: how many, or their bounds in units.
+        patches: how many, or their bounds in units, or what makes these of the number of units.
         sample: the row dimension of every input that has rows; a diffusers backbone's own where left out.
         how: mode, norms, advance.
     """
@@ -118,7 +118,8 @@ def row_programs(
     traced = lowering.traced(model, (), dict(example), 0)
     count = traced.num_samples((), example)
     assert count is not None
-    made = RowPrograms(model, lowering, traced, count).cut(patches)
+    whole = RowPrograms(model, lowering, traced, count)
+    made = whole.cut(patches(whole.rows.units.count) if callable(patches) else patches)
     _ = made.step  # refused here, if it is
     return made
 

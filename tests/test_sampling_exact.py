@@ -42,9 +42,9 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def uneven(count: int) -> list[tuple[int, ...]]:
+def uneven(count: int) -> tuple[int, ...]:
     """Bounds of three patches of different sizes, of two where there are few units."""
-    return [(0, count // 2, count - max(1, count // 5), count)] if count >= 4 else [(0, 1, count)]
+    return (0, count // 2, count - max(1, count // 5), count) if count >= 4 else (0, 1, count)
 
 
 def notes_of(programs: RowPrograms) -> list[str]:
@@ -88,14 +88,12 @@ def test_patches_predict_what_one_device_predicts(key: str, said: Callable[[str,
         said(key, ["refused: it has no rows"])
         return
     wanted, bound = one_device(given), 1e-5 if key in FLOAT32_INSIDE | FLOAT32_ONLY else 1e-10
-    programs = row_programs(given.model, given.example, 2, sample=given.sample)
+    programs = row_programs(given.model, given.example, uneven, sample=given.sample)
     said(key, notes_of(programs))
-    for bounds in uneven(programs.rows.units.count):
-        patched = programs.cut(bounds)
-        assert not check_programs(patched.programs, patched.messages)
-        found = patched.predict(**given.example)
-        assert all(torch.equal(other, found[0]) for other in found[1:])
-        assert relative_error(found[0], wanted) <= bound, bounds
+    assert not check_programs(programs.programs, programs.messages)
+    found = programs.predict(**given.example)
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+    assert relative_error(found[0], wanted) <= bound, programs.bounds
 
 
 def rank_main(key: str, num_patches: str) -> tuple[float, int]:
