@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
     from fxpipe.program import Program
+    from fxpipe.run.saves.choice import Loaded, load_checkpoint
     from fxpipe.sample_compiler import compile_sampler
     from fxpipe.sampler import Sampler
 
@@ -35,6 +36,7 @@ __all__ = [
     "CompileError",
     "CostModel",
     "FxpipeError",
+    "Loaded",
     "NodeSeconds",
     "Plan",
     "Program",
@@ -45,12 +47,14 @@ __all__ = [
     "SelfConditioning",
     "compile",
     "compile_sampler",
+    "load_checkpoint",
 ]
 
 # Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
 _LAZY = {
     "Cluster": "fxpipe.cluster",
     "CostModel": "fxpipe.costs.model",
+    "Loaded": "fxpipe.run.saves.choice",
     "NodeSeconds": "fxpipe.costs.model",
     "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",
@@ -59,6 +63,7 @@ _LAZY = {
     "Sampler": "fxpipe.sampler",
     "compile": "fxpipe.compiler",
     "compile_sampler": "fxpipe.sample_compiler",
+    "load_checkpoint": "fxpipe.run.saves.choice",
 }
 
 

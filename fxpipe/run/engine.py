@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
-from fxpipe.run.agreement import agree, agree_on_state, checksum, told
+from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.observe import Observe
-from fxpipe.run.ownership import require_new
+from fxpipe.run.ownership import owners, require_new
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors
 from fxpipe.run.run_rank import Draws, NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.shared_model import SharedModel
@@ -77,6 +77,17 @@ class LocalEngine(Training):
 
     def _is_at(self, rank: int) -> bool:
         return True
+
+    _num_writers = 1
+
+    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return ()
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
+        pass
 
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         pass
@@ -176,6 +187,21 @@ class Engine(Training):
     def _is_at(self, rank: int) -> bool:
         return self.rank == rank
 
+    @property
+    def _num_writers(self) -> int:
+        return self._plan.world_size
+
+    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return owners(parameter)
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        with told(self._transport):
+            return everyones(self._transport, mine)
+
+    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
+        with told(self._transport):
+            self._agree(call, parts)
+
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         super()._add_gradients(self._shared.give(gradients))
 
@@ -220,8 +246,10 @@ class Engine(Training):
 
     def close(self) -> None:
         """As in `Training.close`. What other ranks train is not in this rank's model unless `sync_model` brought it."""
-        super().close()
-        self._transport.close()
+        try:
+            super().close()
+        finally:
+            self._transport.close()
 
 
 def _at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

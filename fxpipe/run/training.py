@@ -10,7 +10,7 @@
 What a step has made for the next one is used for that batch, step and seed only, and otherwise made again.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
+from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.shared_model import state_copy
 
 Ahead = tuple[int, Tensors]
@@ -54,7 +55,7 @@ class _Carried:
     made: Any
 
 
-class Training(ABC):
+class Training(EngineSaves):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -74,6 +75,7 @@ class Training(ABC):
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
         self._carried: _Carried | None = None
+        self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
 
     def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
@@ -103,6 +105,7 @@ class Training(ABC):
         self._require_open("train")
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
+        self._last_read = loader, reader
         while (pair := self._read(reader)) is not None:
             try:
                 loss = self._step(*pair)
@@ -167,8 +170,13 @@ class Training(ABC):
         return state_copy(self._model, trainable_only) if self._is_at(dst) else None
 
     def close(self) -> None:
-        """Leave the network; every rank calls it when it is done. What is trained stays in the model."""
+        """Leave the network; every rank calls it when it is done. What is trained stays in the model.
+
+        Raises:
+            RunError: the last asynchronous save was not written.
+        """
         self._closed = True
+        self._finish_alone()
 
     def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
         """The next batch and the one after it; None at the end."""
@@ -223,6 +231,13 @@ class Training(ABC):
 
     def _bind(self, batch: Batch) -> Tensors:
         return self._plan.bind(*call_of(batch))
+
+    def _is_ahead(self, loader: object) -> bool:
+        return self._last_read is not None and self._last_read[0] is loader and self._last_read[1].is_ahead
+
+    def _forget_batches(self) -> None:
+        self._carried = self._last_read = None
+        self._readers.clear()
 
     def _require_open(self, call: str) -> None:
         if self._closed:

@@ -1,0 +1,215 @@
+"""Saving and loading a run, as every engine offers them.
+
+engine.save("run", optimizer, scheduler=scheduler)         run/step-200     each rank writes what it trains
+engine.load("run", optimizer, scheduler=scheduler)         the newest that is whole, into any layout
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.run.saves import folders
+from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
+from fxpipe.run.saves.contents import contents
+from fxpipe.run.saves.parts import part_name, write_part
+from fxpipe.run.saves.run import RandomState, Run, Stateful
+
+
+class EngineSaves(ABC):
+    """What a run needs to survive. The engine's own state is its seed and its step index."""
+
+    rank: int
+    seed: int
+    step_index: int
+    device: torch.device
+    _model: nn.Module
+    _writing: "_Writing | None" = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Which random numbers come next. `save` has its own engine's; give others of the same model in `extra`."""
+        return {"seed": self.seed, "step_index": self.step_index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.seed, self.step_index = state["seed"], state["step_index"]
+
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scheduler: Stateful | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        trainable_only: bool = False,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Collective: write the run to `directory/step-N`, where all ranks see it; returns that folder.
+
+        Saved are the model's parameters and buffers, the optimizer's state by the names of parameters, seed and step
+        index, torch's random state of every rank, and what is given. Gradients are not: save after `optimizer.step()`.
+        The folder has its name once all of it is on the disk; whatever ends a run before leaves those that were there.
+
+        Args:
+            directory: of one run: the last `keep` checkpoints stay in it, and those of later steps are set aside.
+            extra: values, or objects with `state_dict` and `load_state_dict`, by name, such as averages of weights, or
+                a loader that knows its position. Tensors by a parameter's name are taken where it is trained.
+            trainable_only: leave frozen weights and buffers out; they must be the same when it is loaded.
+            asynchronous: copy to the CPU, then write while training goes on. The next `save` or `close` waits for it,
+                and raises what went wrong.
+
+        Raises:
+            RunError: something cannot be saved, or was not written on some rank. Nothing else has changed: training
+                can go on, and the last complete checkpoint is loaded as before.
+        """
+        self._require_open("save")
+        if keep < 1:
+            raise RunError(f"keep={keep}: at least the checkpoint itself is kept, 1")
+        for ahead in [name for name, value in (extra or {}).items() if self._is_ahead(value)]:
+            raise RunError(
+                f"extra[{ahead!r}] was read a batch ahead by engine.train, and would be taken up behind that batch: "
+                "call engine.step in a loop over it, or leave it out and skip the first step_index batches after load"
+            )
+        self._finish()
+        folder = Path(directory).resolve()
+        self._alike("save", {
+            "directory": str(folder), "step index or seed": self.state_dict(), "names in extra": sorted(extra or ()),
+            "other argument": (optimizer is None, scheduler is None, keep, trainable_only, asynchronous),
+        })  # fmt: skip
+        run = self._run(optimizer, scheduler, extra)
+        name = f"step-{self.step_index}"
+        tensors, body = on_all(self._everyones, lambda: contents(run, trainable_only), f"{name} was not saved")
+        made = on_all(self._everyones, lambda: self._begin(folder), _not_written(name))
+        into = self._everyones(made)[0]
+        if asynchronous:
+            tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        path = into / part_name(run.rank, run.num_ranks)
+
+        def write() -> None:
+            write_part(path, tensors, body | {"save": into.name})
+            folders.complete(into, run.num_ranks, keep)
+
+        self._writing = _Writing(into, write, asynchronous)
+        if not asynchronous:
+            self._finish()
+        return folders.final(into)
+
+    def load(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scheduler: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> Loaded:
+        """Collective: go on with a run that any engine has saved, on as many ranks, of any layout.
+
+        The newest checkpoint of the directory that is whole is loaded, with a warning where a newer one is not; or give
+        the folder of one. In the same layout the run goes on to the same bits. In another one ranks take rank 0's
+        random state, and its values in `extra`, which must then have been the same everywhere.
+
+        Returns:
+            The folder, the step index, and what was given to `save` in `extra` as plain values.
+
+        Raises:
+            RunError: none is whole; or model, optimizer or `extra` are others than those that were saved.
+        """
+        self._require_open("load")
+        self._finish()
+        folder = Path(directory).resolve()
+        self._alike("load", {
+            "directory": str(folder), "names in extra": sorted(extra or ()),
+            "other argument": (optimizer is None, scheduler is None),
+        })  # fmt: skip
+        loaded = load(folder, self._run(optimizer, scheduler, extra), self._everyones)
+        self._forget_batches()
+        return loaded
+
+    def _begin(self, directory: Path) -> Path:
+        return folders.begin(directory, self.step_index) if self.rank == 0 else directory
+
+    def _run(self, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Run:
+        sections = {"engine": self, "random": RandomState(self.device), **sections_of(scheduler, extra)}
+        return Run(self._model, optimizer, sections, self.rank, self._num_writers, self._owners)
+
+    def _finish(self) -> None:
+        """Collective: the last save is complete, on all ranks."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            on_all(self._everyones, writing.require, _not_written(folders.final(writing.folder).name))
+        except RunError:
+            if self.rank == 0:
+                folders.discard(writing.folder)
+            raise
+
+    def _finish_alone(self) -> None:
+        """What this rank was writing has ended; RunError where it has not been written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            on_all(lambda fault: [fault], writing.require, _not_written(folders.final(writing.folder).name))
+
+    @property
+    @abstractmethod
+    def _num_writers(self) -> int: ...
+
+    @abstractmethod
+    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks that train it; none where all processes do."""
+
+    @abstractmethod
+    def _everyones(self, mine: Any) -> list[Any]:
+        """Collective: what every rank gave, on every rank."""
+
+    @abstractmethod
+    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
+        """Collective: RunError unless all ranks make this call with these values."""
+
+    @abstractmethod
+    def _require_open(self, call: str) -> None: ...
+
+    @abstractmethod
+    def _is_ahead(self, loader: object) -> bool:
+        """Whether a loader has given batches that have not been trained on."""
+
+    @abstractmethod
+    def _forget_batches(self) -> None:
+        """What was read or made ahead belongs to another run."""
+
+
+class _Writing:
+    """A part on its way to the disk."""
+
+    def __init__(self, folder: Path, write: Callable[[], None], asynchronous: bool) -> None:
+        self.folder, self._write, self._fault = folder, write, ""
+        self._thread = threading.Thread(target=self._body, name="fxpipe save") if asynchronous else None
+        if self._thread is None:
+            self._body()
+        else:
+            self._thread.start()
+
+    def require(self) -> None:
+        """Wait for the end of it. Raises RunError where it was not written."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._fault:
+            raise RunError(self._fault)
+
+    def _body(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self._fault = f"{type(error).__name__}: {error}"
+
+
+def _not_written(name: str) -> str:
+    return (
+        f"{name} was not written (checkpoints before it are as they were, and training can go on: make room, or give "
+        "another directory, and save again)"
+    )
