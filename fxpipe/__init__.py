@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.plan.schedule import Schedule
     from fxpipe.program import Program
     from fxpipe.run.saves.choice import Loaded, load_checkpoint
+    from fxpipe.run.saves.folders import checkpoints
     from fxpipe.sample_compiler import compile_sampler
     from fxpipe.sampler import Sampler
 
@@ -45,6 +46,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SelfConditioning",
+    "checkpoints",
     "compile",
     "compile_sampler",
     "load_checkpoint",
@@ -61,6 +63,7 @@ _LAZY = {
     "Schedule": "fxpipe.plan.schedule",
     "SelfConditioning": "fxpipe.models.self_conditioning",
     "Sampler": "fxpipe.sampler",
+    "checkpoints": "fxpipe.run.saves.folders",
     "compile": "fxpipe.compiler",
     "compile_sampler": "fxpipe.sample_compiler",
     "load_checkpoint": "fxpipe.run.saves.choice",

@@ -1,12 +1,12 @@
 """A training run that is saved and taken up again: groups, accumulation, clipping, rates, weights averaged twice."""
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxpipe
 from tests.own_models import SEED, Adapted, OneDevice, batch
@@ -39,7 +39,8 @@ class SavedRun:
             [{"params": groups[False], "weight_decay": 0.1}, {"params": groups[True], "lr": 3e-2}], lr=1e-2
         )
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3, 3], 0.5)
-        self.average, self.averages = copy.deepcopy(model), Averages(model)
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+        self.averages = Averages(model)
 
     def train(self, start: int, stop: int) -> list[float]:
         losses = []
@@ -49,11 +50,10 @@ class SavedRun:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
+            self.average.update_parameters(self.model)
             with torch.no_grad():
-                pairs = zip(self.average.parameters(), self.averages.averages, self.model.parameters(), strict=True)
-                for average, listed, now in pairs:
+                for average, now in zip(self.averages.averages, self.model.parameters(), strict=True):
                     average.lerp_(now, 0.3)
-                    listed.lerp_(now, 0.3)
         return losses
 
     def save(self, directory: Path, **options: Any) -> Path:

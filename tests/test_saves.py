@@ -91,7 +91,11 @@ def test_every_tensor_is_written_once(saved: tuple[Path, Any]) -> None:
     files = [parts.Part(path) for path in sorted((saved[0] / "step-4").glob("*.safetensors"))]
     keys = Counter(key for file in files for key in file.sums)
     assert len(files) == 2
-    assert [key for key, count in keys.items() if count > 1] == ["random.cpu", "extra.average.scale"]
+    assert [key for key, count in keys.items() if count > 1] == [
+        "random.cpu",
+        "extra.average.n_averaged",
+        "extra.average.module.scale",
+    ]
     assert {f"model.{name}" for name in Adapted().state_dict()} < keys.keys()
 
 
@@ -253,8 +257,10 @@ def test_a_run_taken_up_before_its_end_leaves_no_later_checkpoint_in_its_way(tmp
     run = local(LINE)
     for step in (1, 3, 2, 2):
         run.engine.step_index = step
-        folder = run.save(tmp_path, keep=2)
-    assert run.load(tmp_path).folder == folder == tmp_path / "step-2"
+        folder = run.engine.save(tmp_path, extra={"engine of other sizes": run.engine}, keep=2)
+    other = local(WAVE).engine
+    assert run.engine.load(tmp_path, extra={"engine of other sizes": other}).folder == folder == tmp_path / "step-2"
+    assert (other.seed, other.step_index) == (SEED, 2)
     assert sorted(path.name.split("-aside")[0][:6] for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3"]
 
 

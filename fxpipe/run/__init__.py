@@ -8,5 +8,5 @@ engine         all ranks in this process, or this process as one       training 
 run_rank       one step of one rank                                    transport      threads, torch.distributed
 launch         which rank this process is; the plan of rank 0          observe        events of a run
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike
-saves          a run on the disk, and back                             verification   a step against the model
+saves          a run on the disk, and back                             verification   against the uncompiled model
 """

@@ -1,6 +1,7 @@
 """The parts of a folder as one checkpoint, as a rank reads it."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +25,11 @@ class Checkpoint:
 
     @cached_property
     def parts(self) -> list[Part]:
-        there = sorted(path.name for path in self.folder.glob("rank-*-of-*.safetensors"))
-        if not there:
+        there = {path.name for path in self.folder.glob("rank-*-of-*.safetensors")}
+        numbers = [re.fullmatch(r"rank-\d+-of-(\d+)\.safetensors", name) for name in sorted(there)]
+        if not numbers or numbers[0] is None:
             raise RunError("no part is there")
-        num_ranks = int(there[0].split("-of-")[1].split(".")[0])
+        num_ranks = int(numbers[0][1])
         parts = [Part(self.folder / part_name(rank, num_ranks)) for rank in range(num_ranks)]
         missing = [part.path.name for part in parts if part.path.name not in there]
         if missing:

@@ -18,11 +18,11 @@ from fxpipe.run.saves import folders
 from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
 from fxpipe.run.saves.contents import contents
 from fxpipe.run.saves.parts import part_name, write_part
-from fxpipe.run.saves.run import RandomState, Run, Stateful
+from fxpipe.run.saves.run import Progress, RandomState, Run, Stateful
 
 
 class EngineSaves(ABC):
-    """What a run needs to survive. The engine's own state is its seed and its step index."""
+    """What a run needs to survive."""
 
     rank: int
     seed: int
@@ -30,13 +30,6 @@ class EngineSaves(ABC):
     device: torch.device
     _model: nn.Module
     _writing: "_Writing | None" = None
-
-    def state_dict(self) -> dict[str, int]:
-        """Which random numbers come next. `save` has its own engine's; give others of the same model in `extra`."""
-        return {"seed": self.seed, "step_index": self.step_index}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.seed, self.step_index = state["seed"], state["step_index"]
 
     def save(
         self,
@@ -57,8 +50,9 @@ class EngineSaves(ABC):
 
         Args:
             directory: of one run: the last `keep` checkpoints stay in it, and those of later steps are set aside.
-            extra: values, or objects with `state_dict` and `load_state_dict`, by name, such as averages of weights, or
-                a loader that knows its position. Tensors by a parameter's name are taken where it is trained.
+            extra: values, or objects with `state_dict` and `load_state_dict`, by name, such as averages of weights, a
+                loader that knows its position, and other engines over the same model, for their seed and step index.
+                Tensors by a parameter's name are taken where it is trained.
             trainable_only: leave frozen weights and buffers out; they must be the same when it is loaded.
             asynchronous: copy to the CPU, then write while training goes on. The next `save` or `close` waits for it,
                 and raises what went wrong.
@@ -78,7 +72,8 @@ class EngineSaves(ABC):
         self._finish()
         folder = Path(directory).resolve()
         self._alike("save", {
-            "directory": str(folder), "step index or seed": self.state_dict(), "names in extra": sorted(extra or ()),
+            "directory": str(folder), "step index or seed": (self.step_index, self.seed),
+            "names in extra": sorted(extra or ()),
             "other argument": (optimizer is None, scheduler is None, keep, trainable_only, asynchronous),
         })  # fmt: skip
         run = self._run(optimizer, scheduler, extra)
@@ -105,13 +100,14 @@ class EngineSaves(ABC):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         scheduler: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Loaded:
         """Collective: go on with a run that any engine has saved, on as many ranks, of any layout.
 
         The newest checkpoint of the directory that is whole is loaded, with a warning where a newer one is not; or give
-        the folder of one. In the same layout the run goes on to the same bits. In another one ranks take rank 0's
-        random state, and its values in `extra`, which must then have been the same everywhere.
+        the folder of one. In the same layout the run goes on to the same bits (up to rounding where frozen work had
+        been done ahead, and is done again). In another one ranks take rank 0's random state, and its values in `extra`,
+        which must then have been the same everywhere.
 
         Returns:
             The folder, the step index, and what was given to `save` in `extra` as plain values.
@@ -134,8 +130,11 @@ class EngineSaves(ABC):
         return folders.begin(directory, self.step_index) if self.rank == 0 else directory
 
     def _run(self, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Run:
-        sections = {"engine": self, "random": RandomState(self.device), **sections_of(scheduler, extra)}
-        return Run(self._model, optimizer, sections, self.rank, self._num_writers, self._owners)
+        others = {name: Progress(of) if isinstance(of, EngineSaves) else of for name, of in (extra or {}).items()}
+        own = {"engine": Progress(self), "random": RandomState(self.device)}
+        return Run(
+            self._model, optimizer, own | sections_of(scheduler, others), self.rank, self._num_writers, self._owners
+        )
 
     def _finish(self) -> None:
         """Collective: the last save is complete, on all ranks."""

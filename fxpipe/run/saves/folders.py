@@ -47,12 +47,12 @@ def complete(partial: Path, num_ranks: int, keep: int) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         named.rename(replaced)
     partial.rename(named)
-    for later in found(directory):
+    for later in checkpoints(directory):
         if _number(later) > _number(named):
             later.rename(later.with_name(f"{later.name}.aside-{uuid4().hex[:8]}"))
     sync(directory)
     shutil.rmtree(replaced, ignore_errors=True)
-    for old in found(directory)[keep:]:
+    for old in checkpoints(directory)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -66,9 +66,9 @@ def final(partial: Path) -> Path:
     return partial.with_name(partial.name.split(".")[0])
 
 
-def found(directory: Path) -> list[Path]:
-    """Folders of steps, the newest first."""
-    named = [path for path in directory.iterdir() if _NAMED.fullmatch(path.name)]
+def checkpoints(directory: str | Path) -> list[Path]:
+    """The complete checkpoints of a directory, the newest first; none where it is not there."""
+    named = [path for path in Path(directory).glob("step-*") if _NAMED.fullmatch(path.name)]
     return sorted(named, key=lambda path: (-_number(path), path.name))
 
 
@@ -82,7 +82,7 @@ def candidates(directory: Path) -> list[Path]:
         raise RunError(f"{directory} is not there: give load() the directory that save() was given")
     if any(directory.glob("rank-*-of-*.safetensors")):
         return [directory]
-    steps = found(directory)
+    steps = checkpoints(directory)
     if not steps:
         raise RunError(f"{directory} has no complete checkpoint, a folder step-N: nothing was saved to its end")
     return steps

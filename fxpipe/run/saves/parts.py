@@ -87,7 +87,7 @@ class Part:
             raise RunError(f"{self.path.name}, {key} cannot be read: {error}") from error
         if tensor_sum(tensor) != self.sums[key]:
             raise RunError(f"{self.path.name}: {key} is not what was written")
-        return tensor
+        return tensor.clone()  # out of the file, which may be removed
 
     def check(self) -> None:
         for key in self.sums:

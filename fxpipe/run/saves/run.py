@@ -22,6 +22,19 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Of an engine: which random numbers it draws next."""
+
+    engine: Any
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.engine.seed, "step_index": self.engine.step_index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.engine.seed, self.engine.step_index = state["seed"], state["step_index"]
+
+
+@dataclass(frozen=True)
 class RandomState:
     """Of torch, on the CPU and on a device."""
 
