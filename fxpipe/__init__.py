@@ -9,7 +9,7 @@ options, errors                     what users give, and what they are told
 models, capture                     their step as one graph
 plan                                the language: blocks, stages, schedules, plans, rank programs, and their checks
 cluster, costs, simulate            machines, what work costs on them, and what a step takes
-run                                 transports, engines, training, verification; profiling times blocks on a device
+run                                 transports, engines, training, checkpoints; profiling times blocks on a device
 show, cli                           dumps, reports, traces; commands
 """
 

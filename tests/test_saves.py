@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -275,13 +276,14 @@ def test_a_loader_that_was_read_ahead_is_not_saved(tmp_path: Path) -> None:
 
 
 def killed(directory: str) -> str:
-    """Two processes save after two steps; one is killed in the save after three."""
-    model, whole = Adapted(), parts.save_file
+    """Two processes save after two steps, to be written after the third; one is killed in the save after that."""
+    model, whole, trained = Adapted(), parts.save_file, threading.Event()
 
     def save_file(tensors: Any, path: Path, metadata: Any) -> None:
         if "step-6" in str(path) and os.environ["RANK"] == "1":
             path.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
+        assert trained.wait(60)
         whole(tensors, path, metadata)
 
     parts.save_file = save_file
@@ -290,6 +292,7 @@ def killed(directory: str) -> str:
     run.train(0, 2)
     run.save(Path(directory), asynchronous=True)
     run.train(2, 3)
+    trained.set()
     try:
         run.save(Path(directory))
     except fxpipe.RunError as error:
