@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
 from fxpipe.plan.transport import Transport
@@ -183,6 +185,14 @@ def test_what_is_damaged_is_named_and_the_one_before_loaded(
         (lambda run: run.model.float(), r"scale is \[6\] torch.float32, and was saved as \[6\] torch.float64"),
         (lambda run: run.model.add_module("more", nn.Linear(2, 2)), r"2 tensors .more.bias, .* not in the checkpoint"),
         (lambda run: run.optimizer.param_groups.reverse(), r"layers.0.bias is in the optimizer's group 0, .* group 1"),
+        (
+            lambda run: setattr(run, "optimizer", SGD(run.model.parameters())),
+            "optimizer is a SGD, and an? AdamW was saved",
+        ),
+        (
+            lambda run: setattr(run, "scheduler", StepLR(run.optimizer, 2)),
+            "scheduler is a StepLR, and a MultiStepLR was",
+        ),
         (lambda run: run.optimizer.param_groups.pop(), "optimizer has 1 groups, and was saved with 2"),
         (
             lambda run: run.optimizer.param_groups[0]["params"].pop(0),

@@ -61,7 +61,7 @@ def _sections(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     for section, value in run.sections.items():
         stateful = isinstance(value, Stateful)
         found[section] = {
-            "stateful": stateful,
+            "type": type(value).__name__ if stateful else "",
             "state": encode(value.state_dict() if stateful else value, section, keep, names),
         }
     return found

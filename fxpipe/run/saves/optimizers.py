@@ -23,9 +23,7 @@ def _parameter_names(run: Run, optimizer: torch.optim.Optimizer) -> list[dict[st
     return [{names[id(p)]: p for p in group["params"] if id(p) in names} for group in optimizer.param_groups]
 
 
-def optimizer_state(
-    run: Run, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> dict[str, list[Any] | dict[str, Any]]:
+def optimizer_state(run: Run, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Every group's options and parameters; the states of those that this rank writes, whose `tensors` are added."""
 
     def keep(key: str, name: str, tensor: torch.Tensor) -> str:
@@ -47,19 +45,21 @@ def optimizer_state(
         for name, p in parameters.items()
         if number_of[id(p)] in state["state"] and run.writes(p)
     }
-    return {"groups": groups, "states": states}
+    return {"type": type(optimizer).__name__, "groups": groups, "states": states}
 
 
 def restore_optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Its options, and the state of those of its parameters that this rank has.
 
     Raises:
-        RunError: it has other groups than were saved, or lacks a parameter that has a state.
+        RunError: it is of another type, or has other groups than were saved, or lacks a parameter that has a state.
     """
     if any("optimizer" not in part.body for part in checkpoint.parts):
         raise RunError("no optimizer was saved: load without one")
     saved = [part.body["optimizer"] for part in checkpoint.parts]
     groups = _parameter_names(run, optimizer)
+    if type(optimizer).__name__ != saved[0]["type"]:
+        raise RunError(f"the optimizer is a {type(optimizer).__name__}, and a {saved[0]['type']} was saved")
     if len(groups) != len(saved[0]["groups"]):
         raise RunError(f"the optimizer has {len(groups)} groups, and was saved with {len(saved[0]['groups'])}")
     was = {name: number for of in saved for number, group in enumerate(of["groups"]) for name in group["parameters"]}

@@ -23,15 +23,17 @@ def restore(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     if absent:
         raise RunError(f"{', '.join(absent)} was not saved; in the checkpoint are {', '.join(saved)}")
     for name, value in run.sections.items():
-        if not (saved[name]["stateful"] and isinstance(value, Stateful)):
+        if not (saved[name]["type"] and isinstance(value, Stateful)):
             raise RunError(f"{name} was saved, or is given, as a plain value: those are in what load returns")
+        if name == "scheduler" and type(value).__name__ != saved[name]["type"]:
+            raise RunError(f"the scheduler is a {type(value).__name__}, and a {saved[name]['type']} was saved")
     _require_fitting(run, checkpoint)
     if run.optimizer is not None:
         restore_optimizer(run, run.optimizer, checkpoint)
     _restore_model(run, checkpoint)
     for name, value in run.sections.items():
         value.load_state_dict(checkpoint.section(name))
-    return {name: checkpoint.section(name) for name, of in saved.items() if not of["stateful"]}
+    return {name: checkpoint.section(name) for name, of in saved.items() if not of["type"]}
 
 
 def _require_fitting(run: Run, checkpoint: Checkpoint) -> None:
