@@ -13,7 +13,6 @@ What a step has made for the next one is used for that batch, step and seed only
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
 from fxpipe.run.saves.engine_saves import EngineSaves
-from fxpipe.run.shared_model import state_copy
+from fxpipe.run.trained_model import TrainedModel
 
 Ahead = tuple[int, Tensors]
 """The step and the tensors of the batch whose frozen work is done."""
@@ -55,7 +54,7 @@ class _Carried:
     made: Any
 
 
-class Training(EngineSaves):
+class Training(TrainedModel, EngineSaves):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -120,54 +119,6 @@ class Training(EngineSaves):
             optimizer.zero_grad()
             yield loss
         self._readers.pop(id(batches), None)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the model's own parameters that are trained in this process, by their names in the model."""
-        yield from self._trained_here().items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The same, for an optimizer; those of the whole model serve as well, for what is trained elsewhere has no
-        gradient here. Never empty, since optimizers refuse that: a rank without any gives one of size zero."""
-        yield from self._trained_here().values() or [nn.Parameter(torch.empty(0))]
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters; returns their norm before.
-
-        On a rank of several torch's own function would clip by the norm of what is trained there.
-        """
-        self._require_open("clip_grad_norm_")
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        total = self._norm(float(norm_type), float(max_norm))
-        total = total.to(gradients[0].device) if gradients else total
-        if error_if_nonfinite and not total.isfinite():
-            raise RunError(f"the norm of the gradients is {float(total)}; they are as they were")
-        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), max_norm, total)
-        return total
-
-    def sync_model(self) -> None:
-        """Collective: bring into the model, on every rank, what other ranks have trained; to sample from it there.
-
-        Until then a rank's model holds what it trains itself; the rest is as it was at the start, or at the last call.
-        """
-        self._require_open("sync_model")
-        self._bring(None)
-
-    def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any] | None:
-        """Collective: a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU.
-
-        Weights that were put into the model on every rank, such as averages, are gathered as they are.
-
-        Args:
-            dst: the rank that gets it, and all values into its model; None on the others.
-            trainable_only: the parameters that require gradients alone, such as those of adapters.
-        """
-        self._require_open("gather_state_dict")
-        if dst not in range(self._plan.world_size):
-            raise RunError(f"gather_state_dict(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
-        self._bring(dst, trainable_only)
-        return state_copy(self._model, trainable_only) if self._is_at(dst) else None
 
     def close(self) -> None:
         """Leave the network; every rank calls it when it is done. What is trained stays in the model.
@@ -247,26 +198,6 @@ class Training(EngineSaves):
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    @cached_property
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
-
-    @abstractmethod
-    def _trained_here(self) -> Mapping[str, nn.Parameter]:
-        """By the names the user knows."""
-
-    @abstractmethod
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
-        """Of the whole model's gradients."""
-
-    @abstractmethod
-    def _bring(self, dst: int | None, *asked: object) -> None:
-        """All trained values into the model of one rank, or of all."""
-
-    @abstractmethod
-    def _is_at(self, rank: int) -> bool:
-        """Whether this process runs that rank."""
 
     @abstractmethod
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:

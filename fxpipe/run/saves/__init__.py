@@ -4,6 +4,6 @@
                                                             ->  folders    named when the last part is there
     engine.load   choice     the newest that is whole       ->  restoring  what a rank reads of a checkpoint
 
-engine_saves   both, as every engine offers them
-run            what belongs to a run                                       optimizers   their state, by name
+engine_saves   both, as every engine offers them            writing      at once, or while training goes on
+run            what belongs to a run                        optimizers   their state, by name
 """

@@ -4,9 +4,8 @@ engine.save("run", optimizer, scheduler=scheduler)         run/step-200     each
 engine.load("run", optimizer, scheduler=scheduler)         the newest that is whole, into any layout
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
 from fxpipe.run.saves.contents import contents
 from fxpipe.run.saves.parts import part_name, write_part
 from fxpipe.run.saves.run import Progress, RandomState, Run, Stateful
+from fxpipe.run.saves.writing import Writing, not_written
 
 
 class EngineSaves(ABC):
@@ -29,7 +29,7 @@ class EngineSaves(ABC):
     step_index: int
     device: torch.device
     _model: nn.Module
-    _writing: "_Writing | None" = None
+    _writing: Writing | None = None
 
     def save(
         self,
@@ -79,7 +79,7 @@ class EngineSaves(ABC):
         run = self._run(optimizer, scheduler, extra)
         name = f"step-{self.step_index}"
         tensors, body = on_all(self._everyones, lambda: contents(run, trainable_only), f"{name} was not saved")
-        made = on_all(self._everyones, lambda: self._begin(folder), _not_written(name))
+        made = on_all(self._everyones, lambda: self._begin(folder), not_written(name))
         into = self._everyones(made)[0]
         if asynchronous:
             tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
@@ -89,7 +89,7 @@ class EngineSaves(ABC):
             write_part(path, tensors, body | {"save": into.name})
             folders.complete(into, run.num_ranks, keep)
 
-        self._writing = _Writing(into, write, asynchronous)
+        self._writing = Writing(into, write, asynchronous)
         if not asynchronous:
             self._finish()
         return folders.final(into)
@@ -142,7 +142,7 @@ class EngineSaves(ABC):
         if writing is None:
             return
         try:
-            on_all(self._everyones, writing.require, _not_written(folders.final(writing.folder).name))
+            on_all(self._everyones, writing.require, not_written(folders.final(writing.folder).name))
         except RunError:
             if self.rank == 0:
                 folders.discard(writing.folder)
@@ -152,7 +152,7 @@ class EngineSaves(ABC):
         """What this rank was writing has ended; RunError where it has not been written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            on_all(lambda fault: [fault], writing.require, _not_written(folders.final(writing.folder).name))
+            on_all(lambda fault: [fault], writing.require, not_written(folders.final(writing.folder).name))
 
     @property
     @abstractmethod
@@ -180,35 +180,3 @@ class EngineSaves(ABC):
     @abstractmethod
     def _forget_batches(self) -> None:
         """What was read or made ahead belongs to another run."""
-
-
-class _Writing:
-    """A part on its way to the disk."""
-
-    def __init__(self, folder: Path, write: Callable[[], None], asynchronous: bool) -> None:
-        self.folder, self._write, self._fault = folder, write, ""
-        self._thread = threading.Thread(target=self._body, name="fxpipe save") if asynchronous else None
-        if self._thread is None:
-            self._body()
-        else:
-            self._thread.start()
-
-    def require(self) -> None:
-        """Wait for the end of it. Raises RunError where it was not written."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._fault:
-            raise RunError(self._fault)
-
-    def _body(self) -> None:
-        try:
-            self._write()
-        except Exception as error:
-            self._fault = f"{type(error).__name__}: {error}"
-
-
-def _not_written(name: str) -> str:
-    return (
-        f"{name} was not written (checkpoints before it are as they were, and training can go on: make room, or give "
-        "another directory, and save again)"
-    )
