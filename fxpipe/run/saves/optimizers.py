@@ -65,10 +65,8 @@ def restore_optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Ch
     was = {name: number for of in saved for number, group in enumerate(of["groups"]) for name in group["parameters"]}
     number_of = {name: number for number, named in enumerate(groups) for name in named}
     for name, number in number_of.items():
-        if was.get(name) != number:
-            raise RunError(
-                f"{name} is in the optimizer's group {number}, and was saved in group {was.get(name, 'none')}"
-            )
+        if was.get(name, number) != number:
+            raise RunError(f"{name} is in the optimizer's group {number}, and was saved in group {was[name]}")
     trees = {name: tree for of in saved for name, tree in of["states"].items()}
     here = {name: p for name, p in run.model.named_parameters() if name in trees and run.has(p)}
     lost = here.keys() - number_of.keys()
