@@ -206,6 +206,8 @@ def test_another_run_is_refused(saved: tuple[Path, Any], change: Callable[[Saved
     change(run)
     with pytest.raises(fxpipe.RunError, match=f"step-4 was not loaded: .*{says}"):
         run.load_plain(saved[0])
+    assert not run.optimizer.state
+    torch.testing.assert_close(run.model.layers[0].weight, Adapted().layers[0].weight.to(run.model.scale.dtype))
 
 
 def test_what_ranks_had_apart_is_loaded_into_their_layout_alone(tmp_path: Path) -> None:
@@ -272,6 +274,8 @@ def test_a_run_taken_up_before_its_end_leaves_no_later_checkpoint_in_its_way(tmp
     other = local(WAVE).engine
     assert run.engine.load(tmp_path, extra={"engine of other sizes": other}).folder == folder == tmp_path / "step-2"
     assert (other.seed, other.step_index) == (SEED, 2)
+    folder.rename(replaced := tmp_path / "step-2.replaced")  # as a run leaves it that ends before the new one is named
+    assert run.engine.load(tmp_path).folder == replaced
     assert sorted(path.name.split("-aside")[0][:6] for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3"]
 
 

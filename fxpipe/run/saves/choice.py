@@ -12,7 +12,7 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.folders import candidates
-from fxpipe.run.saves.restoring import restore
+from fxpipe.run.saves.restoring import prepare
 from fxpipe.run.saves.run import RandomState, Run, Stateful
 
 T = TypeVar("T")
@@ -54,7 +54,8 @@ def sections_of(scheduler: Any, extra: Mapping[str, Any] | None) -> dict[str, An
 def load(directory: str | Path, run: Run, everyones: Everyones) -> Loaded:
     """Collective: restore a run from the newest whole checkpoint."""
     checkpoint = _newest(Path(directory), run, everyones)
-    values = on_all(everyones, lambda: restore(run, checkpoint), f"{checkpoint.folder} was not loaded")
+    put_back = on_all(everyones, lambda: prepare(run, checkpoint), f"{checkpoint.folder} was not loaded")
+    values = put_back()
     extra = {name.removeprefix("extra."): value for name, value in values.items() if name.startswith("extra.")}
     return Loaded(checkpoint.folder, checkpoint.section("engine")["step_index"], extra)
 

@@ -113,7 +113,8 @@ class EngineSaves(ABC):
             The folder, the step index, and what was given to `save` in `extra` as plain values.
 
         Raises:
-            RunError: none is whole; or model, optimizer or `extra` are others than those that were saved.
+            RunError: none is whole; or model, optimizer or `extra` are others than those that were saved. Nothing has
+                been changed then, on any rank.
         """
         self._require_open("load")
         self._finish()

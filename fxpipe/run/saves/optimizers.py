@@ -48,8 +48,8 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer, tensors: dict[st
     return {"type": type(optimizer).__name__, "groups": groups, "states": states}
 
 
-def restore_optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Its options, and the state of those of its parameters that this rank has.
+def saved_state(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """As `optimizer.load_state_dict` takes it: its options, and the state of those of its parameters that are here.
 
     Raises:
         RunError: it is of another type, or has other groups than were saved, or lacks a parameter that has a state.
@@ -78,7 +78,7 @@ def restore_optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Ch
         {**decode(of["options"], checkpoint.read_own), "params": [numbers[id(p)] for p in group["params"]]}
         for group, of in zip(optimizer.param_groups, checkpoint.own.body["optimizer"]["groups"], strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": loaded})
+    return {"state": state, "param_groups": loaded}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,5 +1,6 @@
 """Puts a checkpoint back into a run, whatever layout it is of: each rank reads what it has, by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,16 +8,16 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.run.ownership import renew
 from fxpipe.run.saves.checkpoint import Checkpoint
-from fxpipe.run.saves.optimizers import restore_optimizer
+from fxpipe.run.saves.optimizers import saved_state
 from fxpipe.run.saves.parts import tensor_sum
 from fxpipe.run.saves.run import Run, Stateful, named_state
 
 
-def restore(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Into the model, the optimizer and the sections that the run has; returns the plain values of the others.
+def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
+    """What puts it into the model, the optimizer and the sections that the run has, and returns the plain values.
 
     Raises:
-        RunError: the run is another one than was saved.
+        RunError: the run is another one than was saved; nothing has been changed.
     """
     saved = checkpoint.own.body["sections"]
     absent = [name for name in run.sections if name not in saved]
@@ -28,12 +29,18 @@ def restore(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
         if name == "scheduler" and type(value).__name__ != saved[name]["type"]:
             raise RunError(f"the scheduler is a {type(value).__name__}, and a {saved[name]['type']} was saved")
     _require_fitting(run, checkpoint)
-    if run.optimizer is not None:
-        restore_optimizer(run, run.optimizer, checkpoint)
-    _restore_model(run, checkpoint)
-    for name, value in run.sections.items():
-        value.load_state_dict(checkpoint.section(name))
-    return {name: checkpoint.section(name) for name, of in saved.items() if not of["type"]}
+    state = {} if run.optimizer is None else saved_state(run, run.optimizer, checkpoint)
+    values = {name: checkpoint.section(name) for name, of in saved.items() if name in run.sections or not of["type"]}
+
+    def put_back() -> dict[str, Any]:
+        if run.optimizer is not None:
+            run.optimizer.load_state_dict(state)
+        _restore_model(run, checkpoint)
+        for name, value in run.sections.items():
+            value.load_state_dict(values.pop(name))
+        return values
+
+    return put_back
 
 
 def _require_fitting(run: Run, checkpoint: Checkpoint) -> None:
