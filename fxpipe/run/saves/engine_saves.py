@@ -46,6 +46,7 @@ class EngineSaves(ABC):
 
         Saved are the model's parameters and buffers, the optimizer's state by the names of parameters, seed and step
         index, torch's random state of every rank, and what is given. Gradients are not: save after `optimizer.step()`.
+        Within `train` a loader, and what it draws of that random state, is a batch ahead.
         The folder has its name once all of it is on the disk; whatever ends a run before leaves those that were there.
 
         Args:
