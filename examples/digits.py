@@ -3,6 +3,9 @@
     python examples/digits.py --single                  # one device, eager
     torchrun --nproc-per-node 4 examples/digits.py      # four ranks, each running its own compiled graph
 
+    torchrun --nproc-per-node 4 examples/digits.py --save run            # a checkpoint every 100 steps
+    torchrun --nproc-per-node 2 examples/digits.py --save run --resume   # goes on from the newest, on any layout
+
 Each writes `digits_<where>.json` (loss of every step, share of samples that a classifier recognises) and
 `digits_<where>.png` (a row of samples per digit). Batches and noise depend on the step alone: both loss curves agree.
 """
@@ -11,6 +14,8 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.capture.randomness import SeededDraws
+from fxpipe.run.engine import Engine
 
 NUM_TIMESTEPS = 200
 BETAS = torch.linspace(1e-4, 0.06, NUM_TIMESTEPS)  # variance of the noise that each timestep adds
@@ -90,16 +96,51 @@ def one_device(step: DigitsStep, seed: int) -> Loss:
     return loss_of
 
 
-def train(loss_of: Loss, parameters: Any, seed: int, num_steps: int, report: Callable[[str], None]) -> list[float]:
-    """Trains in place; the loss of every step. `loss_of(images, labels, index)` leaves gradients in `parameters`."""
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+def several(engine: Engine) -> Loss:
+    """The same on several ranks; the engine counts steps itself."""
+    return lambda images, labels, index: engine.step((images, labels))
+
+
+@dataclass
+class Saves:
+    """Where a run is saved, after how many steps each, and whether it begins with what is there; one device loads."""
+
+    engine: Engine | None
+    directory: Path
+    every: int
+    resume: bool
+
+    def load(self, step: DigitsStep, optimizer: Any, scheduler: Any) -> list[float]:
+        """The losses of the steps before."""
+        if not self.resume:
+            return []
+        if self.engine is None:
+            loaded = fxpipe.load_checkpoint(self.directory, step, optimizer, scheduler=scheduler)
+        else:
+            loaded = self.engine.load(self.directory, optimizer, scheduler=scheduler)
+        losses: list[float] = loaded.extra["losses"]
+        return losses
+
+    def save(self, optimizer: Any, scheduler: Any, losses: list[float]) -> None:
+        if self.engine is not None and len(losses) % self.every == 0:
+            extra = {"losses": losses}
+            self.engine.save(self.directory, optimizer, scheduler=scheduler, extra=extra, asynchronous=True)
+
+
+def train(
+    loss_of: Loss, step: DigitsStep, seed: int, num_steps: int, report: Callable[[str], None], saves: Saves | None
+) -> list[float]:
+    """Trains in place; the loss of every step. `loss_of(images, labels, index)` leaves gradients in the parameters."""
+    optimizer = torch.optim.AdamW(step.parameters(), lr=LEARNING_RATE)
     warm_then_cool = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=num_steps + 1)
-    losses = []
-    for index, (images, labels) in enumerate(batches(seed, num_steps)):
+    losses = saves.load(step, optimizer, warm_then_cool) if saves else []
+    for index, (images, labels) in islice(enumerate(batches(seed, num_steps)), len(losses), None):
         losses.append(float(loss_of(images, labels, index)))
         optimizer.step()
         warm_then_cool.step()
         optimizer.zero_grad()
+        if saves:
+            saves.save(optimizer, warm_then_cool, losses)
         if index % 50 == 0 or index == num_steps - 1:
             report(f"step {index:4}  loss {losses[-1]:.4f}")
     return losses
@@ -141,10 +182,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--samples", type=int, default=12, help="samples of each digit; 0 leaves sampling out")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches, noise and samples")
+    parser.add_argument("--save", type=Path, help="directory of checkpoints")
+    parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --save")
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
     if not options.single and "WORLD_SIZE" not in os.environ:
         parser.error("start under torchrun, or pass --single")
+    if options.resume and options.save is None:
+        parser.error("--resume needs the directory, --save")
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     step = DigitsStep()
@@ -152,19 +198,16 @@ def main() -> None:
     report: Callable[[str], None] = print if first else lambda line: None
 
     if options.single:
-        where = "single"
-        losses = train(one_device(step, options.seed), step.parameters(), options.seed, options.steps, report)
+        where, engine, loss_of = "single", None, one_device(step, options.seed)
     else:
         where = os.environ["WORLD_SIZE"]
         program = fxpipe.compile(step, int(where), example_inputs=step.example_inputs(BATCH_SIZE))
         report(f"{program.plan}\n{program.schedule}")
         engine = program.engine(seed=options.seed)
-
-        def loss_of(images: Tensor, labels: Tensor, index: int) -> Tensor:
-            loss: Tensor = engine.step((images, labels))
-            return loss
-
-        losses = train(loss_of, step.parameters(), options.seed, options.steps, report)
+        loss_of = several(engine)
+    saves = Saves(engine, options.save, options.save_every, options.resume) if options.save else None
+    losses = train(loss_of, step, options.seed, options.steps, report, saves)
+    if engine is not None:
         engine.sync_model()
         engine.close()
     if first:

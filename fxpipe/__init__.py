@@ -9,7 +9,7 @@ options, errors                     what users give, and what they are told
 models, capture                     their step as one graph
 plan                                the language: blocks, stages, schedules, plans, rank programs, and their checks
 cluster, costs, simulate            machines, what work costs on them, and what a step takes
-run                                 transports, engines, training, verification; profiling times blocks on a device
+run                                 transports, engines, training, checkpoints; profiling times blocks on a device
 show, cli                           dumps, reports, traces; commands
 """
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
     from fxpipe.program import Program
+    from fxpipe.run.saves.choice import Loaded, load_checkpoint
+    from fxpipe.run.saves.folders import checkpoints
     from fxpipe.sample_compiler import compile_sampler
     from fxpipe.sampler import Sampler
 
@@ -35,6 +37,7 @@ __all__ = [
     "CompileError",
     "CostModel",
     "FxpipeError",
+    "Loaded",
     "NodeSeconds",
     "Plan",
     "Program",
@@ -43,22 +46,27 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SelfConditioning",
+    "checkpoints",
     "compile",
     "compile_sampler",
+    "load_checkpoint",
 ]
 
 # Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
 _LAZY = {
     "Cluster": "fxpipe.cluster",
     "CostModel": "fxpipe.costs.model",
+    "Loaded": "fxpipe.run.saves.choice",
     "NodeSeconds": "fxpipe.costs.model",
     "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",
     "Schedule": "fxpipe.plan.schedule",
     "SelfConditioning": "fxpipe.models.self_conditioning",
     "Sampler": "fxpipe.sampler",
+    "checkpoints": "fxpipe.run.saves.folders",
     "compile": "fxpipe.compiler",
     "compile_sampler": "fxpipe.sample_compiler",
+    "load_checkpoint": "fxpipe.run.saves.choice",
 }
 
 

@@ -21,7 +21,8 @@ from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
-from fxpipe.run.engine import Engine, LocalEngine
+from fxpipe.run.engine import Engine
+from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.observe import Observe
 from fxpipe.run.verification import Tolerance, Verification, compare, reference_step, tolerance_of
 from fxpipe.simulate.memory import ADAMW_BYTES

@@ -1,4 +1,4 @@
-"""examples/digits.py: a few steps on one device and over two processes give one loss curve and one set of weights."""
+"""examples/digits.py: a few steps on one device, over two processes, or first there and then here, give one model."""
 
 import json
 import os
@@ -21,7 +21,8 @@ def train(launcher: list[str], out: Path, *options: str) -> None:
 
 def test_two_processes_train_as_one_device_does(tmp_path: Path) -> None:
     train([], tmp_path, "--single")
-    train(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path)
+    save = ("--save", str(tmp_path / "run"), "--save-every", "2")
+    train(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path, *save)
     single, two = (json.loads((tmp_path / f"digits_{where}.json").read_text()) for where in ("single", "2"))
     assert len(single["losses"]) == 3
     assert len(set(single["losses"])) == 3
@@ -30,3 +31,7 @@ def test_two_processes_train_as_one_device_does(tmp_path: Path) -> None:
     pictures = [Image.open(tmp_path / f"digits_{where}.png") for where in ("single", "2")]
     (_, largest) = ImageChops.difference(*pictures).getextrema()
     assert largest <= 8  # of 255
+    train([], tmp_path, "--single", "--resume", "--samples", "0", *save)
+    resumed = json.loads((tmp_path / "digits_single.json").read_text())
+    assert resumed["losses"][:2] == two["losses"][:2]
+    assert resumed["losses"][2] == pytest.approx(single["losses"][2], rel=1e-4)

@@ -4,7 +4,8 @@
                                   |                                                        |
                           loss, .grad of its parameters                            loss, .grad of its parameters
 
-engine         all ranks in this process, or this process as one       training       steps over batches (read_ahead)
+engine         this process as one rank (local_engine: all ranks)      training       steps over batches (read_ahead)
+trained_model  its parameters, as engines offer them                   saves          a run on the disk, and back
 run_rank       one step of one rank                                    transport      threads, torch.distributed
 launch         which rank this process is; the plan of rank 0          observe        events of a run
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike

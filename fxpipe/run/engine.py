@@ -1,4 +1,4 @@
-"""Engines run rank programs: all ranks as threads of this process, or this process as one rank under torchrun.
+"""Engines run rank programs: this process as one rank under torchrun, or (`local_engine`) all ranks as its threads.
 
 An engine reads the program and decides nothing. `step` does what `loss.backward()` does on one device: it adds to the
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
@@ -8,81 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
-from fxpipe.run.agreement import agree, agree_on_state, checksum, told
+from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.observe import Observe
-from fxpipe.run.ownership import require_new
+from fxpipe.run.ownership import owners
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors
-from fxpipe.run.run_rank import Draws, NextBatch, RankResult, SharedDraws, run_rank
+from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.training import Ahead, Executed, Training
-from fxpipe.run.transport import run_ranks
-
-
-class LocalEngine(Training):
-    """All ranks in this process, on the model's own parameters."""
-
-    rank = 0
-    sent_bytes: Mapping[tuple[int, int], int] = {}
-    """Bytes of the last step's messages, by channel."""
-
-    def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
-        loss, gradients, _ = self._execute(self._plan, step, tensors)
-        assert loss is not None
-        return loss, gradients
-
-    def _execute(
-        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
-    ) -> Executed:
-        require_new(self._model)
-        modules = self._bound(plan)
-        draws = SharedDraws(plan, self.seed, step, plan.device)
-        nexts = None if ahead is None else NextBatch(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
-
-        def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
-            rank = transport.rank
-            mine = carried[rank] if carried else None
-            program = plan.program(rank)
-            result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine)
-            return result, transport.sent_bytes()
-
-        results = run_ranks(plan.world_size, body)
-        gradients: dict[str, torch.Tensor] = {}
-        self.sent_bytes = {channel: size for _, sent in results for channel, size in sent.items()}
-        for result, _ in results:
-            for name, gradient in result.gradients.items():
-                gradients.setdefault(self._shown(name), gradient)
-        return results[0][0].loss, gradients, [result.carries for result, _ in results]
-
-    def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
-        if id(plan) not in self._modules:
-            self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
-        modules: list[fx.GraphModule] = self._modules[id(plan)]
-        return modules
-
-    def _trained_here(self) -> Mapping[str, nn.Parameter]:
-        used = {self._shown(name) for program in self._plan.programs for name in program.state}
-        return {name: p for name, p in self._parameters.items() if name in used and p.requires_grad}
-
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type)
-
-    def _bring(self, dst: int | None, *asked: object) -> None:
-        pass
-
-    def _is_at(self, rank: int) -> bool:
-        return True
-
-    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
-        pass
-
-    def _prepare(self, forms: FilledPlan) -> None:
-        pass
 
 
 class Engine(Training):
@@ -176,6 +112,21 @@ class Engine(Training):
     def _is_at(self, rank: int) -> bool:
         return self.rank == rank
 
+    @property
+    def _num_writers(self) -> int:
+        return self._plan.world_size
+
+    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return owners(parameter)
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        with told(self._transport):
+            return everyones(self._transport, mine)
+
+    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
+        with told(self._transport):
+            self._agree(call, parts)
+
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         super()._add_gradients(self._shared.give(gradients))
 
@@ -220,8 +171,10 @@ class Engine(Training):
 
     def close(self) -> None:
         """As in `Training.close`. What other ranks train is not in this rank's model unless `sync_model` brought it."""
-        super().close()
-        self._transport.close()
+        try:
+            super().close()
+        finally:
+            self._transport.close()
 
 
 def _at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ finds all of a parameter's gradients, and keeps its state, on one rank. Where a 
 process has no gradient, and an outdated value: a module that holds such values is neither run nor saved.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from weakref import WeakSet
 
 from torch import nn
@@ -21,6 +23,7 @@ _owners = WeakTensorKeyDictionary()  # parameter -> ranks
 _claims: list[None] = []  # one for each that was made
 _outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
 _watched: "WeakSet[nn.Module]" = WeakSet()
+_as_is = ContextVar("_as_is", default=False)
 
 
 def claim(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
@@ -65,9 +68,19 @@ def watch(model: nn.Module, rank: int) -> None:
             _watched.add(module)
 
 
+@contextmanager
+def as_is() -> Iterator[None]:
+    """For who knows which parameters are outdated: modules may be saved all the same."""
+    token = _as_is.set(True)
+    try:
+        yield
+    finally:
+        _as_is.reset(token)
+
+
 def require_new(module: nn.Module, *_: object) -> None:
     """Raises RunError where parameters of a module are outdated; a hook of modules, too."""
-    if not _outdated:
+    if not _outdated or _as_is.get():
         return
     old = [name for name, p in module.named_parameters() if _outdated.get(p) == version(p)]
     if old:

@@ -79,6 +79,11 @@ class ReadAhead:
         first, *others = self._waiting
         return first.tensors, others[0].tensors if others else None
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether more was read than has been trained on."""
+        return bool(self._waiting)
+
     def trained(self) -> None:
         """The first batch of the last pair is done with."""
         self._waiting.popleft()

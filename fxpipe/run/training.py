@@ -10,10 +10,9 @@
 What a step has made for the next one is used for that batch, step and seed only, and otherwise made again.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,8 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
-from fxpipe.run.shared_model import state_copy
+from fxpipe.run.saves.engine_saves import EngineSaves
+from fxpipe.run.trained_model import TrainedModel
 
 Ahead = tuple[int, Tensors]
 """The step and the tensors of the batch whose frozen work is done."""
@@ -54,7 +54,7 @@ class _Carried:
     made: Any
 
 
-class Training(ABC):
+class Training(TrainedModel, EngineSaves):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -74,6 +74,7 @@ class Training(ABC):
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
         self._carried: _Carried | None = None
+        self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
 
     def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
@@ -103,6 +104,7 @@ class Training(ABC):
         self._require_open("train")
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
+        self._last_read = loader, reader
         while (pair := self._read(reader)) is not None:
             try:
                 loss = self._step(*pair)
@@ -118,57 +120,14 @@ class Training(ABC):
             yield loss
         self._readers.pop(id(batches), None)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the model's own parameters that are trained in this process, by their names in the model."""
-        yield from self._trained_here().items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The same, for an optimizer; those of the whole model serve as well, for what is trained elsewhere has no
-        gradient here. Never empty, since optimizers refuse that: a rank without any gives one of size zero."""
-        yield from self._trained_here().values() or [nn.Parameter(torch.empty(0))]
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters; returns their norm before.
-
-        On a rank of several torch's own function would clip by the norm of what is trained there.
-        """
-        self._require_open("clip_grad_norm_")
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        total = self._norm(float(norm_type), float(max_norm))
-        total = total.to(gradients[0].device) if gradients else total
-        if error_if_nonfinite and not total.isfinite():
-            raise RunError(f"the norm of the gradients is {float(total)}; they are as they were")
-        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), max_norm, total)
-        return total
-
-    def sync_model(self) -> None:
-        """Collective: bring into the model, on every rank, what other ranks have trained; to sample from it there.
-
-        Until then a rank's model holds what it trains itself; the rest is as it was at the start, or at the last call.
-        """
-        self._require_open("sync_model")
-        self._bring(None)
-
-    def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any] | None:
-        """Collective: a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU.
-
-        Weights that were put into the model on every rank, such as averages, are gathered as they are.
-
-        Args:
-            dst: the rank that gets it, and all values into its model; None on the others.
-            trainable_only: the parameters that require gradients alone, such as those of adapters.
-        """
-        self._require_open("gather_state_dict")
-        if dst not in range(self._plan.world_size):
-            raise RunError(f"gather_state_dict(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
-        self._bring(dst, trainable_only)
-        return state_copy(self._model, trainable_only) if self._is_at(dst) else None
-
     def close(self) -> None:
-        """Leave the network; every rank calls it when it is done. What is trained stays in the model."""
+        """Leave the network; every rank calls it when it is done. What is trained stays in the model.
+
+        Raises:
+            RunError: the last asynchronous save was not written.
+        """
         self._closed = True
+        self._finish_alone()
 
     def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
         """The next batch and the one after it; None at the end."""
@@ -224,6 +183,13 @@ class Training(ABC):
     def _bind(self, batch: Batch) -> Tensors:
         return self._plan.bind(*call_of(batch))
 
+    def _is_ahead(self, loader: object) -> bool:
+        return self._last_read is not None and self._last_read[0] is loader and self._last_read[1].is_ahead
+
+    def _forget_batches(self) -> None:
+        self._carried = self._last_read = None
+        self._readers.clear()
+
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise RunError(f"{call} after close(): call it before, or make another engine of the program")
@@ -232,26 +198,6 @@ class Training(ABC):
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    @cached_property
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
-
-    @abstractmethod
-    def _trained_here(self) -> Mapping[str, nn.Parameter]:
-        """By the names the user knows."""
-
-    @abstractmethod
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
-        """Of the whole model's gradients."""
-
-    @abstractmethod
-    def _bring(self, dst: int | None, *asked: object) -> None:
-        """All trained values into the model of one rank, or of all."""
-
-    @abstractmethod
-    def _is_at(self, rank: int) -> bool:
-        """Whether this process runs that rank."""
 
     @abstractmethod
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:

@@ -1,0 +1,89 @@
+"""All ranks as threads of this process."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.plan.transport import Transport
+from fxpipe.run.ownership import require_new
+from fxpipe.run.read_ahead import Tensors
+from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
+from fxpipe.run.training import Ahead, Executed, Training
+from fxpipe.run.transport import run_ranks
+
+
+class LocalEngine(Training):
+    """All ranks in this process, on the model's own parameters."""
+
+    rank = 0
+    sent_bytes: Mapping[tuple[int, int], int] = {}
+    """Bytes of the last step's messages, by channel."""
+
+    def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
+        loss, gradients, _ = self._execute(self._plan, step, tensors)
+        assert loss is not None
+        return loss, gradients
+
+    def _execute(
+        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+    ) -> Executed:
+        require_new(self._model)
+        modules = self._bound(plan)
+        draws = SharedDraws(plan, self.seed, step, plan.device)
+        nexts = None if ahead is None else NextBatch(SharedDraws(plan, self.seed, ahead[0], plan.device), ahead[1])
+
+        def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
+            rank = transport.rank
+            mine = carried[rank] if carried else None
+            program = plan.program(rank)
+            result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine)
+            return result, transport.sent_bytes()
+
+        results = run_ranks(plan.world_size, body)
+        gradients: dict[str, torch.Tensor] = {}
+        self.sent_bytes = {channel: size for _, sent in results for channel, size in sent.items()}
+        for result, _ in results:
+            for name, gradient in result.gradients.items():
+                gradients.setdefault(self._shown(name), gradient)
+        return results[0][0].loss, gradients, [result.carries for result, _ in results]
+
+    def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
+        if id(plan) not in self._modules:
+            self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
+        modules: list[fx.GraphModule] = self._modules[id(plan)]
+        return modules
+
+    def _trained_here(self) -> Mapping[str, nn.Parameter]:
+        used = {self._shown(name) for program in self._plan.programs for name in program.state}
+        return {name: p for name, p in self._parameters.items() if name in used and p.requires_grad}
+
+    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def _bring(self, dst: int | None, *asked: object) -> None:
+        pass
+
+    def _is_at(self, rank: int) -> bool:
+        return True
+
+    _num_writers = 1
+
+    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return ()
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
+        pass
+
+    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
+        pass
+
+    def _prepare(self, forms: FilledPlan) -> None:
+        pass

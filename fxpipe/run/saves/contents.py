@@ -1,0 +1,71 @@
+"""What a rank writes of a run, by the names of the model.
+
+    model.layers.4.weight                 parameters and buffers       of the first rank that trains it, else of rank 0
+    optimizer.layers.4.weight.exp_avg     a parameter's state          likewise
+    extra.average.layers.4.weight         what goes by a parameter     likewise
+    scheduler, random, extra              everything else              every rank its own
+
+Nothing depends on who holds which layer, or on a parameter's number.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.run.saves.optimizers import optimizer_state
+from fxpipe.run.saves.parts import tensor_sum
+from fxpipe.run.saves.run import Run, Stateful, named_state
+from fxpipe.run.saves.values import encode, numbered
+
+
+def contents(run: Run, trainable_only: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors that this rank writes, and what else its part says."""
+    tensors: dict[str, torch.Tensor] = {}
+    frozen = {}
+    for name, tensor in named_state(run.model).items():
+        if not run.writes(tensor):
+            continue
+        if trainable_only and not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+            frozen[name] = tensor_sum(tensor)
+        else:
+            tensors[f"model.{name}"] = tensor
+    body = {"layout": run.layout, "frozen": frozen, "sections": _sections(run, tensors)}
+    if run.optimizer is not None:
+        body["optimizer"] = optimizer_state(run, run.optimizer, tensors)
+    return tensors, body
+
+
+def _sections(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    named = dict(run.model.named_parameters())
+    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    taken: set[str] = set()
+
+    def keep(key: str, name: str, tensor: torch.Tensor) -> str:
+        while key in taken:  # of two paths that read alike
+            key += "'"
+        taken.add(key)
+        parameter = named.get(name.removeprefix("_orig_mod.").removeprefix("module."))
+        if parameter is None or parameter.shape != tensor.shape or run.writes(parameter):
+            tensors[key] = tensor
+        return key
+
+    def names(items: list[Any]) -> list[str]:
+        """Those of parameters for a list with a tensor for each, as averages of weights are."""
+        for of in (named, trainable):
+            if len(items) == len(of) and all(map(_is_like, items, of.values())):
+                return list(of)
+        return numbered(items)
+
+    found = {}
+    for section, value in run.sections.items():
+        stateful = isinstance(value, Stateful)
+        found[section] = {
+            "type": type(value).__name__ if stateful else "",
+            "state": encode(value.state_dict() if stateful else value, section, keep, names),
+        }
+    return found
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -1,0 +1,92 @@
+"""A model in training, as one rank has it, and what else belongs to the run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.run.ownership import as_is
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What gives its state as nested plain values and tensors, and takes it back."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of an engine: which random numbers it draws next."""
+
+    engine: Any
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.engine.seed, "step_index": self.engine.step_index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.engine.seed, self.engine.step_index = state["seed"], state["step_index"]
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Of torch, on the CPU and on a device."""
+
+    device: torch.device
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        cpu = {"cpu": torch.get_rng_state()}
+        return cpu if self.device.type != "cuda" else cpu | {"cuda": torch.cuda.get_rng_state(self.device)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A model in training, as one rank has it.
+
+    `sections` are what else belongs to the run, by name, `Stateful` or values; `owners` tells who trains a parameter.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    sections: Mapping[str, Any]
+    rank: int = 0
+    num_ranks: int = 1
+    owners: Callable[[nn.Parameter], tuple[int, ...]] = lambda parameter: ()
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether its value and its state are this rank's, too."""
+        return not self.owners(parameter) or self.rank in self.owners(parameter)
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        owners = self.owners(tensor) if isinstance(tensor, nn.Parameter) else ()
+        return self.rank == (owners or (0,))[0]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Equal in two runs where every rank trains the same."""
+        trained = {name: list(self.owners(p)) for name, p in self.model.named_parameters()}
+        return {"ranks": self.num_ranks, "owners": {name: ranks for name, ranks in trained.items() if ranks}}
+
+
+def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own parameters and persistent buffers, each by the first of its names in `state_dict`."""
+    with as_is():
+        state = model.state_dict(keep_vars=True)
+    own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, value in state.items():
+        if id(value) not in own:
+            raise RunError(f"{name} of state_dict() is no parameter or buffer of the model: save it through extra")
+        found.setdefault(id(value), (name, value))
+    return dict(found.values())

@@ -1,0 +1,92 @@
+"""The model's own parameters, as every engine offers them: what is trained here, and what other ranks have trained."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.plan.step import StepPlan
+from fxpipe.run.shared_model import state_copy
+
+
+class TrainedModel(ABC):
+    """A model of which this process trains all, or a part."""
+
+    _model: nn.Module
+    _plan: StepPlan
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the model's own parameters that are trained in this process, by their names in the model."""
+        yield from self._trained_here().items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The same, for an optimizer; those of the whole model serve as well, for what is trained elsewhere has no
+        gradient here. Never empty, since optimizers refuse that: a rank without any gives one of size zero."""
+        yield from self._trained_here().values() or [nn.Parameter(torch.empty(0))]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters; returns their norm before.
+
+        On a rank of several torch's own function would clip by the norm of what is trained there.
+        """
+        self._require_open("clip_grad_norm_")
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        total = self._norm(float(norm_type), float(max_norm))
+        total = total.to(gradients[0].device) if gradients else total
+        if error_if_nonfinite and not total.isfinite():
+            raise RunError(f"the norm of the gradients is {float(total)}; they are as they were")
+        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), max_norm, total)
+        return total
+
+    def sync_model(self) -> None:
+        """Collective: bring into the model, on every rank, what other ranks have trained; to sample from it there.
+
+        Until then a rank's model holds what it trains itself; the rest is as it was at the start, or at the last call.
+        """
+        self._require_open("sync_model")
+        self._bring(None)
+
+    def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any] | None:
+        """Collective: a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU.
+
+        Weights that were put into the model on every rank, such as averages, are gathered as they are.
+
+        Args:
+            dst: the rank that gets it, and all values into its model; None on the others.
+            trainable_only: the parameters that require gradients alone, such as those of adapters.
+        """
+        self._require_open("gather_state_dict")
+        if dst not in range(self._plan.world_size):
+            raise RunError(f"gather_state_dict(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
+        self._bring(dst, trainable_only)
+        return state_copy(self._model, trainable_only) if self._is_at(dst) else None
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    @abstractmethod
+    def _trained_here(self) -> Mapping[str, nn.Parameter]:
+        """By the names the user knows."""
+
+    @abstractmethod
+    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+        """Of the whole model's gradients."""
+
+    @abstractmethod
+    def _bring(self, dst: int | None, *asked: object) -> None:
+        """All trained values into the model of one rank, or of all."""
+
+    @abstractmethod
+    def _is_at(self, rank: int) -> bool:
+        """Whether this process runs that rank."""
+
+    @abstractmethod
+    def _require_open(self, call: str) -> None:
+        """RunError after `close`."""
