@@ -58,11 +58,12 @@ class Candidate:
         return self.request.how.mode == "exact"
 
     def __str__(self) -> str:
-        asked, displaced = self.request, ", displaced" * (not self.is_exact)
-        if self.made is not None:
-            folded = ", folded" * (self.made.spans is not None and len(self.made.spans) > self.made.grid.stages)
-            return f"{self.made.grid} {self.made.grid.axes}{folded}{displaced}"
-        return f"{counted(asked.cfg or 1, 'group')} x {counted(asked.stages or 1, 'stage')}{displaced}"
+        asked, made = self.request, self.made
+        beside = asked.num_patches or asked.world_size // ((asked.cfg or 1) * (asked.stages or 1))
+        told = [counted(asked.cfg or 1, "group"), counted(asked.stages or 1, "stage"), counted(beside, "patch", "es")]
+        folded = made is not None and made.spans is not None and len(made.spans) > made.grid.stages
+        ends = " in turn" * asked.in_turn + ", folded" * folded + ", displaced" * (not self.is_exact)
+        return " x ".join(told) + ends
 
 
 @dataclass(frozen=True)

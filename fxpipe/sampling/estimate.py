@@ -279,7 +279,7 @@ class _Stages(_Layout):
         return max(into) + self.result_bytes(self.case.num_samples)
 
     def _memory(self) -> int:
-        """Of the fullest column: weights, activations of the first turn, what it keeps of all patches."""
+        """Of the fullest column: weights, activations of the first turn, what crosses, what it keeps of all patches."""
         found = []
         for column in range(self.grid.stages):
             names = self.column_names[column]
@@ -289,7 +289,10 @@ class _Stages(_Layout):
                 owners = self.patch_works[0].owners.items()
                 gathered = (n for n, owner in owners if owner in names and "exchange" in n.meta)
                 caches = sum(n.meta["val"].nbytes for n in gathered if n.meta["exchange"].kind == "gather")
-            found.append(weights + alive + caches * self.num_runs)
+            own = [stage for stage in self.line.stages if stage.column == column]
+            crossing = dict.fromkeys(value for stage in own for value in (*stage.reads, *stage.returns))
+            between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)
+            found.append(weights + alive + between + caches * self.num_runs)
         return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
 
 

@@ -70,10 +70,14 @@ class SampleLowering:
         """The graph with free sizes at another call's."""
         return self.tracing.resized(traced, args, kwargs)
 
+    def case(self, traced: Traced, batch_size: int) -> SampleCase:
+        """What planning asks of a call."""
+        return SampleCase(traced, batch_size, self.cost_model)
+
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""
         # rows: where they lie, what each operation needs of other patches
-        case = SampleCase(traced, batch_size, self.cost_model)
+        case = self.case(traced, batch_size)
         self.observe("rows", case.rows(batch_size))
 
         # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered after all

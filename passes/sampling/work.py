@@ -128,8 +128,9 @@ def most_alive(nodes: Sequence[fx.Node]) -> int:
     for node, place in last.items():
         ends.setdefault(place, []).append(node)
     for place, node in enumerate(nodes):
-        level += value_bytes(node) if owner[node] is node else 0
-        most = max(most, level)
+        size = value_bytes(node) if owner[node] is node else 0
+        level += size
+        most = max(most, level + size * ("exchange" in node.meta))  # made of parts that are there until then
         level -= sum(value_bytes(gone) for gone in ends.get(place, ()) if gone in inside)
     return most
 
