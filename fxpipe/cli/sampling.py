@@ -52,8 +52,13 @@ def sample(
     layout = {"cfg": cfg, "stages": stages, "patches": _patches(patches), "plan": plan}
     how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster, "memory_limit": memory_limit}
     layouts: list[Any] = []
-    how["observe"] = lambda name, artefact: layouts.append(artefact) if name == "layouts" else None
-    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
+
+    def observe(name: str, artefact: Any) -> None:
+        if name == "layouts":
+            layouts.append(artefact)
+
+    ranks = ranks_asked(world_size)
+    sampler = compile_sampler(pipe, ranks, example=call, observe=observe, **how)  # type: ignore[arg-type]
     if plan_only and layouts and not console.quiet:
         print_wide(sample_table(layouts[-1]))
     console.print(str(sampler))

@@ -89,7 +89,7 @@ class Expected:
     @staticmethod
     def of(steps: int, seconds: float, alone_seconds: float, wire_bytes: int, memory_bytes: int) -> "Expected":
         """With seconds to four digits, as they are printed."""
-        return Expected(steps, *(float(f"{s:.4g}") for s in (seconds, alone_seconds)), wire_bytes, memory_bytes)
+        return Expected(steps, float(f"{seconds:.4g}"), float(f"{alone_seconds:.4g}"), wire_bytes, memory_bytes)
 
     def __str__(self) -> str:
         return (
@@ -185,7 +185,12 @@ class SamplePlan:
         """Plain data for JSON."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         staged = {f.name: getattr(self.staged, f.name) for f in fields(self.staged)}
-        plain = {"staged": staged, "cut": vars(self.cut), "how": vars(self.how), "step": self.step.text().split("\n")}
+        plain: dict[str, Any] = {
+            "staged": staged,
+            "cut": vars(self.cut),
+            "how": vars(self.how),
+            "step": self.step.text().split("\n"),
+        }
         plain["expects"] = None if self.expects is None else vars(self.expects)
         data: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "kind": "sampling", **own, **plain}))
         return data
@@ -315,7 +320,7 @@ def _read(line: str, read: Read) -> None:
     elif found := _PATCH.fullmatch(line):
         read["patch"].append((int(found[1]), int(found[2]) + 1, found[3] is not None))
     elif found := _EXPECTS.fullmatch(line):
-        read["expects"].append(Expected(int(found[1]), *map(float, found.groups()[1:3]), *map(int, found.groups()[3:])))
+        read["expects"].append(Expected(int(found[1]), float(found[2]), float(found[3]), int(found[4]), int(found[5])))
     elif line.startswith("considered: "):
         read["considered"].append(line.removeprefix("considered: "))
     else:

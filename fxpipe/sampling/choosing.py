@@ -77,9 +77,12 @@ class Ranked:
     def outcomes(self, chosen: Candidate) -> Iterator[SampleOutcome]:
         """What is to be said of them, where this one is taken."""
         for one in sorted(self.candidates, key=lambda one: one is not chosen):
-            numbers = (one.found.seconds, one.found.wire_bytes, one.found.memory_bytes) if one.found else ()
             why = one.why if one is chosen or one.why else self._lost(one, chosen)
-            yield SampleOutcome(str(one), *numbers, why=why)
+            if one.found is None:
+                yield SampleOutcome(str(one), why=why)
+            else:
+                numbers = one.found.seconds, one.found.wire_bytes, one.found.memory_bytes
+                yield SampleOutcome(str(one), *numbers, why)
 
     def _lost(self, one: Candidate, best: Candidate) -> str:
         longer = one.seconds / best.seconds - 1 if best.seconds else 0.0
