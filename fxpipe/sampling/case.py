@@ -20,7 +20,7 @@ from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
 from passes.sampling.groups import Span
 from passes.sampling.patches import even_bounds, patches_of
-from passes.sampling.stages import LateBlocks, late_blocks
+from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import Cut, first_has_text, has_text, shared_text
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
 from passes.sampling.work import PatchWork, patch_work, value_bytes
@@ -97,6 +97,12 @@ class SampleCase:
             return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
 
         found: LateBlocks = self._once(("blocks", num_samples, count), cut)
+        return found
+
+    def spans(self, num_samples: int, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
+        """Stages of so many samples for so many columns of ranks."""
+        blocks, key = self.blocks(num_samples, num_blocks(columns)), ("spans", num_samples, columns, fold)
+        found: tuple[StageSpan, ...] = self._once(key, lambda: stage_spans(blocks, columns, fold))
         return found
 
     def node_seconds(self, num_samples: int) -> dict[str, float]:

@@ -250,10 +250,10 @@ class _Stages(_Layout):
 
     def estimate(self, steps: int) -> Estimate:
         once = self.case.once(self.run)
-        first = max(
-            sum(item.seconds for item in self.fresh_work.items if item.name in once & self.column_names[column])
-            for column in range(self.grid.stages)
-        )
+        first = 0.0
+        for names in self.column_names:
+            kept = once & names
+            first = max(first, sum(item.seconds for item in self.fresh_work.items if item.name in kept))
         (exact,) = self.ends(1, fresh=True)
         if not self.in_turn:
             return Estimate(first + steps * exact, self._received(True), self._memory())

@@ -16,7 +16,7 @@ from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
 from passes.sampling.patches import even_bounds, patches_of, require_units
-from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks, stage_spans
+from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks
 from passes.sampling.text import Text, balanced_bounds
 
 _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
@@ -69,8 +69,7 @@ def chosen(case: SampleCase, request: Request, look: bool = True) -> Choices:
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
     spans = None
     if order != "rows":
-        blocks = case.blocks(case.run_size(grid), num_blocks(grid.stages))
-        spans = stage_spans(blocks, grid.stages, request.fold)
+        spans = case.spans(case.run_size(grid), grid.stages, request.fold)
     return Choices(grid, spans, bounds, text_first, order, request.how)
 
 

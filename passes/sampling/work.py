@@ -23,15 +23,16 @@ from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch
 
 SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
+Sent = tuple[tuple[int, int, int], ...]
+"""Source patch, target patch, bytes."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """One exchange: `sent` are (source patch, target patch, bytes), `own_bytes` of this patch's value; `seconds`: to
-    make of them what is read."""
+    """One exchange: what is `sent`, bytes of this patch's own value, and seconds to make of them what is read."""
 
     kind: str
-    sent: tuple[tuple[int, int, int], ...]
+    sent: Sent
     own_bytes: int
     seconds: float
 
@@ -86,12 +87,13 @@ def patch_work(
     seconds, owners = seconds_of(graph), _owners(graph, plan)
     places: dict[fx.Node, int] = {}
     unread: set[int] = set()
+    known: dict[object, Sent] = {}
     items: list[Item] = []
     for node, name in owners.items():
         if "exchange" in node.meta:
             places[node] = len(items)
             unread.add(len(items))
-            items.append(Item(name, 0.0, _told(node, patches, seconds.get(node, 0.0))))
+            items.append(Item(name, 0.0, _told(node, patches, seconds.get(node, 0.0), known)))
             continue
         reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
         unread.difference_update(reads)
@@ -142,14 +144,17 @@ def value_bytes(node: fx.Node) -> int:
     return sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
 
 
-def _told(node: fx.Node, patches: Sequence[Patch], seconds: float) -> Told:
+def _told(node: fx.Node, patches: Sequence[Patch], seconds: float, known: dict[object, Sent]) -> Told:
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
-    sent = tuple(
-        (source.index, dst, prod(shape) * size)
-        for source in patches
-        for dst, shape in sent_by(node, source, patches).items()
-        if prod(shape)
-    )
+    shapes = tuple(exchange.value.meta["val"].shape), tuple(node.meta["val"].shape)
+    key = exchange.kind, exchange.state, *shapes, node.args[2:4], size
+    if key not in known:
+        known[key] = tuple(
+            (source.index, dst, prod(shape) * size)
+            for source in patches
+            for dst, shape in sent_by(node, source, patches).items()
+            if prod(shape)
+        )
     (own,) = node.all_input_nodes
-    return Told(exchange.kind, sent, value_bytes(own), seconds)
+    return Told(exchange.kind, known[key], value_bytes(own), seconds)
