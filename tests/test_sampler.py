@@ -166,7 +166,7 @@ def test_full_sizes_compile_without_weights(tmp_path: Path) -> None:
         (2, {"example": None}, "example is missing"),
         (2, {"cfg": 3}, "are not world_size=2 ranks"),
         (4, {"cfg": 4}, "a call has 2"),
-        (64, {"cfg": 1}, "64 patches of"),
+        (64, {"patches": 64}, "64 patches of"),
     ],
 )
 def test_refusals(world_size: int, options: dict[str, object], says: str, pipe: StableDiffusionPipeline) -> None:

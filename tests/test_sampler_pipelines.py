@@ -295,7 +295,7 @@ class Guided(Taking):
 
 def test_samples_that_read_each_other_are_not_split() -> None:
     model, x = Guided(), noise(2, 2, 9, 5)
-    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2})
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, patches=2, sample={"x": 2})
     assert sampler.grid == Grid(1, 2)
     with torch.no_grad():
         assert error(sampler.predict(x=x), model(x)) <= 1e-10

@@ -161,7 +161,7 @@ def _ways_of(request: Request, stages: int, asked: bool) -> Iterator[Request]:
     if how.mode == "exact" or (stages == 1 and not asked):
         if request.num_patches in (None, beside) and (how.mode == "exact" or beside > 1 or request.patches is not None):
             yield replace(request, stages=stages if stages > 1 or asked else None, patches=request.patches or beside)
-    elif beside == 1 and how.norms != "sync":
+    elif beside == 1 and how.norms != "sync" and (asked or request.patches is None):
         in_turn = replace(request, stages=stages, how=replace(how, advance=False))
         for patches in [request.patches] if request.patches is not None else [stages, 2 * stages]:
             yield replace(in_turn, patches=patches)
