@@ -22,12 +22,13 @@ from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, uncompiled
-from fxpipe.options import check_counts, check_patches, given_cluster, given_sample_plan
+from fxpipe.options import check_counts, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.launch import join
 from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler
+from fxpipe.sampling.choosing import Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
 from fxpipe.sampling.spread import Spread
@@ -36,6 +37,8 @@ from passes.sampling.displaced import Norms
 from passes.sampling.text import Text
 
 _CPU = torch.device("cpu")
+_STEPS = 50
+"""Of a call whose steps are not known."""
 
 
 def compile_sampler(
@@ -58,6 +61,8 @@ def compile_sampler(
     cache: bool | str | Path = True,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
+    steps: int | None = None,
+    memory_limit: int | str | None = None,
     plan: SamplePlan | str | Path | None = None,
     observe: Observe = lambda name, artefact: None,
 ) -> Sampler:
@@ -67,22 +72,26 @@ def compile_sampler(
     go to groups of ranks. In exact mode every exchange is of the step itself: any layout gives one device's result.
     Ranks run on the denoiser's own device.
 
+    What is left open of `cfg`, `stages`, `fold` and `patches` is chosen: the layout whose call is predicted to be the
+    fastest on `cluster`, of those that fit into memory. The plan says what it expects, and what came second.
+
     Args:
         model: a diffusers pipeline, or a module that predicts.
         example: a call: of the pipeline, (it ends where it calls its denoiser), or keyword arguments of the module.
             Left out, a diffusers backbone's is made from its config.
-        cfg: groups of samples; as many as divide samples and ranks where left out.
-        patches: of the rows in every group, or in every stage of it; of displaced stages how many follow each other,
-            twice as many as stages where left out. Instead of a count their bounds in units, from 0 to the number of
+        cfg: groups of samples.
+        patches: of the rows in every group, or in every stage of it; of displaced stages how many follow each other.
+            Instead of a count their bounds in units, from 0 to the number of
             units, for calls with so many: units are what the denoiser's strides leave of the rows, and the plan says
             how many there are.
         stages: columns of ranks in every group, each with a part of the denoiser and its weights alone; samples follow
-            each other through them, in displaced mode patches (Wang et al., "PipeFusion", 2024). One where left out.
+            each other through them, in displaced mode patches (Wang et al., "PipeFusion", 2024).
         fold: whether every column has two parts, from both ends, so that skip connections stay on their rank; as fewer
             bytes are sent where left out.
         mode: "exact"; or "displaced", which is approximate: after `warmup` exact steps of a call a patch reads of the
             others what they had one step before, so that nobody waits (Li et al., "DistriFusion", CVPR 2024); of those
-            that went through a stage before it, what they have now.
+            that went through a stage before it, what they have now. Where neither stages nor patches are given it is a
+            leave: a layout that is exact is taken where it is about as fast, or where steps are few.
         norms: the others' moments of displaced group norms: "corrected" as one's own have moved (the paper's),
             "merged" as they were, "sync" of this step, "separate" none.
         advance: whether the others' displaced values are moved on by their own last change, at twice the memory; not
@@ -97,6 +106,8 @@ def compile_sampler(
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out.
         cost_model: seconds of compute; the cluster's device where left out.
+        steps: of a call, for which layouts are compared: the example's `num_inference_steps`, or 50, where left out.
+        memory_limit: bytes that a rank may hold, as 40 * 2**30 or "40GiB"; the device's where left out.
         plan: one that was made before, a `SamplePlan` or the file it was saved in: for calls like the example nothing
             is decided; calls of other sizes are planned in its mode, with as many stages. What is asked for beside it
             must be what it says, mode, warmup, norms and advance are the plan's.
@@ -107,7 +118,8 @@ def compile_sampler(
         RunError: started by torchrun, and the other ranks cannot be found.
     """
     known = given_sample_plan(plan, world_size, cfg=cfg, stages=stages, fold=fold, patches=patches)
-    check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup)
+    check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup, steps=steps)
+    limit = given_bytes(memory_limit)
     check_patches(patches)
     _check_choices(mode=mode, norms=norms, text=text, sizes=sizes)
     captures = cache_folder(cache)
@@ -132,14 +144,16 @@ def compile_sampler(
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text)
     texts = str(network), priced if isinstance(priced, str) else ""
+    told = dict(example or {}).get("num_inference_steps") if name is not None else None
+    setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit)
     tracing = Tracing(rows_of, sizes, captures, observe)
-    lowering = SampleLowering(asked, tracing, where, given_cost_model(priced), observe, *texts, known)
+    lowering = SampleLowering(asked, tracing, where, given_cost_model(priced), observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae and name is not None else None
     image = Request(world_size, None, None, None, None, EXACT)
-    of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None)
+    of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None, setting=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 

@@ -139,7 +139,7 @@ def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     out, dump = tmp_path / "images.png", tmp_path / "dump"
     model = ["sample", "examples/text_to_image.py:pipe", "--steps", "2", "--out", str(out), "--dump", str(dump)]
-    code, stdout, _ = invoke(*model, "--world-size", "8", "--verify", "--height", "48")
+    code, stdout, _ = invoke(*model, "--world-size", "8", "--patches", "2", "--verify", "--height", "48")
     assert code == 0
     assert "in 4 groups x 1 stage x 2 patches on 8 ranks" in stdout
     assert "exact: prediction" in stdout
@@ -164,6 +164,18 @@ def test_samples_by_a_saved_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
     code, _, stderr = invoke(*model, "--world-size", "2", "--patches", "0,a")
     assert (code, "give a count (4), or bounds" in stderr) == (2, True)
+
+
+def test_layouts_are_told_and_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = ["sample", "examples/text_to_image.py:pipe", "--world-size", "2", "--plan-only", "--displaced"]
+    code, stdout, stderr = invoke(*model, "--cluster", "2xV100", "--memory-limit", "1GiB")
+    assert code == 0, stderr
+    assert "2 groups x 1 stage x 1 patch" in stdout
+    assert "1 group x 2 stages x 4 patches in turn" in stdout
+    assert "longer" in stdout
+    assert "expects: " in stdout
+    assert "sampled" not in stdout
 
 
 def test_python_dash_m_fails_without_a_traceback() -> None:

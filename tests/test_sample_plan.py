@@ -33,7 +33,7 @@ class Convolutions(nn.Module):
 
 X = torch.randn(2, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "rows": (4, {"cfg": 2}),
+    "rows": (4, {"cfg": 2, "patches": 2}),
     "uneven rows, displaced": (2, {"patches": (0, 3, 8), "mode": "displaced", "norms": "merged"}),
     "samples in turn": (4, {"stages": 2, "patches": 2, "cfg": 1, "fold": False}),
     "patches in turn": (2, {"stages": 2, "patches": [0, 1, 4, 8], "mode": "displaced", "warmup": 2}),

@@ -44,7 +44,7 @@ def one() -> StableDiffusionPipeline:
 
 @cache
 def exact(world_size: int, cfg: int | None = None) -> fxpipe.Sampler:
-    return fxpipe.compile_sampler(one(), world_size, example=call(), cfg=cfg)
+    return fxpipe.compile_sampler(one(), world_size, example=call(), cfg=cfg, patches=world_size // (cfg or 1))
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +138,10 @@ class Rows(nn.Module):
 def test_any_module_with_named_rows() -> None:
     torch.manual_seed(0)
     model, given = Rows().double(), {"picture": noise(3, 2, 11, 5), "time": noise(3)}
-    sampler = fxpipe.compile_sampler(model, 2, example=given, sample={"picture": 2})
+    sampler = fxpipe.compile_sampler(model, 2, example=given, patches=2, sample={"picture": 2})
     assert sampler.grid == Grid(1, 2)
     assert same(sampler.predict(**given)["made"], model(**given)["made"])
-    sampler = fxpipe.compile_sampler(model, 6, example=given, sample={"picture": 2})
+    sampler = fxpipe.compile_sampler(model, 6, example=given, patches=2, sample={"picture": 2})
     assert sampler.grid == Grid(3, 2)
     assert same(sampler.predict(**given)["made"], model(**given)["made"])
 
@@ -152,7 +152,7 @@ def test_full_sizes_compile_without_weights(tmp_path: Path) -> None:
             sample_size=64, block_out_channels=(320,), layers_per_block=1, cross_attention_dim=768,
             down_block_types=("CrossAttnDownBlock2D",), up_block_types=("UpBlock2D",),
         )  # fmt: skip
-    sampler = fxpipe.compile_sampler(model, 4)
+    sampler = fxpipe.compile_sampler(model, 4, patches=2)
     assert sampler.grid == Grid(2, 2)
     assert "float32[1, 320, 32, 64]" in (sampler.dump(tmp_path) / "rank_0.py").read_text()
 
@@ -163,7 +163,7 @@ def test_full_sizes_compile_without_weights(tmp_path: Path) -> None:
         (2, {"example": None}, "example is missing"),
         (2, {"cfg": 3}, "are not world_size=2 ranks"),
         (4, {"cfg": 4}, "a call has 2"),
-        (64, {"cfg": 1}, "64 patches of"),
+        (64, {"patches": 64}, "64 patches of"),
     ],
 )
 def test_refusals(world_size: int, options: dict[str, object], says: str, pipe: StableDiffusionPipeline) -> None:
@@ -176,7 +176,7 @@ def test_refusals(world_size: int, options: dict[str, object], says: str, pipe: 
 
 @pytest.fixture(scope="module")
 def displaced(pipe: StableDiffusionPipeline) -> fxpipe.Sampler:
-    return fxpipe.compile_sampler(pipe, 4, example=call(), mode="displaced", warmup=1)
+    return fxpipe.compile_sampler(pipe, 4, example=call(), patches=2, mode="displaced", warmup=1)
 
 
 def test_displaced_steps_are_near_and_exact_where_nothing_changes(
@@ -189,7 +189,7 @@ def test_displaced_steps_are_near_and_exact_where_nothing_changes(
     assert float((found - wanted).abs().max()) < 0.2
     assert torch.equal(image(fast, **call(2)), image(displaced.pipeline(), **call(2)))
     assert torch.equal(image(fast), found)  # nothing of a call is left to the next
-    exact = fxpipe.compile_sampler(pipe, 4, example=call(), mode="displaced", warmup=_STEPS)
+    exact = fxpipe.compile_sampler(pipe, 4, example=call(), patches=2, mode="displaced", warmup=_STEPS)
     assert same(image(exact.pipeline()), wanted)
 
 
@@ -226,19 +226,19 @@ def test_unknown_modes_are_refused(pipe: StableDiffusionPipeline) -> None:
 def launched() -> tuple[Tensor, Tensor, Tensor]:
     """What one rank of a launch gets: of a pipeline's call, of another after it, and of a displaced one."""
     pipe = pipeline()
-    sampler = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1)
+    sampler = fxpipe.compile_sampler(pipe, 2, example=call(), patches=2)
     fast = sampler.pipeline()
     first = image(fast)
     second = image(fast, **call(2))
     sampler.close()
-    near = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1, mode="displaced", warmup=1)
+    near = fxpipe.compile_sampler(pipe, 2, example=call(), patches=2, mode="displaced", warmup=1)
     third = image(near.pipeline())
     near.close()
     return first, second, third
 
 
 def test_over_gloo_it_is_one_devices(pipe: StableDiffusionPipeline, wanted: Tensor) -> None:
-    near = fxpipe.compile_sampler(pipe, 2, example=call(), cfg=1, mode="displaced", warmup=1)
+    near = fxpipe.compile_sampler(pipe, 2, example=call(), patches=2, mode="displaced", warmup=1)
     displaced = image(near.pipeline())
     for first, second, third in run_processes(2, launched):
         assert torch.equal(third, displaced)

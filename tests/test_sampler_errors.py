@@ -119,7 +119,7 @@ def test_an_example_that_is_refused(what: str, sd: tuple[Any, Call]) -> None:
     pipe, call = sd
     changes, message = EXAMPLES[what]
     with pytest.raises(FxpipeError, match=message):
-        fxpipe.compile_sampler(pipe, 5, example=None if changes is None else {**call, **changes}, cfg=1)
+        fxpipe.compile_sampler(pipe, 5, example=None if changes is None else {**call, **changes}, patches=5)
 
 
 def test_a_pipeline_that_never_predicts(sd: tuple[Any, Call]) -> None:

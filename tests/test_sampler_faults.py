@@ -47,7 +47,7 @@ class Loop:
         torch.manual_seed(0)
         self.model, self.odd = Rows().double(), int(os.environ["RANK"] == "1")
         example = {"sample": noise(2, 2, 12, 5), "time": torch.ones(1).double(), "text": noise(2, 3)}
-        how: dict[str, Any] = {"cfg": 1, "mode": mode, "warmup": 1, "sample": {"sample": 2}}
+        how: dict[str, Any] = {"patches": 2, "mode": mode, "warmup": 1, "sample": {"sample": 2}}
         self.sampler = fxpipe.compile_sampler(self.model, 2, example=example, **how)
 
     def __call__(

@@ -44,7 +44,7 @@ KEYS = [key for key in PIPELINES if key not in {"sd/small", "flux", "wan"}]
 def test_a_pipeline_is_one_devices(key: str) -> None:
     pipe, call = tiny(key)
     ranks, cfg, kind = LAYOUTS.get(key, (3, None, "latent"))
-    sampler = fxpipe.compile_sampler(pipe, ranks, example=call, cfg=cfg)
+    sampler = fxpipe.compile_sampler(pipe, ranks, example=call, cfg=cfg, patches=ranks // (cfg or 1))
     found = sample(sampler.pipeline(), call, output_type=kind)
     assert error(found, sample(pipe, call, output_type=kind)) <= (1e-6 if key in FLOAT32_LOOPS else 1e-10)
 
@@ -119,7 +119,7 @@ def test_any_scheduler(name: str, shared: Shared, monkeypatch: pytest.MonkeyPatc
 def test_a_scheduler_that_draws_of_itself() -> None:
     pipe, call = tiny("sd3")
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True, shift=3.0)
-    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2).pipeline()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         wanted = sample(pipe, call)
@@ -180,7 +180,7 @@ def test_calls_leave_nothing_to_each_other(shared: Shared) -> None:
 def test_half_precision() -> None:
     pipe, call = tiny("sd/small", torch.bfloat16)
     wide, _ = tiny("sd/small", torch.float64)
-    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2).pipeline()
     found, wanted, exact = (sample(one, call) for one in (fast, pipe, wide))
     assert found.dtype == torch.bfloat16
     assert (found - wanted).double().norm() < (wanted - exact).norm()  # nearer than rounding has brought it
@@ -227,7 +227,7 @@ class Added(nn.Module):
 def test_what_is_changed_after_compiling_counts() -> None:
     pipe, call = tiny("sd/small")
     call |= {"num_inference_steps": 2}
-    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2).pipeline()
     attention = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     adapter = Added(attention.to_q)
 
@@ -259,7 +259,7 @@ def test_what_is_changed_after_compiling_counts() -> None:
 
 def test_another_type_after_compiling() -> None:
     pipe, call = tiny("sd/small")
-    fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=1).pipeline()
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2).pipeline()
     fast.to(torch.float32)
     wanted = sample(pipe, call, output_type="pt")
     assert wanted.dtype == torch.float32
@@ -279,7 +279,7 @@ class Taking(nn.Module):
 
 def test_a_list_that_forward_empties() -> None:
     model, x = Taking(), noise(2, 2, 9, 5)
-    sampler = fxpipe.compile_sampler(model, 2, example={"x": x, "residuals": [x, x]}, sample={"x": 2}, cfg=1)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x, "residuals": [x, x]}, sample={"x": 2}, patches=2)
     with torch.no_grad():
         wanted = model(x, [x + 1, 2 * x])
     assert error(sampler.predict(x=x, residuals=[x + 1, 2 * x]), wanted) <= 1e-10
@@ -295,7 +295,7 @@ class Guided(Taking):
 
 def test_samples_that_read_each_other_are_not_split() -> None:
     model, x = Guided(), noise(2, 2, 9, 5)
-    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2})
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, patches=2, sample={"x": 2})
     assert sampler.grid == Grid(1, 2)
     with torch.no_grad():
         assert error(sampler.predict(x=x), model(x)) <= 1e-10

@@ -69,7 +69,7 @@ class Levels(nn.Module):
 def test_one_trace_serves_other_sizes(traces: list[object]) -> None:
     torch.manual_seed(0)
     model = Levels().double()
-    options = {"sample": {"picture": 2}, "cfg": 1, "sizes": "any", "cache": False}
+    options = {"sample": {"picture": 2}, "patches": 2, "sizes": "any", "cache": False}
     sampler = fxpipe.compile_sampler(model, 2, example=picture(12, 8), **options)  # type: ignore[arg-type]
     del traces[:]
     for height, width in ((12, 8), (16, 16), (20, 10), (8, 24)):
@@ -133,7 +133,7 @@ def of_size(call: dict[str, Any], height: int, width: int) -> dict[str, Any]:
 def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[int, int]], traces: list[object]) -> None:
     given = case(key)
     first, *others = [of_size(dict(given.example), *size) for size in sizes]
-    sampler = fxpipe.compile_sampler(given.model, 2, example=first, cfg=1, sizes="any")
+    sampler = fxpipe.compile_sampler(given.model, 2, example=first, patches=2, sizes="any")
     del traces[:]
     for call in others:
         require_equal(sampler, given.model, call)
@@ -143,7 +143,7 @@ def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[in
 def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
     given = case("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
     first, other = (of_size(dict(given.example), size, size) for size in (12, 20))
-    sampler = fxpipe.compile_sampler(given.model, 2, example=first, cfg=1, sizes="any")
+    sampler = fxpipe.compile_sampler(given.model, 2, example=first, patches=2, sizes="any")
     del traces[:]
     require_equal(sampler, given.model, other)
     assert traces
@@ -225,7 +225,7 @@ FREE = {branch, branch_of_integers, root, fraction, plain_tensor, kept, squares}
 def test_nothing_of_a_size_is_kept_for_another(way: Callable[[Tensor, Forward], Tensor]) -> None:
     torch.manual_seed(0)
     model = Forward(way).double()
-    options = {"sample": {"picture": 2}, "cfg": 1, "sizes": "any", "cache": False}
+    options = {"sample": {"picture": 2}, "patches": 2, "sizes": "any", "cache": False}
     sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
     assert (way in FREE) == ("image sizes are traced" not in str(sampler)), str(sampler)
     for height, width in ((8, 6), (12, 8), (14, 8), (18, 18), (12, 6)):

@@ -31,8 +31,8 @@ class Net(nn.Module):
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "rows": {}, "groups": {"cfg": 2, "patches": 1}, "stages": {"stages": 2}, "displaced": {"mode": "displaced"},
-    "pipeline": {"mode": "displaced", "stages": 2},
+    "rows": {"patches": 2}, "groups": {"cfg": 2, "patches": 1}, "stages": {"stages": 2},
+    "displaced": {"mode": "displaced", "patches": 2}, "pipeline": {"mode": "displaced", "stages": 2},
 }  # fmt: skip
 
 

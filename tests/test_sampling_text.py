@@ -56,11 +56,11 @@ class Joint(nn.Module):
 def test_where_rows_read_text_otherwise_every_patch_has_it(mixes: bool) -> None:
     torch.manual_seed(0)
     example, sample = {"x": noise(2, 8, 4), "text": noise(2, 4, 4)}, {"x": 1}
-    sampler = fxpipe.compile_sampler(Joint(mixes).double(), 3, cfg=1, example=example, sample=sample)
+    sampler = fxpipe.compile_sampler(Joint(mixes).double(), 3, patches=3, example=example, sample=sample)
     assert sampler.verify().ok
     sizes = [len(program.graph.nodes) for program in sampler.step.programs]
     assert (sizes[1] < sizes[0]) is not mixes
-    everyone = fxpipe.compile_sampler(Joint(mixes).double(), 3, cfg=1, example=example, sample=sample, text="all")
+    everyone = fxpipe.compile_sampler(Joint(mixes).double(), 3, patches=3, example=example, sample=sample, text="all")
     assert len(everyone.step.programs[1].graph.nodes) == len(everyone.step.programs[0].graph.nodes)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from fxpipe.cli.options import ranks_asked
+from fxpipe.cli.options import print_wide, ranks_asked
 from fxpipe.cli.user_model import load_pipeline
 from fxpipe.errors import CompileError
 
@@ -29,6 +29,8 @@ def sample(
     displaced: Annotated[bool, typer.Option(help="patches read what the others had a step before")] = False,
     warmup: Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")] = 4,
     cluster: Annotated[str | None, typer.Option(help="devices and links to predict for, such as 2x4xA100")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="what a rank may hold, as 40GiB")] = None,
+    plan_only: Annotated[bool, typer.Option(help="print all layouts and the plan; sample nothing")] = False,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
     dump: Annotated[Path | None, typer.Option(file_okay=False, help="folder for every rank's graph")] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="image file for all images in a row")] = None,
@@ -39,6 +41,7 @@ def sample(
     """
     import torch
 
+    from fxpipe.plan.sample_outcome import sample_table
     from fxpipe.sample_compiler import compile_sampler
 
     pipe, call = load_pipeline(model)
@@ -47,9 +50,22 @@ def sample(
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False, markup=False, soft_wrap=True)
     mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
     layout = {"cfg": cfg, "stages": stages, "patches": _patches(patches), "plan": plan}
-    how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster}
-    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
+    how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster, "memory_limit": memory_limit}
+    layouts: list[Any] = []
+
+    def observe(name: str, artefact: Any) -> None:
+        if name == "layouts":
+            layouts.append(artefact)
+
+    ranks = ranks_asked(world_size)
+    sampler = compile_sampler(pipe, ranks, example=call, observe=observe, **how)  # type: ignore[arg-type]
+    if plan_only and layouts and not console.quiet:
+        print_wide(sample_table(layouts[-1]))
     console.print(str(sampler))
+    if plan_only:
+        if save is not None:
+            console.print(f"plan in {sampler.plan.save(save)}")
+        return
     console.print(str(sampler.simulate()))
     if verify:
         console.print(str(sampler.verify()))

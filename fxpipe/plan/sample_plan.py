@@ -8,6 +8,8 @@
       rows: 32 in 8 units of 4
       patch 0: units 0-1 and the text
       ...
+      expects: 50 steps in 1.774 s, 6.9 s on one rank; 12582912 bytes come to a rank in a step, 7123456789 are held
+      considered: 2 x 6 groups of samples x patches: 1.9 s
     schedule patches in turn: 2 stages, 6 micro-batches
     rank 0: 0F0 0F1 0F2
     ...
@@ -42,7 +44,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.schedule import Schedule, counted
 from fxpipe.plan.staged import PlannedCut, Staged
 
-FORMAT = 1
+FORMAT = 2
 """Of the files that plans of samplers are saved in."""
 
 IN_TURN = "patches in turn"
@@ -74,6 +76,29 @@ EXACT = How("exact", 0, "", False)
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What is predicted of a call of so many steps: its seconds, those of one rank, bytes that the busiest rank gets in
+    a steady step, bytes that the fullest one holds."""
+
+    steps: int
+    seconds: float
+    alone_seconds: float
+    wire_bytes: int
+    memory_bytes: int
+
+    @staticmethod
+    def of(steps: int, seconds: float, alone_seconds: float, wire_bytes: int, memory_bytes: int) -> "Expected":
+        """With seconds to four digits, as they are printed."""
+        return Expected(steps, float(f"{seconds:.4g}"), float(f"{alone_seconds:.4g}"), wire_bytes, memory_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"expects: {counted(self.steps, 'step')} in {self.seconds:.4g} s, {self.alone_seconds:.4g} s on one rank; "
+            f"{self.wire_bytes} bytes come to a rank in a step, {self.memory_bytes} are held"
+        )
+
+
+@dataclass(frozen=True)
 class SamplePlan:
     """Samples in groups, stages on ranks, patches between bounds.
 
@@ -89,6 +114,8 @@ class SamplePlan:
         text_first: whether of text in one sequence with the rows the first patch alone has all.
         step: the order of a steady step.
         notes: what is to be known of it.
+        expects: what is predicted, None where nobody has asked.
+        considered: other layouts, the next best first, and what they would take or why they cannot be.
     """
 
     fingerprint: str
@@ -106,6 +133,8 @@ class SamplePlan:
     how: How
     step: Schedule
     notes: tuple[str, ...] = ()
+    expects: Expected | None = None
+    considered: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -156,7 +185,13 @@ class SamplePlan:
         """Plain data for JSON."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         staged = {f.name: getattr(self.staged, f.name) for f in fields(self.staged)}
-        plain = {"staged": staged, "cut": vars(self.cut), "how": vars(self.how), "step": self.step.text().split("\n")}
+        plain: dict[str, Any] = {
+            "staged": staged,
+            "cut": vars(self.cut),
+            "how": vars(self.how),
+            "step": self.step.text().split("\n"),
+        }
+        plain["expects"] = None if self.expects is None else vars(self.expects)
         data: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "kind": "sampling", **own, **plain}))
         return data
 
@@ -175,7 +210,8 @@ class SamplePlan:
                 "cut": PlannedCut(**data["cut"]),
                 "how": How(**data["how"]),
                 "step": schedule_from(data["step"]),
-                **{name: tuple(data[name]) for name in ("labels", "bounds", "notes")},
+                "expects": None if data["expects"] is None else Expected(**data["expects"]),
+                **{name: tuple(data[name]) for name in ("labels", "bounds", "notes", "considered")},
             }
             return SamplePlan(**{f.name: data[f.name] for f in fields(SamplePlan) if f.name not in made}, **made)
         except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
@@ -213,6 +249,10 @@ def _lines(plan: SamplePlan) -> Iterator[str]:
     yield f"rows: {plan.num_rows} in {counted(plan.bounds[-1], 'unit')} of {plan.unit_rows}"
     for patch, (start, stop) in enumerate(pairwise(plan.bounds)):
         yield f"patch {patch}: units {start}-{stop - 1}" + " and the text" * (plan.text_first and patch == 0)
+    if plan.expects is not None:
+        yield str(plan.expects)
+    for other in plan.considered:
+        yield f"considered: {other}"
     for note in plan.notes:
         yield f"note: {note}"
 
@@ -223,12 +263,25 @@ _HEAD = re.compile(
 )
 _DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
 _ROWS = re.compile(r"rows: (\d+) in \d+ units? of (\d+)")
+_EXPECTS = re.compile(
+    r"expects: (\d+) steps? in ([\d.e+-]+) s, ([\d.e+-]+) s on one rank; "
+    r"(\d+) bytes come to a rank in a step, (\d+) are held"
+)
 _PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
 
 
 def _parse(text: str) -> SamplePlan:
     summary, orders = text_parts(text)
-    read: Read = {"for": [], "stage": [], "note": [], "how": [], "rows": [], "patch": []}
+    read: Read = {
+        "for": [],
+        "stage": [],
+        "note": [],
+        "how": [],
+        "rows": [],
+        "patch": [],
+        "expects": [],
+        "considered": [],
+    }
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or len(orders) != 1:
         raise CompileError(
@@ -246,7 +299,7 @@ def _parse(text: str) -> SamplePlan:
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut,
         Staged(*read_stages(read), head[4], False, int(head[3])), tuple(label for *_, label in read["stage"]),
         num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
-        read["how"][0], orders[0], tuple(read["note"]),
+        read["how"][0], orders[0], tuple(read["note"]), next(iter(read["expects"]), None), tuple(read["considered"]),
     )  # fmt: skip
     for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
         if says != line:
@@ -266,5 +319,9 @@ def _read(line: str, read: Read) -> None:
         read["rows"].append((int(found[1]), int(found[2])))
     elif found := _PATCH.fullmatch(line):
         read["patch"].append((int(found[1]), int(found[2]) + 1, found[3] is not None))
+    elif found := _EXPECTS.fullmatch(line):
+        read["expects"].append(Expected(int(found[1]), float(found[2]), float(found[3]), int(found[4]), int(found[5])))
+    elif line.startswith("considered: "):
+        read["considered"].append(line.removeprefix("considered: "))
     else:
         raise CompileError(f"a sampler's plan has no line {line!r}; `print(plan)` shows what its lines look like")

@@ -1,11 +1,13 @@
 """A call of so many samples, analysed as far as planning or lowering asks: what both must see alike."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import fx
 
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
@@ -17,8 +19,11 @@ from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
 from passes.sampling.groups import Span
-from passes.sampling.stages import LateBlocks, late_blocks
-from passes.sampling.text import Cut, first_has_text
+from passes.sampling.patches import even_bounds, patches_of
+from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
+from passes.sampling.text import Cut, first_has_text, has_text, shared_text
+from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
+from passes.sampling.work import PatchWork, patch_work, value_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +35,18 @@ class SampleCase:
     cost_model: CostModel
 
     @cached_property
-    def _rows(self) -> dict[int, RowPlan]:
+    def _known(self) -> dict[Any, Any]:
         return {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def rows(self, num_samples: int) -> RowPlan:
         """Where the rows lie, of so many of the samples."""
-        if num_samples not in self._rows:
-            self._rows[num_samples] = analyse(self.traced.captured, self.traced.rows, num_samples)
-        return self._rows[num_samples]
+        found: RowPlan = self._once(num_samples, lambda: analyse(self.traced.captured, self.traced.rows, num_samples))
+        return found
 
     def rows_of(self, spans: Sequence[Span]) -> dict[int, RowPlan]:
         """By the number of samples of each span."""
@@ -83,23 +92,95 @@ class SampleCase:
 
     def blocks(self, num_samples: int, count: int) -> LateBlocks:
         """What depends on the patch of so many samples, as about so many blocks, from which stages are made."""
-        return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
+
+        def cut() -> LateBlocks:
+            return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
+
+        found: LateBlocks = self._once(("blocks", num_samples, count), cut)
+        return found
+
+    def spans(self, num_samples: int, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
+        """Stages of so many samples for so many columns of ranks."""
+        blocks, key = self.blocks(num_samples, num_blocks(columns)), ("spans", num_samples, columns, fold)
+        found: tuple[StageSpan, ...] = self._once(key, lambda: stage_spans(blocks, columns, fold))
+        return found
 
     def node_seconds(self, num_samples: int) -> dict[str, float]:
         """Of every operation on so many samples, by its name."""
-        seconds = operation_seconds(self.cost_model, self.rows(num_samples).sized.graph.nodes)
+        seconds = self._once(("seconds", num_samples), lambda: self._seconds(self.rows(num_samples).sized.graph))
         return {node.name: s for node, s in seconds.items()}
+
+    def has_text(self, num_samples: int) -> bool:
+        """Whether some value is rows and text in one sequence."""
+        found: bool = self._once(("has text", num_samples), lambda: has_text(self.rows(num_samples)))
+        return found
+
+    def may_give_text(self, num_samples: int) -> bool:
+        """Whether of two patches the first one may have the text alone; then of more, as is seen when they are made."""
+        count = self.rows(num_samples).units.count
+        return self.has_text(num_samples) and self.first_has_text(num_samples, even_bounds(count, 2)) is not None
 
     def first_has_text(self, num_samples: int, bounds: Sequence[int]) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
-        key = num_samples, tuple(bounds)
-        if key not in self._with_text:
-            self._with_text[key] = first_has_text(self.rows(num_samples), self.traced.rows, bounds)
-        return self._with_text[key]
+        key = "text", num_samples, tuple(bounds)
+        cut: Cut | None = self._once(key, lambda: first_has_text(self.rows(num_samples), self.traced.rows, bounds))
+        return cut
+
+    def work(self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None) -> PatchWork:
+        """What the patch of that index does with so many samples, one of those between `bounds`.
+
+        `text_first`: whether the first one has the text alone; None of patches in turn, which tell each other nothing.
+        """
+        plan, in_turn = self.rows(num_samples), text_first is None
+        patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
+        patch = patches[index]
+        alike = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
+        key = "work", num_samples, alike, text_first, () if in_turn else (tuple(bounds), index)
+
+        def read() -> PatchWork:
+            shared = shared_text(plan, self.traced.rows) if in_turn or text_first else frozenset[str]()
+            return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds)
+
+        found: PatchWork = self._once(key, read)
+        return found
+
+    def _seconds(self, graph: fx.Graph) -> dict[fx.Node, float]:
+        return operation_seconds(self.cost_model, graph.nodes)
 
     @cached_property
-    def _with_text(self) -> dict[tuple[int, tuple[int, ...]], Cut | None]:
-        return {}
+    def of_call(self) -> frozenset[str]:
+        """The inputs that are taken to stay as they are in a call."""
+        return inputs_of_call(self.rows(self.num_samples), self.traced.rows)
+
+    def once(self, num_samples: int) -> frozenset[str]:
+        """The operations that depend on a call's conditions alone, and are computed once in it."""
+
+        def known() -> frozenset[str]:
+            plan = self.rows(num_samples)
+            times = {plan.inputs[name]: CALL for name in inputs_of_call(plan, self.traced.rows)}
+            found = binding_times(plan.sized, times | dict.fromkeys(self.traced.rows, PATCH))
+            return frozenset(name for name, time in found.items() if time == CALL and name not in plan.inputs)
+
+        names: frozenset[str] = self._once(("once", num_samples), known)
+        return names
+
+    def kept_bytes(self, num_samples: int) -> int:
+        """Of what is computed once and read in every step."""
+        nodes, once = self.rows(num_samples).sized.nodes, self.once(num_samples)
+        return sum(
+            value_bytes(nodes[name]) for name in once if any(user.name not in once for user in nodes[name].users)
+        )
+
+    def needed(self, num_samples: int, names: Collection[str], early: frozenset[str]) -> frozenset[str]:
+        """The operations among `early` that these need."""
+        nodes, found = self.rows(num_samples).sized.nodes, set[str]()
+        todo = [nodes[name] for name in names]
+        while todo:
+            for operand in todo.pop().all_input_nodes:
+                if operand.name in early and operand.name not in found:
+                    found.add(operand.name)
+                    todo.append(operand)
+        return frozenset(found)
 
     def fingerprint(self, blocks: LateBlocks | None) -> str:
         """Of the call's graph with its sizes, the inputs that have rows, and the blocks: plans hold for no other."""

@@ -5,7 +5,7 @@ plan        samples in groups, stages, patches of the rows; made here, or given 
 programs    patches in turn through stages, or beside each other, group by group   -> SampleProgram per rank
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence, require_sequence
 from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.choosing import Setting, ranked
 from fxpipe.sampling.planning import Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
@@ -47,7 +48,8 @@ Mode = Literal["exact", "displaced"]
 class SampleLowering:
     """What `compile_sampler` was asked for, to be done for every kind of call; `plan` is for one of them.
 
-    `cluster` and `priced` are what predictions are for, by their texts.
+    `cluster` and `priced` are what predictions are for, by their texts; in a `setting` what is left open is chosen,
+    else groups of samples and patches of rows are as many as there can be.
     """
 
     request: Request
@@ -58,6 +60,7 @@ class SampleLowering:
     cluster: str = ""
     priced: str = ""
     plan: SamplePlan | None = None
+    setting: Setting | None = None
 
     def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
         """The call as one flat graph, and which inputs have rows."""
@@ -67,18 +70,43 @@ class SampleLowering:
         """The graph with free sizes at another call's."""
         return self.tracing.resized(traced, args, kwargs)
 
+    def case(self, traced: Traced, batch_size: int) -> SampleCase:
+        """What planning asks of a call."""
+        return SampleCase(traced, batch_size, self.cost_model)
+
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""
         # rows: where they lie, what each operation needs of other patches
-        case = SampleCase(traced, batch_size, self.cost_model)
+        case = self.case(traced, batch_size)
         self.observe("rows", case.rows(batch_size))
 
-        # plan: groups of samples, stages, patches of the rows; nothing is decided after it
-        given = self.plan if self.plan and is_of(self.plan, case) else None
-        choices = choices_of(given) if given else chosen(case, self.request)
-        plan, line = planned(case, choices, self.cluster, self.priced)
-        if given:
-            require_equal(given, plan)
+        # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered after all
+        errors: list[CompileError] = []
+        for plan, line in self._plans(case):
+            try:
+                return self._lowered(case, plan, line)
+            except CompileError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _plans(self, case: SampleCase) -> Iterator[tuple[SamplePlan, Line | None]]:
+        """The given one, or the best first."""
+        if self.plan and is_of(self.plan, case):
+            remade, line = planned(case, choices_of(self.plan), self.cluster, self.priced)
+            require_equal(self.plan, remade)
+            yield self.plan, line
+        elif self.setting is None:
+            yield planned(case, chosen(case, self.request), self.cluster, self.priced)
+        else:
+            found = ranked(case, self.request, self.setting)
+            for one in (one for one in found.candidates if one.made and not one.why):
+                self.observe("layouts", tuple(found.outcomes(one)))
+                plan, line = planned(case, chosen(case, one.request), self.cluster, self.priced)
+                notes = *plan.notes, *found.notes(case, one)
+                yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one)), line
+
+    def _lowered(self, case: SampleCase, plan: SamplePlan, line: Line | None) -> SampleStep:
+        """The programs of one plan."""
         self.observe("plan", plan)
         if line is not None:
             self.observe("stages", line)
@@ -86,11 +114,11 @@ class SampleLowering:
         # programs: patches that follow each other, or groups of patches beside each other; every form checked
         lowered = _piped if plan.in_turn else _grouped
         programs, messages = lowered(case, plan, line, self.device)
-        programs = with_once(programs, inputs_of_call(case.rows(case.num_samples), traced.rows))
+        programs = with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows))
         self.observe("programs", programs)
 
-        rows = case.rows(batch_size)
-        return SampleStep(traced, plan, rows.inputs, case.likes, tuple(programs), messages, str(rows))
+        rows = case.rows(case.num_samples)
+        return SampleStep(case.traced, plan, rows.inputs, case.likes, tuple(programs), messages, str(rows))
 
     def ops(self, step: SampleStep, num_steps: int) -> StepOps:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""

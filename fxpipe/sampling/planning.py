@@ -16,8 +16,8 @@ from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
 from passes.sampling.patches import even_bounds, patches_of, require_units
-from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks, stage_spans
-from passes.sampling.text import Text, balanced_bounds, has_text
+from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks
+from passes.sampling.text import Text, balanced_bounds
 
 _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 
@@ -56,21 +56,20 @@ class Choices:
     how: How
 
 
-def chosen(case: SampleCase, request: Request) -> Choices:
-    """What is decided for a call.
+def chosen(case: SampleCase, request: Request, look: bool = True) -> Choices:
+    """What is decided for a call; whether the first patch may have the text, by a `look` at all patches or at two.
 
     Raises:
         CompileError: it cannot be cut as asked.
     """
     grid = _grid(case, request)
-    bounds, text_first = _bounds(case, request, grid)
+    bounds, text_first = _bounds(case, request, grid, look)
     if request.in_turn:
         grid = replace(grid, turns=len(bounds) - 1)
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
     spans = None
     if order != "rows":
-        blocks = case.blocks(case.run_size(grid), num_blocks(grid.stages))
-        spans = stage_spans(blocks, grid.stages, request.fold)
+        spans = case.spans(case.run_size(grid), grid.stages, request.fold)
     return Choices(grid, spans, bounds, text_first, order, request.how)
 
 
@@ -134,7 +133,7 @@ def is_of(plan: SamplePlan, case: SampleCase) -> bool:
 
 def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
     """Refuse a plan that says something else than what its stages and patches make of its call."""
-    told = replace(plan, notes=remade.notes)
+    told = replace(plan, notes=remade.notes, expects=remade.expects, considered=remade.considered)
     if told != remade:
         lines = zip(str(told).split("\n"), str(remade).split("\n"), strict=False)
         says, is_so = next(((a, b) for a, b in lines if a != b), ("fewer lines", "more"))
@@ -153,7 +152,7 @@ def _grid(case: SampleCase, request: Request) -> Grid:
     return grid_for(request.world_size, case.num_samples, 1, patches, request.stages)
 
 
-def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
+def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple[tuple[int, ...], bool]:
     """Of patches, in units, and whether the first one has the text; of those in turn twice as many as stages where that
     is left open."""
     size = case.group_size(grid)
@@ -166,9 +165,9 @@ def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, 
         count = request.num_patches or min(2 * grid.stages, rows.units.count)
     require_units(rows, count)
     beside = grid.stages == 1 and not request.in_turn and count > 1
-    if beside and request.text == "first" and has_text(rows):
+    if beside and request.text == "first" and case.has_text(size):
         bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count)
-        if case.first_has_text(size, bounds) is not None:
+        if case.first_has_text(size, bounds) is not None if look else case.may_give_text(size):
             return bounds, True
     return given or even_bounds(rows.units.count, count), False
 

@@ -30,14 +30,14 @@ def messages_of(patches: Sequence[Patch], graphs: Sequence[fx.Graph]) -> list[Me
         exchange: Exchange = nodes[0].meta["exchange"]
         assert {node.meta["exchange"].name for node in nodes} == {exchange.name}
         for source, node in zip(patches, nodes, strict=True):
-            for dst, shape in _sent(node, source, patches).items():
+            for dst, shape in sent_by(node, source, patches).items():
                 dtype = node.meta["val"].dtype
                 args = (len(messages), source.index, dst, None, exchange.name, -1, exchange.kind, shape, dtype)
                 messages.append(Message(*args))
     return messages
 
 
-def _sent(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
+def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     """The shapes of what a patch sends in one exchange, by receiver."""
     exchange: Exchange = node.meta["exchange"]
     if exchange.kind == "halo":

@@ -35,7 +35,7 @@ def has_text(plan: RowPlan) -> bool:
 def first_has_text(plan: RowPlan, sample: Mapping[str, int], bounds: Sequence[int]) -> Cut | None:
     """The patches between these bounds, the first one with the text; None where another one needs some of it beside
     its keys and values."""
-    shared, patches = _shared(plan, sample), patches_of(plan, bounds, "first")
+    shared, patches = shared_text(plan, sample), patches_of(plan, bounds, "first")
     graphs = [patch_graph(plan, patch, shared=shared) for patch in patches]
     swapped = [[node.name for node in exchange_nodes(graph)] for graph in graphs]
     read = [node for graph in graphs for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
@@ -50,7 +50,7 @@ def balanced_bounds(
     plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], num_patches: int
 ) -> tuple[int, ...]:
     """Bounds of even patches but the first, whose text and rows take about as long as the rows of another."""
-    shared, count, text, rows = _shared(plan, sample), plan.units.count, 0.0, 0.0
+    shared, count, text, rows = shared_text(plan, sample), plan.units.count, 0.0, 0.0
     for name, seconds in node_seconds.items():
         state = plan.states[name]
         part = float(name in shared)
@@ -66,6 +66,7 @@ def balanced_bounds(
     return (0, *(first + bound for bound in even_bounds(count - first, num_patches - 1)))
 
 
-def _shared(plan: RowPlan, sample: Mapping[str, int]) -> frozenset[str]:
+def shared_text(plan: RowPlan, sample: Mapping[str, int]) -> frozenset[str]:
+    """What is the first patch's where that has the text alone."""
     times = binding_times(plan.sized, dict.fromkeys(sample, PATCH))
     return shared_values(plan, frozenset(name for name, time in times.items() if time < PATCH))

@@ -1,0 +1,134 @@
+"""Estimated latencies of sampling beside published ones.
+
+    python benchmarks/sampling_published.py                      SDXL on A100s over NVLink, PixArt on PCIe: minutes
+    python benchmarks/sampling_published.py --sides 1024
+
+SDXL: 50 steps with guidance, 1 to 8 A100; from two on the guidance is split, rows are displaced, nothing is advanced
+(Li et al., "DistriFusion", CVPR 2024, table 3). PixArt: 20 steps with guidance on 4 A100 (Wang et al., "PipeFusion",
+2024, table 2). Nothing runs: the models have no weights, layouts are those of the papers, seconds the planner's.
+
+The device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's latencies on
+one device, its ramp to what two save of one's time; what is left are predictions.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from diffusers import PixArtTransformer2DModel, UNet2DConditionModel
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from cost_models.devices import device
+from fxpipe.capture.cache import cache_folder
+from fxpipe.cluster import Cluster
+from fxpipe.models.backbones import example_inputs, row_inputs
+from fxpipe.plan.sample_plan import EXACT, How
+from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.estimate import estimate
+from fxpipe.sampling.planning import Request, chosen
+from fxpipe.sampling.trace import Tracing
+
+# A kernel of a CUDA graph starts a microsecond after the one before it. Half the samples take 67, 56 and 55 % of the
+# time: that is what kernels take to fill the device, of which SDXL has 1,800.
+DEVICE = replace(
+    device("A100-80GB"), launch_seconds=1e-6, ramp_seconds=11e-6, matrix_efficiency=0.7, convolution_efficiency=0.76,
+    attention_efficiency=0.486,
+)  # fmt: skip
+NVLINK = "8xA100-80GB"
+# Devices behind one host bridge: a pair reaches 23 GB/s, four that gather at once 4 to 7 each, as worked back from the
+# papers' times: together they have what a pair has.
+PCIE = """
+device = "A100-80GB"
+[[level]]
+size = 4
+link = "PCIe-4 host bridge"
+bandwidth_bytes_per_second = 25e9
+latency_seconds = 15e-6
+shared = true
+"""
+SDXL = {
+    1024: {1: 5.02, 2: 3.35, 4: 2.26, 8: 1.77},
+    2048: {1: 23.7, 2: 13.3, 4: 7.60, 8: 4.81},
+    3840: {1: 140.0, 2: 76.6, 4: 41.3, 8: 22.9},
+}
+PIXART = {1024: {"PipeFusion": 0.866, "DistriFusion": 2.33}, 2048: {"PipeFusion": 5.37, "DistriFusion": 9.62}}
+_ROWS, _IN_TURN = How("displaced", 4, "corrected", False), How("displaced", 1, "corrected", False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One latency, in seconds."""
+
+    model: str
+    side: int
+    way: str
+    published: float
+    estimated: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sides", type=int, nargs="+", default=list(SDXL))
+    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt"])
+    options = parser.parse_args()
+    table = Table(title="seconds of a call", title_justify="left")
+    for column in ("model", "side", "way", "published", "estimated", "off by"):
+        table.add_column(column, justify="left" if column in ("model", "way") else "right")
+    for side in options.sides:
+        for row in [
+            *(sdxl_rows(side) if "SDXL" in options.models and side in SDXL else ()),
+            *(pixart_rows(side) if "PixArt" in options.models and side in PIXART else ()),
+        ]:
+            off = f"{row.estimated / row.published - 1:+.1%}"
+            table.add_row(row.model, str(side), row.way, f"{row.published:.3g}", f"{row.estimated:.3g}", off)
+        table.add_section()
+    Console(width=100).print(table)
+
+
+def sdxl_rows(side: int) -> Iterator[Row]:
+    case = traced(sdxl(side))
+    for ranks, published in SDXL[side].items():
+        way = Request(ranks, min(ranks, 2), None, None, None, _ROWS if ranks > 2 else EXACT)
+        found = estimate(case, chosen(case, way), Cluster.parse(NVLINK), 50)
+        yield Row("SDXL", side, f"{ranks} A100", published, found.seconds)
+
+
+def pixart_rows(side: int) -> Iterator[Row]:
+    case, cluster = traced(pixart(side)), Cluster.parse(PCIE)
+    ways = {
+        "PipeFusion": [Request(4, 1, 4, False, patches, _IN_TURN) for patches in (4, 8)],
+        "DistriFusion": [Request(4, 1, None, None, 4, _ROWS)],
+    }
+    for name, published in PIXART[side].items():
+        seconds = min(estimate(case, chosen(case, way), cluster, 20).seconds for way in ways[name])
+        yield Row("PixArt", side, name, published, seconds)
+
+
+def traced(model: nn.Module) -> SampleCase:
+    """A call with the prompt and without."""
+    given = {name: value for name, value in example_inputs(model, 2).items() if name != "target"}
+    tracing = Tracing(row_inputs, "one", cache_folder(True), lambda name, artefact: None)
+    return SampleCase(tracing.traced(model, (), given, 0), 2, DEVICE)
+
+
+def sdxl(side: int) -> nn.Module:
+    with torch.device("meta"):
+        return UNet2DConditionModel(
+            sample_size=side // 8, block_out_channels=(320, 640, 1280), layers_per_block=2, cross_attention_dim=2048,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            transformer_layers_per_block=(1, 2, 10), attention_head_dim=(5, 10, 20), use_linear_projection=True,
+            addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+        ).half()  # fmt: skip
+
+
+def pixart(side: int) -> nn.Module:
+    with torch.device("meta"):
+        return PixArtTransformer2DModel(sample_size=side // 8, caption_channels=4096).half()
+
+
+if __name__ == "__main__":
+    main()

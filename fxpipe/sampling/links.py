@@ -1,0 +1,64 @@
+"""Seconds of what ranks of a grid tell each other at once, every group of samples the same at the same time."""
+
+from collections.abc import Iterable
+
+from fxpipe.cluster import Cluster
+from fxpipe.cluster.network import Transfer, route
+from fxpipe.plan.sample_grid import Grid
+from passes.sampling.work import Told
+
+Busy = tuple[float, float]
+"""Seconds in which links are busy, and the latency after them."""
+
+
+class Links:
+    """A cluster's links, as a grid's ranks use them."""
+
+    def __init__(self, cluster: Cluster, grid: Grid) -> None:
+        self.cluster, self.grid = cluster, grid
+        self._known: dict[tuple[Transfer, ...], Busy] = {}
+
+    def of_patches(self, told: Told, column: int) -> Busy:
+        """An exchange of a column's patches."""
+        return self._at_once(
+            (self._rank(group, column, src), self._rank(group, column, dst), size)
+            for group in range(self.grid.groups)
+            for src, dst, size in told.sent
+        )
+
+    def between(self, source: int, target: int, num_bytes: int) -> Busy:
+        """A value of every patch from column to column."""
+        return self._at_once(
+            (self._rank(group, source, patch), self._rank(group, target, patch), num_bytes)
+            for group in range(self.grid.groups)
+            for patch in range(self.grid.patches)
+        )
+
+    def to_all(self, column: int, num_bytes: int) -> float:
+        """A prediction from a column's first patch of every group to all other ranks."""
+        sources = [self._rank(group, column, 0) for group in range(self.grid.groups)]
+        ranks = range(self.grid.world_size)
+        return sum(self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst))
+
+    def of_groups(self, num_bytes: int) -> float:
+        """Every group's prediction to the others."""
+        groups, patches = range(self.grid.groups), range(self.grid.patches)
+        return sum(
+            self._at_once(
+                (self._rank(a, 0, patch), self._rank(b, 0, patch), num_bytes)
+                for a in groups
+                for b in groups
+                if a != b
+                for patch in patches
+            )
+        )
+
+    def _rank(self, group: int, column: int, patch: int) -> int:
+        return (group * self.grid.stages + column) * self.grid.patches + patch
+
+    def _at_once(self, transfers: Iterable[Transfer]) -> Busy:
+        sent = tuple(transfer for transfer in transfers if transfer[2])
+        if sent not in self._known:
+            latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
+            self._known[sent] = max(self.cluster.concurrent_seconds(sent), default=latency) - latency, latency
+        return self._known[sent]

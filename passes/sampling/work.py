@@ -1,0 +1,160 @@
+"""What a patch computes and tells in a step, read off its graph: what a layout's seconds and bytes are estimated from.
+
+k = linear(h, w)                 Item(k, its seconds)
+k_whole = gather(k)              Item(k, told: every patch's rows of k to every other)
+o = attention(q, k_whole, v)     Item(o, its seconds, reads the gather)
+
+All patches have the same exchanges, so what each tells of them follows from one patch's graph.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import fx
+
+from fxpipe.capture import private
+from passes.rows import RowPlan
+from passes.sampling.exchanges import Exchange
+from passes.sampling.messages import sent_by
+from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patches import Patch
+
+SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
+Sent = tuple[tuple[int, int, int], ...]
+"""Source patch, target patch, bytes."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """One exchange: what is `sent`, bytes of this patch's own value, and seconds to make of them what is read."""
+
+    kind: str
+    sent: Sent
+    own_bytes: int
+    seconds: float
+
+    @cached_property
+    def received_bytes(self) -> int:
+        """By the patch that gets the most."""
+        into: dict[int, int] = {}
+        for _, dst, size in self.sent:
+            into[dst] = into.get(dst, 0) + size
+        return max(into.values(), default=0)
+
+
+@dataclass(frozen=True)
+class Item:
+    """An operation of the captured one's `name`, or what it tells; `reads` are the places of what was told before."""
+
+    name: str
+    seconds: float
+    told: Told | None = None
+    reads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PatchWork:
+    """All that one patch does, in order."""
+
+    graph: fx.Graph
+    items: tuple[Item, ...]
+    owners: Mapping[fx.Node, str]
+
+    def bytes_of(self, name: str) -> int:
+        """Of a captured value as this patch has it; 0 where it has it not."""
+        return self._bytes.get(name, 0)
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        return {node.name: value_bytes(node) for node in self.graph.nodes}
+
+    def held_bytes(self, names: Collection[str]) -> tuple[int, int]:
+        """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
+        at once, what is gathered for them included."""
+        own = [n for n, owner in self.owners.items() if owner in names]
+        read = {operand for node in own for operand in node.all_input_nodes if operand.op == "placeholder"}
+        return sum(value_bytes(n) for n in read if n.meta["kind"] not in ("input", "read")), most_alive(own)
+
+
+def patch_work(
+    plan: RowPlan, patch: Patch, patches: Sequence[Patch], shared: frozenset[str], seconds_of: SecondsOf
+) -> PatchWork:
+    """The work of one of these patches; its values of no row are `shared` where it alone owns them."""
+    graph = patch_graph(plan, patch, shared=shared)
+    seconds, owners = seconds_of(graph), _owners(graph, plan)
+    places: dict[fx.Node, int] = {}
+    unread: set[int] = set()
+    known: dict[object, Sent] = {}
+    items: list[Item] = []
+    for node, name in owners.items():
+        if "exchange" in node.meta:
+            places[node] = len(items)
+            unread.add(len(items))
+            items.append(Item(name, 0.0, _told(node, patches, seconds.get(node, 0.0), known)))
+            continue
+        reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
+        unread.difference_update(reads)
+        items.append(Item(name, seconds.get(node, 0.0), None, reads))
+    items.append(Item(plan.sized.result.name, 0.0, None, tuple(sorted(unread))))
+    return PatchWork(graph, tuple(items), owners)
+
+
+def _owners(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
+    """The captured operation that every node stands for, or is written for: before that, or last of all."""
+    found: dict[fx.Node, str] = {}
+    waiting: list[fx.Node] = []
+    for node in (node for node in graph.nodes if node.op == "call_function"):
+        waiting.append(node)
+        if node.name in plan.sized.nodes:
+            found |= dict.fromkeys(waiting, node.name)
+            waiting = []
+    return found | dict.fromkeys(waiting, plan.sized.result.name)
+
+
+def most_alive(nodes: Sequence[fx.Node]) -> int:
+    """The most bytes that the results of these nodes hold at once; views hold what they show."""
+    inside = set(nodes)
+    owner: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        views = private.may_alias(node.target) and isinstance(node.target, torch._ops.OpOverload)
+        base = node.all_input_nodes[0] if views and node.all_input_nodes else node
+        owner[node] = owner.get(base, base)
+        for operand in (node, *node.all_input_nodes):
+            last[owner.get(operand, operand)] = place
+    level = most = 0
+    ends: dict[int, list[fx.Node]] = {}
+    for node, place in last.items():
+        ends.setdefault(place, []).append(node)
+    for place, node in enumerate(nodes):
+        size = value_bytes(node) if owner[node] is node else 0
+        level += size
+        most = max(most, level + size * ("exchange" in node.meta))  # made of parts that are there until then
+        level -= sum(value_bytes(gone) for gone in ends.get(place, ()) if gone in inside)
+    return most
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Of a node's value, or of all where it has several."""
+    value = node.meta.get("val")
+    items = value if isinstance(value, list | tuple) else [value]
+    return sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
+
+
+def _told(node: fx.Node, patches: Sequence[Patch], seconds: float, known: dict[object, Sent]) -> Told:
+    exchange: Exchange = node.meta["exchange"]
+    size = node.meta["val"].dtype.itemsize
+    shapes = tuple(exchange.value.meta["val"].shape), tuple(node.meta["val"].shape)
+    key = exchange.kind, exchange.state, *shapes, node.args[2:4], size
+    if key not in known:
+        known[key] = tuple(
+            (source.index, dst, prod(shape) * size)
+            for source in patches
+            for dst, shape in sent_by(node, source, patches).items()
+            if prod(shape)
+        )
+    (own,) = node.all_input_nodes
+    return Told(exchange.kind, known[key], value_bytes(own), seconds)
