@@ -40,7 +40,7 @@ def laid_out(sampler: Sampler, world_size: int, **how: Any) -> SampleStep:
     """The programs of another layout, of the same trace."""
     lowering: Any = sampler.denoiser.lowering
     asked = replace(lowering.request, world_size=world_size, **how)
-    return replace(lowering, request=asked).step(sampler.step.traced, sampler.step.batch_size)
+    return replace(lowering, request=asked, setting=None).step(sampler.step.traced, sampler.step.batch_size)
 
 
 def moving(sampler: Sampler, still: bool = False) -> list[dict[str, Any]]:

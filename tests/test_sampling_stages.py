@@ -40,7 +40,7 @@ def laid_out(key: str, world_size: int, **how: Any) -> tuple[SampleStep, Line]:
     sampler, lines = compiled(key)
     lowering: Any = sampler.denoiser.lowering
     asked = replace(lowering.request, world_size=world_size, **how)
-    step = replace(lowering, request=asked).step(sampler.step.traced, 2)
+    step = replace(lowering, request=asked, setting=None).step(sampler.step.traced, 2)
     return step, lines[-1]
 
 
