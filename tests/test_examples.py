@@ -26,6 +26,12 @@ torch.manual_seed(0)
 try_out(toy(), world_size=8)
 """
 
+SAVING = """
+from itertools import islice
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+engine, batches = program.local_engine(), [batch] * 6
+"""
+
 
 def trains(shown: str) -> bool:
     losses = [float(line.split()[-1]) for line in shown.splitlines() if line.startswith("step ")]
@@ -109,12 +115,15 @@ def test_demo_fits_80_columns_and_is_exact(
 def test_readme_example_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, sampling = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    training, sampling, saving = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(training, "README.md", "exec"), names)
     assert EXACT.search(capsys.readouterr().out)
     assert (tmp_path / "out" / "rank_3.py").exists()
+    exec(SAVING, names)
+    exec(compile(saving.replace("1000", "2"), "README.md", "exec"), names)
+    assert (tmp_path / "run" / "step-6").is_dir()
     exec(compile(sampling, "README.md", "exec"), {})
     assert "exact: prediction" in capsys.readouterr().out
     assert (tmp_path / "sampler" / "rank_3.py").exists()
