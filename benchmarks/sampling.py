@@ -14,6 +14,7 @@ from the machine's measured roofline, scaled so that the program of one rank tak
 
 import argparse
 import os
+import pickle
 import statistics
 import sys
 import time
@@ -29,8 +30,12 @@ from torch import nn
 import fxpipe
 from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
 from benchmarks.network import LARGE, measured_cluster
+from cost_models.devices import device
 from fxpipe.cluster import Cluster
+from fxpipe.costs.model import CostModel
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.run.launch import join
+from fxpipe.run.transport.distributed import from_rank_zero
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
 
@@ -98,7 +103,9 @@ def measure(options: argparse.Namespace) -> None:
     table = Table(title=f"a step on {options.ranks} ranks, median seconds", title_justify="left")
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
         table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
-    compared = [Compared(name, options.ranks, options.tiny) for name in options.models]
+    join(options.ranks)  # rank 0 measures the machine for all: they plan alike
+    measured = pickle.loads(bytes.fromhex(from_rank_zero(lambda: pickle.dumps(device("measured")).hex(), 300)))
+    compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
     for rate in options.rates:
         if can_throttle():
             throttle(rate)
@@ -118,10 +125,10 @@ def measure(options: argparse.Namespace) -> None:
 class Compared:
     """All ways of one model."""
 
-    def __init__(self, name: str, ranks: int, tiny: bool) -> None:
+    def __init__(self, name: str, ranks: int, tiny: bool, costs: CostModel) -> None:
         self.name = name
         self.model, self.example = MODELS[name](tiny)
-        how: dict[str, Any] = {"example": self.example, "cost_model": "measured", "cfg": 1}
+        how: dict[str, Any] = {"example": self.example, "cost_model": costs, "cfg": 1}
         self.alone = fxpipe.compile_sampler(self.model, 1, **how)
         self.samplers = {
             way: fxpipe.compile_sampler(self.model, ranks, **how, **given) for way, given in ways(ranks).items()
