@@ -256,11 +256,11 @@ class _Held:
 def _plan_of(step: Programs) -> str:
     """A digest of what all ranks do: of the first rank's program, and of who sends to whom."""
     graphs = [(form, of_form.graph) for form, of_form in step.programs[0].forms.items()]
-    nodes = [(form, [(node.name, _name_of(node.target)) for node in graph.nodes]) for form, graph in graphs]
+    nodes = [(form, [(node.name, name_of(node.target)) for node in graph.nodes]) for form, graph in graphs]
     return hashlib.sha256(repr((step.warmup, step.channels, nodes)).encode()).hexdigest()
 
 
-def _name_of(target: object) -> str:
+def name_of(target: object) -> str:
     """The same in every process, where the text of a function has its address."""
     return getattr(target, "__qualname__", None) or str(target)
 
