@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fxpipe
-import fxpipe.run.engine
+import fxpipe.run.local_engine
 from fxpipe.capture import private
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
@@ -78,7 +78,7 @@ def measured_peaks(
 ) -> list[int]:
     """The most bytes alive on every rank in one step."""
     found: dict[int, int] = {}
-    original = fxpipe.run.engine.run_rank
+    original = fxpipe.run.local_engine.run_rank
 
     def run_rank(
         module: fx.GraphModule,
@@ -95,8 +95,8 @@ def measured_peaks(
         found[of_rank.rank] = live.peak
         return result
 
-    monkeypatch.setattr(fxpipe.run.engine, "run_rank", run_rank)
-    monkeypatch.setattr(fxpipe.run.engine, "SharedDraws", Draws)  # as in a process of its own
+    monkeypatch.setattr(fxpipe.run.local_engine, "run_rank", run_rank)
+    monkeypatch.setattr(fxpipe.run.local_engine, "SharedDraws", Draws)  # as in a process of its own
     program.run_local(**batch)  # type: ignore[arg-type]
     return [found[rank] for rank in range(program.world_size)]
 
