@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
     from fxpipe.program import Program
+    from fxpipe.run.local_batch import LocalBatch
     from fxpipe.run.saves.choice import Loaded, load_checkpoint
     from fxpipe.run.saves.folders import checkpoints
     from fxpipe.sample_compiler import compile_sampler
@@ -38,6 +39,7 @@ __all__ = [
     "CostModel",
     "FxpipeError",
     "Loaded",
+    "LocalBatch",
     "NodeSeconds",
     "Plan",
     "Program",
@@ -57,6 +59,7 @@ _LAZY = {
     "Cluster": "fxpipe.cluster",
     "CostModel": "fxpipe.costs.model",
     "Loaded": "fxpipe.run.saves.choice",
+    "LocalBatch": "fxpipe.run.local_batch",
     "NodeSeconds": "fxpipe.costs.model",
     "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",

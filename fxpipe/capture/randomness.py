@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.capture.sizes import concrete
 
 # The default generator belongs to the process; in-process ranks are threads and take turns.
-_GENERATOR_LOCK = threading.RLock()
+GENERATOR_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def seeded(seed: int, step: int, index: int, device: torch.device) -> Iterator[N
     """Torch's default generator, seeded by (seed, step, index) inside and as before outside."""
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
     devices = [device] if device.type == "cuda" else []
-    with _GENERATOR_LOCK, torch.random.fork_rng(devices=devices):
+    with GENERATOR_LOCK, torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         yield
 

@@ -1,6 +1,8 @@
 """The operations of a rank program that are not stage calls. Each is one line of the dumped program."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,25 @@ def draw(random: Callable[[int], torch.Tensor], index: int) -> torch.Tensor:
     return random(index)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """An input of which a rank has some samples of the batch alone: row i of `tensor` is sample `samples[i]`."""
+
+    tensor: torch.Tensor
+    samples: Sequence[int]
+
+    def slice(self, start: int, stop: int) -> torch.Tensor:
+        """Samples [start, stop), which must be there."""
+        first = bisect_left(self.samples, start)
+        return self.tensor.narrow(0, first, stop - start).contiguous()
+
+
 def slice_batch(
-    value: torch.Tensor, dim: int, outer: int, inner: int, start: int, stop: int, batch_size: int
+    value: torch.Tensor | Rows, dim: int, outer: int, inner: int, start: int, stop: int, batch_size: int
 ) -> torch.Tensor:
     """Samples [start, stop) of a value whose dimension `dim` is outer x batch x inner, contiguous."""
+    if isinstance(value, Rows):
+        return value.slice(start, stop)
     if outer == 1:
         return value.narrow(dim, start * inner, (stop - start) * inner).contiguous()
     parts: torch.Tensor = value.unflatten(dim, (outer, batch_size, inner)).narrow(dim + 1, start, stop - start)

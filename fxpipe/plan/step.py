@@ -41,13 +41,22 @@ class StepPlan:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
-        tensors, size = self.inputs.bind(args, kwargs)
+        tensors, size = self.tensors(args, kwargs)
         if size != self.batch_size:
-            raise CompileError(
-                f"the batch has {size} samples, the program was compiled for {self.batch_size}; "
-                f"compile with batch_size={size}, or drop the loader's last incomplete batch"
-            )
-        return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}
+            raise self.other_size(size)
+        return tensors
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+        """The same for any number of samples, and that number."""
+        tensors, size = self.inputs.bind(args, kwargs)
+        return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}, size
+
+    def other_size(self, size: int) -> CompileError:
+        """Why a batch of that size is refused."""
+        return CompileError(
+            f"the batch has {size} samples, the program was compiled for {self.batch_size}; compile with "
+            f"batch_size={size}, or drop the loader's last incomplete batch"
+        )
 
     @property
     def world_size(self) -> int:

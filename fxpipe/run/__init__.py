@@ -8,6 +8,7 @@ engine         this process as one rank (local_engine: all ranks)      training 
 trained_model  its parameters, as engines offer them                   saves          a run on the disk, and back
 run_rank       one step of one rank                                    transport      threads, torch.distributed
 launch         which rank this process is; the plan of rank 0          observe        events of a run
+engine_data    a rank's own samples (loader, local_batch)              shared_samples   samples that several ranks read
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike
 verification   a step against the uncompiled model
 """

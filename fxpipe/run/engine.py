@@ -4,20 +4,22 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpipe.plan.reads import batched_inputs, samples_read
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import owners
-from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors
+from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.shared_model import SharedModel
+from fxpipe.run.shared_samples import agree_on_samples
 from fxpipe.run.training import Ahead, Executed, Training
 
 
@@ -44,6 +46,8 @@ class Engine(Training):
         super().__init__(plan, model, self._held, seed, shown, observe, filled)
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
+        self._own_samples: tuple[int, ...] | None = None
+        self._all_reads: list[tuple[int, ...]] | None = None
         with told(transport):
             agree(transport, {"plan": plan.fingerprint}, "engine")
             self._take(plan)
@@ -53,43 +57,64 @@ class Engine(Training):
             transport.open_channels(plan.channels, plan.groups)
 
     def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
-        """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`.
+        """One training step on a batch, whole or in parts, on every rank: returns the loss, adds to `.grad`.
 
-        `next_batch` as in `Training.step`.
+        `batch` and `next_batch` as in `Training.step`.
         """
         self._require_open("step")
         with told(self._transport):
             return super().step(batch, next_batch)
 
-    def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
+    def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         with told(self._transport):
             if self._shared.borrows:
                 self._agree("step", {})
                 self._shared.borrow()
-            return super()._step(tensors, nexts)
+            return super()._step(batch, following)
 
-    def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
+    def _read(self, reader: ReadAhead) -> tuple[ReadBatch, ReadBatch | None] | None:
         with told(self._transport):
             return super()._read(reader)
 
-    def _bind(self, batch: Any) -> Tensors:
-        return {name: tensor.to(self.device) for name, tensor in super()._bind(batch).items()}
+    def _reads(self) -> Sequence[int]:
+        if self._own_samples is None:
+            forms = (self._plan,) if self._make_filled is None else (self._plan, *self._make_filled())
+            self._own_samples = samples_read(forms, self.rank)
+        return self._own_samples
 
-    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
-        if self.check_batches:
-            parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index)}
-            parts |= {f"batch (its {name})": found for name, found in self._checksums(tensors).items()}
-            parts["number of batches"] = 1 if nexts is None else 2
-            if nexts is not None:
-                parts |= {f"next batch (its {name})": found for name, found in self._checksums(nexts).items()}
-            self._agree("step", parts | {"state of frozen work": has_made})
+    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
+        if not self.check_batches:
+            return
+        parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index)}
+        parts |= self._told_of("batch", batch)
+        parts["number of batches"] = 1 if following is None else 2
+        if following is not None:
+            parts |= self._told_of("next batch", following)
+        self._agree("step", parts | {"state of frozen work": has_made})
+        if batch.part is not None:
+            self._agree_on_samples(batch)
 
-    def _checksums(self, tensors: Tensors) -> Mapping[str, Any]:
+    def _told_of(self, what: str, batch: ReadBatch) -> dict[str, Any]:
+        """What all ranks must have alike of a batch."""
+        if batch.part is not None:
+            told = {f"{what} (place of a LocalBatch)": repr(batch.part.place)}
+            return told | {f"{what} (whole, or samples)": batch.size}
+        sums = {f"{what} (its {name})": found for name, found in self._checksums(batch).items()}
+        return {f"{what} (whole, or samples)": "whole", **sums}
+
+    def _checksums(self, batch: ReadBatch) -> Mapping[str, Any]:
         """Of a batch's tensors by input; one that was read ahead is not summed up again."""
-        if self._sums is None or self._sums[0].tensors is not tensors or not self._sums[0].intact:
+        if self._sums is None or self._sums[0] is not batch or not batch.intact:
             names = self._plan.input_names
-            self._sums = ReadBatch.of(tensors), {names[name]: checksum(tensor) for name, tensor in tensors.items()}
+            self._sums = batch, {names[name]: checksum(tensor) for name, tensor in batch.tensors.items()}
         return self._sums[1]
+
+    def _agree_on_samples(self, batch: ReadBatch) -> None:
+        if self._all_reads is None:
+            self._all_reads = everyones(self._transport, tuple(self._reads()))
+        reads = [[sample for sample in of_rank if sample < batch.size] for of_rank in self._all_reads]
+        names, batched = self._plan.input_names, batched_inputs(self._plan)
+        agree_on_samples(self._transport, reads, batch.tensors, names, batched)
 
     def _agree(self, call: str, parts: Mapping[str, Any]) -> None:
         self._transport.set_action(call)
@@ -141,7 +166,7 @@ class Engine(Training):
         self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
 
     def _execute(
-        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+        self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
         draws = Draws(plan, self.seed, step, self.device)
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])

@@ -1,6 +1,6 @@
 """All ranks as threads of this process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import fx, nn
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.ownership import require_new
-from fxpipe.run.read_ahead import Tensors
+from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
 from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
@@ -29,7 +29,7 @@ class LocalEngine(Training):
         return loss, gradients
 
     def _execute(
-        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+        self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
         require_new(self._model)
         modules = self._bound(plan)
@@ -82,8 +82,11 @@ class LocalEngine(Training):
     def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
         pass
 
-    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
+    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
         pass
+
+    def _reads(self) -> Sequence[int]:
+        return range(self._plan.batch_size)
 
     def _prepare(self, forms: FilledPlan) -> None:
         pass

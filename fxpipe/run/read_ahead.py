@@ -14,31 +14,44 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.plan.ops import Rows
 
 Tensors = Mapping[str, torch.Tensor]
+Inputs = Mapping[str, torch.Tensor | Rows]
 _END = object()
 
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch as it was given. Tensors that are written to later no longer hold it, and tell so by their version."""
+    """A batch as it was given. Tensors that are written to later no longer hold it, and tell so by their version.
+
+    Args:
+        size: samples of the whole batch.
+        part: what was given, where `tensors` are one rank's samples alone; it is known by that object, since a rank may
+            have none of its values.
+        given: the tensors as programs take them.
+    """
 
     tensors: Tensors
     versions: Mapping[str, int]
+    size: int
+    part: Any
+    given: Inputs
 
     @staticmethod
-    def of(tensors: Tensors) -> "ReadBatch":
-        return ReadBatch(tensors, {name: version(tensor) for name, tensor in tensors.items()})
+    def of(tensors: Tensors, size: int, part: Any = None, given: Inputs | None = None) -> "ReadBatch":
+        versions = {name: version(tensor) for name, tensor in tensors.items()}
+        return ReadBatch(tensors, versions, size, part, tensors if given is None else given)
 
     @property
     def intact(self) -> bool:
         return all(version(tensor) == self.versions[name] for name, tensor in self.tensors.items())
 
-    def equals(self, tensors: Tensors) -> bool:
+    def equals(self, other: "ReadBatch") -> bool:
         """Whether these are the values that were given."""
-        if tensors.keys() != self.tensors.keys() or not self.intact:
+        if other.part is not self.part or other.tensors.keys() != self.tensors.keys() or not self.intact:
             return False
-        return all(t is self.tensors[n] or torch.equal(t, self.tensors[n]) for n, t in tensors.items())
+        return all(t is self.tensors[n] or torch.equal(t, self.tensors[n]) for n, t in other.tensors.items())
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -53,12 +66,12 @@ class ReadAhead:
         bind: turns a batch into tensors by name; what it raises counts as the loader's own exception.
     """
 
-    def __init__(self, batches: Iterator[Any], bind: Callable[[Any], Tensors]) -> None:
+    def __init__(self, batches: Iterator[Any], bind: Callable[[Any], ReadBatch]) -> None:
         self._batches, self._bind = batches, bind
         self._waiting: deque[ReadBatch] = deque()
         self.failure: Exception | None = None
 
-    def pair(self) -> tuple[Tensors, Tensors | None] | None:
+    def pair(self) -> tuple[ReadBatch, ReadBatch | None] | None:
         """The batch to train on and the next one; None at the end.
 
         Raises:
@@ -77,7 +90,7 @@ class ReadAhead:
                 "give new tensors each time, for example clone() them"
             )
         first, *others = self._waiting
-        return first.tensors, others[0].tensors if others else None
+        return first, others[0] if others else None
 
     @property
     def is_ahead(self) -> bool:
@@ -94,6 +107,6 @@ class ReadAhead:
                 batch = next(self._batches, _END)
                 if batch is _END:
                     return
-                self._waiting.append(ReadBatch.of(self._bind(batch)))
+                self._waiting.append(self._bind(batch))
             except Exception as error:
                 self.failure = error

@@ -1,7 +1,7 @@
 """One step of one rank: its program, run on a transport with the step's random draws."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.observe import Observe, Observed
+from fxpipe.run.read_ahead import Inputs
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class NextBatch:
     """What a rank that works ahead is given beside its own batch: the next batch's random draws and tensors."""
 
     random: Callable[[int], torch.Tensor]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Inputs
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def run_rank(
     program: RankProgram,
     transport: Transport,
     random: Callable[[int], torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Inputs,
     observe: Observe | None = None,
     ahead: NextBatch | None = None,
     carried: dict[str, torch.Tensor] | None = None,

@@ -18,15 +18,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxpipe.capture.inputs import Batch, call_of
+from fxpipe.capture.inputs import Batch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.run.engine_data import EngineData
+from fxpipe.run.loader import Loader
+from fxpipe.run.local_batch import bound
 from fxpipe.run.observe import Observe
-from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
+from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.trained_model import TrainedModel
 
-Ahead = tuple[int, Tensors]
+Ahead = tuple[int, Inputs]
 """The step and the tensors of the batch whose frozen work is done."""
 Executed = tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]
 """The loss, gradients by shown name, and what is carried to the next step."""
@@ -54,7 +57,7 @@ class _Carried:
     made: Any
 
 
-class Training(TrainedModel, EngineSaves):
+class Training(TrainedModel, EngineData, EngineSaves):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -71,6 +74,7 @@ class Training(TrainedModel, EngineSaves):
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
         self.check_batches, self._closed = True, False
+        self._loaders, self._positions = [], []
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
         self._carried: _Carried | None = None
@@ -80,6 +84,8 @@ class Training(TrainedModel, EngineSaves):
     def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
         """One training step: returns the loss, a scalar, and adds the gradients to `.grad`.
 
+        A batch is the whole one, the same on every rank, or a `LocalBatch` of this rank's samples, as those of a
+        `dataloader` are.
         With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
         again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
@@ -129,7 +135,7 @@ class Training(TrainedModel, EngineSaves):
         self._closed = True
         self._finish_alone()
 
-    def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
+    def _read(self, reader: ReadAhead) -> tuple[ReadBatch, ReadBatch | None] | None:
         """The next batch and the one after it; None at the end."""
         return reader.pair()
 
@@ -138,34 +144,36 @@ class Training(TrainedModel, EngineSaves):
             return ReadAhead(batches, self._bind)
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
-    def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
+    def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         carried, self._carried = self._carried, None
-        made = carried.made if carried and self._serves(carried, tensors) else None
-        self._check(tensors, nexts, made is not None)
-        if self._make_filled is None or (made is None and nexts is None):
+        made = carried.made if carried and self._serves(carried, batch) else None
+        self._check(batch, following, made is not None)
+        if self._make_filled is None or (made is None and following is None):
             now = self.step_index
-            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, now), now, tensors)
+            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, now), now, batch.given)
         else:
-            loss, gradients, _ = self._filled_step(self._forms(), tensors, nexts, made)
+            loss, gradients, _ = self._filled_step(self._forms(), batch, following, made)
         assert loss is not None
         self.step_index += 1
         self._add_gradients(gradients)
+        if batch.part is not None and batch.part.trained is not None:
+            batch.part.trained()
         return loss
 
-    def _filled_step(self, forms: FilledPlan, tensors: Tensors, nexts: Tensors | None, made: Any) -> Executed:
+    def _filled_step(self, forms: FilledPlan, batch: ReadBatch, following: ReadBatch | None, made: Any) -> Executed:
         now = self.step_index
         if made is None:
-            *_, made = self._execute(forms.prologue, now, tensors, (now, tensors))
-        if nexts is None:
-            return self._execute(forms.epilogue.drawn(self.seed, now), now, tensors, None, made)
-        given, steady = ReadBatch.of(nexts), forms.steady.drawn(self.seed, now)
-        done = self._execute(steady, now, tensors, (now + 1, nexts), made)
-        self._carried = _Carried(now + 1, self.seed, self._weights(), given, done[2])
+            *_, made = self._execute(forms.prologue, now, batch.given, (now, batch.given))
+        if following is None:
+            return self._execute(forms.epilogue.drawn(self.seed, now), now, batch.given, None, made)
+        steady = forms.steady.drawn(self.seed, now)
+        done = self._execute(steady, now, batch.given, (now + 1, following.given), made)
+        self._carried = _Carried(now + 1, self.seed, self._weights(), following, done[2])
         return done
 
-    def _serves(self, carried: _Carried, tensors: Tensors) -> bool:
+    def _serves(self, carried: _Carried, batch: ReadBatch) -> bool:
         now = self.step_index, self.seed, self._weights()
-        return (carried.step, carried.seed, carried.weights) == now and carried.given.equals(tensors)
+        return (carried.step, carried.seed, carried.weights) == now and carried.given.equals(batch)
 
     def _weights(self) -> tuple[tuple[int, int], ...]:
         """Where the frozen weights are, and how often they were written to."""
@@ -180,11 +188,16 @@ class Training(TrainedModel, EngineSaves):
             self._prepare(self._filled)
         return self._filled
 
-    def _bind(self, batch: Batch) -> Tensors:
-        return self._plan.bind(*call_of(batch))
+    def _bind(self, batch: Batch) -> ReadBatch:
+        read = bound(self._plan, batch, self.samples, self.device)
+        if read.size != self._plan.batch_size:
+            raise self._plan.other_size(read.size)
+        return read
 
     def _is_ahead(self, loader: object) -> bool:
-        return self._last_read is not None and self._last_read[0] is loader and self._last_read[1].is_ahead
+        known = isinstance(loader, Loader)  # whose position is behind what was trained on
+        ahead = self._last_read is not None and self._last_read[0] is loader and self._last_read[1].is_ahead
+        return ahead and not known
 
     def _forget_batches(self) -> None:
         self._carried = self._last_read = None
@@ -200,7 +213,7 @@ class Training(TrainedModel, EngineSaves):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     @abstractmethod
-    def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
+    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
         """Called before a step with what it will run on, and whether its frozen work is done already."""
 
     @abstractmethod
@@ -209,6 +222,6 @@ class Training(TrainedModel, EngineSaves):
 
     @abstractmethod
     def _execute(
-        self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
+        self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
         """Run one form at a step; it empties `carried`."""

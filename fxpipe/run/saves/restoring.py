@@ -10,7 +10,7 @@ from fxpipe.run.ownership import renew
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.optimizers import saved_state
 from fxpipe.run.saves.parts import tensor_sum
-from fxpipe.run.saves.run import Run, Stateful, named_state
+from fxpipe.run.saves.run import Progress, Run, Stateful, named_state
 
 
 def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
@@ -31,6 +31,9 @@ def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
     _require_fitting(run, checkpoint)
     state = {} if run.optimizer is None else saved_state(run, run.optimizer, checkpoint)
     values = {name: checkpoint.section(name) for name, of in saved.items() if name in run.sections or not of["type"]}
+    for name, value in run.sections.items():
+        if isinstance(value, Progress):
+            value.require(values[name])
 
     def put_back() -> dict[str, Any]:
         if run.optimizer is not None:

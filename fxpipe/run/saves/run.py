@@ -23,15 +23,21 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Of an engine: which random numbers it draws next."""
+    """Of an engine: which random numbers it draws next, and which batches its loaders give."""
 
     engine: Any
 
-    def state_dict(self) -> dict[str, int]:
-        return {"seed": self.engine.seed, "step_index": self.engine.step_index}
+    def state_dict(self) -> dict[str, Any]:
+        own = {"seed": self.engine.seed, "step_index": self.engine.step_index}
+        return own | {"loaders": self.engine.loader_states()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def require(self, state: Mapping[str, Any]) -> None:
+        """Raises RunError where the state is not of such an engine."""
+        self.engine.require_loaders(state["loaders"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.engine.seed, self.engine.step_index = state["seed"], state["step_index"]
+        self.engine.restore_loaders(state["loaders"])
 
 
 @dataclass(frozen=True)
