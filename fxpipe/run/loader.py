@@ -79,9 +79,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[LocalBatch]:
         epoch, first = self.epoch, self._next
-        loaded = iter(self._loader)
-        for number in range(first, len(self)):
-            size = self._size(number)
+        sizes = [self._size(number) for number in range(first, len(self))]
+        loaded = iter(self._loader if any(map(self._samples, {*sizes})) else ())
+        for number, size in enumerate(sizes, start=first):
             batch = next(loaded) if self._samples(size) else None
             place = Place(self._num_samples, self.seed if self.shuffle else None, epoch, number)
             yield LocalBatch(batch, size, place, partial(self._trained, epoch, number))
@@ -110,7 +110,8 @@ class Loader:
     @cached_property
     def _loader(self) -> DataLoader[Any]:
         """One for all epochs, so that its workers may persist; it begins where this loader is."""
-        return DataLoader(_Drawn(self._dataset, self.seed), batch_sampler=_Batches(self._keys), **self._options)
+        own = {"batch_sampler": _Batches(self._keys), "generator": torch.Generator().manual_seed(self.seed)}
+        return DataLoader(_Drawn(self._dataset, self.seed), **own, **self._options)  # type: ignore[arg-type]
 
     def _keys(self) -> Iterator[list[Key]]:
         """What is to be loaded on this rank, from here to the end of the epoch."""
