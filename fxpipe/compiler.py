@@ -36,6 +36,7 @@ from fxpipe.options import (
     given_plan,
     given_schedule,
 )
+from fxpipe.plan.fewer_samples import first_samples
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_check import require as require_plan
 from fxpipe.plan.schedule import Schedule
@@ -275,27 +276,31 @@ class _BackEnd:
             require_schedule(plan.steady, ahead, plan.staged.world_size)
 
     @held_collector()
-    def lower(self, form: Form, ranks: Sequence[int] | None) -> StepPlan:
-        """The programs of one form of the step, of these ranks."""
-        plan, costed = self.plan, self.costed
+    def lower(self, form: Form, ranks: Sequence[int] | None, batch_size: int | None = None) -> StepPlan:
+        """The programs of one form of the step, of these ranks; of a smaller batch where its size is given."""
+        plan, costed, graphs = self.plan, self.costed, self.graphs
         order = {"step": plan.step, "prologue": plan.prologue, "steady": plan.steady, "epilogue": plan.epilogue}[form]
         if order is None:
             raise ValueError(f"the plan has no form {form!r}")
+        if batch_size is not None:
+            order, sizes = first_samples(order, plan.microbatch_sizes, batch_size)
+            graphs = replace(graphs, sizes=sizes)
+            require_schedule(order, graphs.work, plan.staged.world_size)
         optional = frozenset[int]()
         if self.conditioning is not None:
             optional = first_stages(costed.graph, costed.blocks, plan.staged.boundaries)
-        lowered = lower_form(self.graphs, order, form, ranks, optional, plan.steady)
-        calls = {**call_costs(self.graphs), **piece_costs(self.graphs, order)}
-        return self._step_plan(order, lowered, calls)
+        lowered = lower_form(graphs, order, form, ranks, optional, plan.steady)
+        calls = {**call_costs(graphs), **piece_costs(graphs, order)}
+        return self._step_plan(order, lowered, calls, graphs.batch_size)
 
-    def _step_plan(self, order: Schedule, lowered: Lowered, calls: Mapping[str, CallCost]) -> StepPlan:
+    def _step_plan(self, order: Schedule, lowered: Lowered, calls: Mapping[str, CallCost], batch_size: int) -> StepPlan:
         """One form, and where it has a first pass also the form without it."""
         captured = self.costed.captured
         placeholders = captured.graph.find_nodes(op="placeholder")
         names = {n.name: n.meta["input"] for n in placeholders if n.meta["kind"] == "input"}
         draws = {draw.index: draw for draw in captured.draws.values()}
-        without = self._step_plan(order, lowered.without, calls) if lowered.without else None
+        without = self._step_plan(order, lowered.without, calls, batch_size) if lowered.without else None
         return StepPlan(
-            captured.inputs, names, self.plan.batch_size, draws, order, lowered.programs, lowered.messages,
+            captured.inputs, names, batch_size, captured.fewest, draws, order, lowered.programs, lowered.messages,
             lowered.reductions, self.device, self.plan.fingerprint, calls, without, self.conditioning or 0.0,
         )  # fmt: skip

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from fxpipe.analysis import CostedStep
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
-Lower = Callable[[Form, Sequence[int] | None], StepPlan]
-"""The programs of one form of the step, of some ranks or of all."""
+Lower = Callable[[Form, Sequence[int] | None, int | None], StepPlan]
+"""The programs of one form of the step, of some ranks or of all; of a smaller batch where its size is given."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Program:
     @cached_property
     def step(self) -> StepPlan:
         """The step that does its own frozen work."""
-        return self.lower("step", self.ranks)
+        return self.lower("step", self.ranks, None)
 
     @cached_property
     def filled(self) -> FilledPlan | None:
@@ -71,7 +71,16 @@ class Program:
         if self.plan.steady is None:
             return None
         forms: tuple[Form, ...] = ("prologue", "steady", "epilogue")
-        return FilledPlan(*(self.lower(form, self.ranks) for form in forms))
+        return FilledPlan(*(self.lower(form, self.ranks, None) for form in forms))
+
+    def smaller(self, batch_size: int) -> StepPlan:
+        """The step of a smaller batch, such as the last of an epoch: the plan's micro-batches of its first samples.
+
+        Raises:
+            CompileError: the batch is larger, or the model decides otherwise on so few samples.
+        """
+        self.step.require_size(batch_size)
+        return self.step if batch_size == self.step.batch_size else self.lower("step", self.ranks, batch_size)
 
     @cached_property
     def whole(self) -> "Program":
@@ -152,8 +161,9 @@ class Program:
         return self._run_local(args, kwargs, seed, step)
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
-        engine = LocalEngine(self.whole.step, self._own_model, self.whole.state, seed, self._shown)
-        return StepResult(*engine.run(self.step.bind(args, kwargs), step))
+        tensors, size = self.step.tensors(args, kwargs)
+        plan = self.whole.smaller(size)
+        return StepResult(*LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown).run(tensors, step))
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
         own = self.step.inputs.signature.parameters
@@ -174,7 +184,9 @@ class Program:
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         whole = self.whole
-        return LocalEngine(whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling)
+        return LocalEngine(
+            whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling, whole.smaller
+        )
 
     def engine(
         self,
@@ -203,7 +215,9 @@ class Program:
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        return Engine(self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling)
+        return Engine(
+            self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling, self.smaller
+        )
 
     @property
     def _filling(self) -> Callable[[], FilledPlan] | None:

@@ -42,7 +42,8 @@ class Capture:
 
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
-    had to be given up, `extras` names what a training step's forward returns beside the loss.
+    had to be given up, `extras` names what a training step's forward returns beside the loss. Smaller batches than the
+    call's, down to `fewest` samples, are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -55,6 +56,7 @@ class Capture:
     batch: tuple[sympy.Symbol, ...]
     unused: tuple[str, ...]
     notes: tuple[str, ...]
+    fewest: int
     extras: tuple[str, ...] = ()
 
     @cached_property
@@ -183,7 +185,7 @@ def captured_from(model: nn.Module, exported: Exported) -> Capture:
     graph.lint()
     batch = _batch(graph, exported)
     notes = () if batch else _notes(exported)
-    return Capture(graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes)
+    return Capture(graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest)
 
 
 def _notes(exported: Exported) -> tuple[str, ...]:

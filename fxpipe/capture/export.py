@@ -33,12 +33,16 @@ Trace = Callable[..., torch.export.ExportedProgram]
 
 @dataclass(frozen=True)
 class Exported:
-    """`graph` is flat; `fixed` says why only the batch size of `inputs` runs, None where any does."""
+    """`graph` is flat; `fixed` says why only the batch size of `inputs` runs, None where any does.
+
+    With `fewest` samples and more, up to that batch size, forward itself decides as it did in the trace.
+    """
 
     program: torch.export.ExportedProgram
     graph: fx.Graph
     inputs: InputSpec
     fixed: str | None
+    fewest: int
 
 
 class Step(nn.Module):
@@ -133,7 +137,9 @@ def export_any_size(
 
 
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
-    return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed)
+    size = inputs.batch_size
+    fewest = private.fewest_samples(_batched_values(program, inputs), size) if fixed is None else size
+    return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed, fewest)
 
 
 def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.ExportedProgram | None, str | None]:

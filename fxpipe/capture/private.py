@@ -353,6 +353,23 @@ def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None
     return "forward makes it a number (take x.shape[0], not len(x) or int())" if fixed else None
 
 
+def fewest_samples(values: Sequence[torch.Tensor], batch_size: int) -> int:
+    """From how many samples on, up to `batch_size`, forward decides by their number as it did in a trace.
+
+    One sample counts as two, as which it was traced. `values` as in `dynamic_fault`.
+    """
+    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    symbols = {symbol for value in values for symbol in _symbols(value.shape[0])}
+    guards = dict.fromkeys(env.replace(guard.expr) for guard in env.guards)
+    decided = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= symbols]
+    lowest = max((int(env.var_to_range[symbol].lower) for symbol in symbols if symbol in env.var_to_range), default=2)
+    for number in range(batch_size - 1, 0, -1):
+        counted = dict.fromkeys(symbols, sympy.Integer(max(number, 2)))
+        if max(number, 2) < lowest or any(guard.xreplace(counted) == sympy.false for guard in decided):
+            return number + 1
+    return 1
+
+
 def general_sizes() -> AbstractContextManager[None]:
     """Torch's own operations decide nothing by sizes that are symbols, but take the way that is right for all.
 

@@ -59,6 +59,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         "batch": [one.name for one in captured.batch],
         "unused": list(captured.unused),
         "notes": list(captured.notes),
+        "fewest": captured.fewest,
         "extras": list(captured.extras),
     }
 
@@ -79,6 +80,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         batch=tuple(symbol(name) for name in data["batch"]),
         unused=tuple(data["unused"]),
         notes=tuple(data["notes"]),
+        fewest=int(data["fewest"]),
         extras=tuple(data["extras"]),
     )
 

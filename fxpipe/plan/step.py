@@ -21,13 +21,15 @@ class StepPlan:
     """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument.
 
     `programs` are those of all ranks, or of this process's alone; messages and reductions are all ranks'. `calls` says
-    what the graphs they call cost, `source` is the fingerprint of the costed step. Of a self-conditioned step
-    `without` is what runs where a step draws no first pass, and `probability` that of one.
+    what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph from
+    `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
+    `probability` that of one.
     """
 
     inputs: InputSpec
     input_names: Mapping[str, str]
     batch_size: int
+    fewest: int
     draws: Mapping[int, Draw]
     schedule: Schedule
     programs: tuple[RankProgram, ...]
@@ -43,7 +45,7 @@ class StepPlan:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
         tensors, size = self.tensors(args, kwargs)
         if size != self.batch_size:
-            raise self.other_size(size)
+            raise CompileError(f"{self._has(size)}: compile with batch_size={size}")
         return tensors
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
@@ -51,12 +53,18 @@ class StepPlan:
         tensors, size = self.inputs.bind(args, kwargs)
         return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}, size
 
-    def other_size(self, size: int) -> CompileError:
-        """Why a batch of that size is refused."""
-        return CompileError(
-            f"the batch has {size} samples, the program was compiled for {self.batch_size}; compile with "
-            f"batch_size={size}, or drop the loader's last incomplete batch"
-        )
+    def require_size(self, size: int) -> None:
+        """Raises CompileError where a batch is larger than this step's, or has too few samples for the same graph."""
+        if size > self.batch_size:
+            raise CompileError(f"{self._has(size)}: compile with batch_size={size}")
+        if size < self.fewest:
+            raise CompileError(
+                f"{self._has(size)}, and the model is the same from {self.fewest} samples on; leave the last batch of "
+                f"an epoch out (drop_last=True), or compile with batch_size={size}"
+            )
+
+    def _has(self, size: int) -> str:
+        return f"the batch has {size} samples, the program was compiled for {self.batch_size}"
 
     @property
     def world_size(self) -> int:

@@ -41,9 +41,10 @@ class Engine(Training):
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
+        smaller: Callable[[int], StepPlan] | None = None,
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
-        super().__init__(plan, model, self._held, seed, shown, observe, filled)
+        super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller)
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         self._own_samples: tuple[int, ...] | None = None
@@ -51,9 +52,10 @@ class Engine(Training):
         with told(transport):
             agree(transport, {"plan": plan.fingerprint}, "engine")
             self._take(plan)
-            given = [shown(name) for name in plan.program(self.rank).gradients]
-            self._shared = SharedModel(model, transport, self._trainable(), given)
+            self._shared = SharedModel(model, transport, self._trainable(), self._given_by(plan))
+            self._shared_smaller: dict[int, SharedModel] = {}  # by the number of samples
             agree_on_state(transport, self._state)
+            self._channels, self._groups = {*plan.channels}, {*plan.groups}
             transport.open_channels(plan.channels, plan.groups)
 
     def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
@@ -152,18 +154,28 @@ class Engine(Training):
         with told(self._transport):
             self._agree(call, parts)
 
-    def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        super()._add_gradients(self._shared.give(gradients))
+    def _add_gradients(self, gradients: Mapping[str, torch.Tensor], plan: StepPlan) -> None:
+        shared = self._shared_smaller.get(plan.batch_size, self._shared)
+        super()._add_gradients(shared.give(gradients), plan)
 
-    def _prepare(self, forms: FilledPlan) -> None:
-        agree(self._transport, {"plan of frozen work": [form.fingerprint for form in forms]}, "step")
+    def _given_by(self, plan: StepPlan) -> list[str]:
+        """The parameters whose gradients arise on this rank."""
+        return [self._shown(name) for name in plan.program(self.rank).gradients]
+
+    def _prepare(self, forms: Sequence[StepPlan]) -> None:
+        agree(self._transport, {"plan of this form of the step": [form.fingerprint for form in forms]}, "step")
         for form in forms:
             self._take(form)
+            if form.batch_size < self._plan.batch_size:  # where some ranks may be idle, and so give no gradients
+                args = self._model, self._transport, self._trainable(), self._given_by(form)
+                self._shared_smaller[form.batch_size] = SharedModel(*args)
         self._shared.hold(self._trainable())
         agree_on_state(self._transport, self._state)
-        channels = {channel for form in forms for channel in form.channels}
-        groups = {group for form in forms for group in form.groups}
-        self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
+        channels = {channel for form in forms for channel in form.channels} - self._channels
+        groups = {group for form in forms for group in form.groups} - self._groups
+        self._transport.open_channels(sorted(channels), sorted(groups))
+        self._channels |= channels
+        self._groups |= groups
 
     def _execute(
         self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None

@@ -44,11 +44,12 @@ class EngineData(ABC):
 
         Args:
             batch_size: samples of a batch, over all ranks: the program's.
-            drop_last: leave out an epoch's last batch where it is smaller.
+            drop_last: leave out an epoch's last batch where it is smaller; else a program is made when it comes.
             options: of torch's DataLoader, such as `collate_fn` and `num_workers`.
 
         Raises:
-            CompileError: the dataset has no length, or other batches are asked for than the program's.
+            CompileError: the dataset has no length, other batches are asked for than the program's, or the last one is
+                too small for the graph that was compiled.
         """
         size = self._plan.batch_size
         if batch_size not in (None, size):
@@ -57,6 +58,7 @@ class EngineData(ABC):
                 f"for {size}; leave it out, or compile with batch_size={batch_size}"
             )
         loader = Loader(dataset, self.samples, size, shuffle, seed, drop_last, **options)
+        self._plan.require_size(loader.last_size)
         if self._positions:
             loader.load_state_dict(self._positions.pop(0))
         self._loaders.append(loader)

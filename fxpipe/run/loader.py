@@ -72,6 +72,11 @@ class Loader:
         """Batches of an epoch."""
         return (self._num_samples if self.drop_last else self._num_samples + self.batch_size - 1) // self.batch_size
 
+    @property
+    def last_size(self) -> int:
+        """Samples of an epoch's last batch."""
+        return self._size(len(self) - 1)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin that epoch, unless it is the one that is under way."""
         if epoch != self.epoch:

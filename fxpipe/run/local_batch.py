@@ -49,8 +49,10 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
     """
     if not isinstance(batch, LocalBatch):
         tensors, size = plan.tensors(*call_of(batch))
+        plan.require_size(size)
         return ReadBatch.of(_placed(tensors, device), size)
     size = plan.batch_size if batch.size is None else batch.size
+    plan.require_size(size)
     own = samples(size)
     if (batch.batch is None) != (not own):
         what = "none" if batch.batch is None else "some"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.ownership import require_new
 from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
@@ -88,5 +88,5 @@ class LocalEngine(Training):
     def _reads(self) -> Sequence[int]:
         return range(self._plan.batch_size)
 
-    def _prepare(self, forms: FilledPlan) -> None:
+    def _prepare(self, forms: Sequence[StepPlan]) -> None:
         pass

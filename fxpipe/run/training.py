@@ -10,8 +10,9 @@
 What a step has made for the next one is used for that batch, step and seed only, and otherwise made again.
 """
 
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.trained_model import TrainedModel
+
+_log = logging.getLogger(__name__)
 
 Ahead = tuple[int, Inputs]
 """The step and the tensors of the batch whose frozen work is done."""
@@ -69,8 +72,10 @@ class Training(TrainedModel, EngineData, EngineSaves):
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
+        smaller: Callable[[int], StepPlan] | None = None,
     ) -> None:
         self._plan, self._model, self._state, self._make_filled = plan, model, state, filled
+        self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
         self.check_batches, self._closed = True, False
@@ -145,17 +150,20 @@ class Training(TrainedModel, EngineData, EngineSaves):
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
+        if following is not None and min(batch.size, following.size) < self._plan.batch_size:
+            following = None  # frozen work is done a step early for whole batches alone, and beside those
         carried, self._carried = self._carried, None
         made = carried.made if carried and self._serves(carried, batch) else None
         self._check(batch, following, made is not None)
+        plan = self._of_size(batch.size)
         if self._make_filled is None or (made is None and following is None):
             now = self.step_index
-            loss, gradients, _ = self._execute(self._plan.drawn(self.seed, now), now, batch.given)
+            loss, gradients, _ = self._execute(plan.drawn(self.seed, now), now, batch.given)
         else:
             loss, gradients, _ = self._filled_step(self._forms(), batch, following, made)
         assert loss is not None
         self.step_index += 1
-        self._add_gradients(gradients)
+        self._add_gradients(gradients, plan)
         if batch.part is not None and batch.part.trained is not None:
             batch.part.trained()
         return loss
@@ -188,11 +196,21 @@ class Training(TrainedModel, EngineData, EngineSaves):
             self._prepare(self._filled)
         return self._filled
 
+    def _of_size(self, size: int) -> StepPlan:
+        """The step of a batch of that size, made when the first one comes."""
+        if size == self._plan.batch_size:
+            return self._plan
+        if size not in self._smaller:
+            if self._make_smaller is None:
+                raise RunError(f"a batch of {size} samples: this engine has programs of {self._plan.batch_size} alone")
+            if self.rank == 0:
+                _log.warning("making a program of %d samples, of %d", size, self._plan.batch_size)
+            self._smaller[size] = self._make_smaller(size)
+            self._prepare((self._smaller[size],))
+        return self._smaller[size]
+
     def _bind(self, batch: Batch) -> ReadBatch:
-        read = bound(self._plan, batch, self.samples, self.device)
-        if read.size != self._plan.batch_size:
-            raise self._plan.other_size(read.size)
-        return read
+        return bound(self._plan, batch, self.samples, self.device)
 
     def _is_ahead(self, loader: object) -> bool:
         known = isinstance(loader, Loader)  # whose position is behind what was trained on
@@ -207,7 +225,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
         if self._closed:
             raise RunError(f"{call} after close(): call it before, or make another engine of the program")
 
-    def _add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _add_gradients(self, gradients: Mapping[str, torch.Tensor], plan: StepPlan) -> None:
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -217,8 +235,8 @@ class Training(TrainedModel, EngineData, EngineSaves):
         """Called before a step with what it will run on, and whether its frozen work is done already."""
 
     @abstractmethod
-    def _prepare(self, forms: FilledPlan) -> None:
-        """Called once before the first form runs."""
+    def _prepare(self, forms: Sequence[StepPlan]) -> None:
+        """Called once before the first of them runs."""
 
     @abstractmethod
     def _execute(
