@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import fxpipe
+from fxpipe.capture.inputs import call_of
 from fxpipe.errors import CompileError, RunError
+from fxpipe.plan.fewer_samples import first_samples
+from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
 from fxpipe.run.loader import Loader
@@ -22,6 +25,7 @@ from fxpipe.run.transport import run_ranks
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
 from tests.own_models import SEED, OneDevice
+from tests.peer_cases import PEER_CASES
 
 BATCH, SAMPLES, ORDER = 4, 9, 3  # the last batch of an epoch has one sample
 PIPELINE, REPLICAS = {"schedule": "1f1b", "microbatches": 2}, {"schedule": "1f1b", "data_parallel": 2}
@@ -182,6 +186,46 @@ class Line(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return nn.functional.mse_loss(x, y)
+
+
+def test_a_smaller_batch_keeps_the_order_of_its_samples() -> None:
+    order = Schedule.parse("rank 0: 0F0 0F2 0B0 0B2 0R0\nrank 1: 0F1 0F3 0B1 0B3 0R1")
+    three, sizes = first_samples(order, (2, 2, 2, 2), 3)
+    assert (three.text().split("\n")[1:], sizes) == (["rank 0: 0F0 0B0 0R0", "rank 1: 0F1 0B1 0R1"], (2, 1))
+    one, sizes = first_samples(order, (2, 2, 2, 2), 1)
+    assert (one.text().split("\n")[1:], sizes) == (["rank 0: 0F0 0B0", "rank 1:"], (1,))
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size", "layout"),
+    [
+        ("crossed_skips", 2, {"schedule": "wave"}),
+        ("dropout", 2, {"schedule": "zero-bubble"}),
+        ("tied_parameters", 4, {"schedule": "1f1b", "data_parallel": 2}),
+    ],
+)
+def test_smaller_batches_are_exact_in_any_layout(case: str, world_size: int, layout: Layout) -> None:
+    torch.manual_seed(0)
+    model = PEER_CASES[case](torch.float64)
+    program = fxpipe.compile(model, world_size, batch_size=5, microbatches=3, **layout)
+    for size in (4, 1):
+        args, kwargs = call_of(program.model.example_inputs(size))
+        verified = program.verify(*args, **kwargs)
+        assert verified.ok, verified
+
+
+def test_a_batch_on_which_the_model_decides_otherwise_is_refused_before_training() -> None:
+    class Deciding(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) * (2 if x.shape[0] >= 3 else 1)).square().mean()
+
+    program = fxpipe.compile(Deciding(3, 3), 1, example_inputs=(torch.randn(5, 3),), schedule="gpipe")
+    engine, rows = program.local_engine(), [torch.randn(3) for _ in range(8)]
+    assert [batch.size for batch in engine.dataloader(rows)] == [5, 3]
+    says = r"batch has 2 samples, .* compiled for 5, and the model is the same from 3 samples on.*drop_last=True"
+    with pytest.raises(CompileError, match=says):
+        engine.dataloader(rows[:7])
+    assert len(engine.dataloader(rows[:7], drop_last=True)) == 1
 
 
 @pytest.mark.parametrize(

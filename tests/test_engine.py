@@ -183,10 +183,10 @@ def test_counted_bytes_equal_planned_bytes() -> None:
         assert engine.sent_bytes == program.traffic().channels
 
 
-def test_a_batch_of_another_size_is_refused_with_the_remedy() -> None:
+def test_a_larger_batch_is_refused_with_the_remedy() -> None:
     program, _ = _compile("crossed_skips", 2, "1f1b")
-    with pytest.raises(fxpipe.CompileError, match=r"batch has 4 samples.*compiled for 5.*batch_size=4"):
-        program.local_engine().step(program.model.example_inputs(4))
+    with pytest.raises(fxpipe.CompileError, match=r"batch has 6 samples.*compiled for 5.*batch_size=6"):
+        program.local_engine().step(program.model.example_inputs(6))
 
 
 def test_a_rank_that_raises_in_process_is_named() -> None:
