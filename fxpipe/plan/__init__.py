@@ -8,6 +8,7 @@ actions        2F0, 0T[0:4]x0:9; what must be done      schedule     an order of
 execution      when each action runs, by durations      plan         all of it, as text and JSON
 rank_program   one graph per rank, its messages         step         what an engine needs for one form
 ops            what rank programs call                  transport    what they ask of a network
+reads          which samples a rank's programs read     fewer_samples   the order of a smaller batch
 tuning         what else was considered                 timeline     what every rank does when
 ..._check      of block graphs, schedules, plans, rank programs: from scratch, without the code that makes them
 """

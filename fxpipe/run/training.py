@@ -204,7 +204,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
             if self._make_smaller is None:
                 raise RunError(f"a batch of {size} samples: this engine has programs of {self._plan.batch_size} alone")
             if self.rank == 0:
-                _log.warning("making a program of %d samples, of %d", size, self._plan.batch_size)
+                _log.warning("a batch of %d samples, of %d: making its program", size, self._plan.batch_size)
             self._smaller[size] = self._make_smaller(size)
             self._prepare((self._smaller[size],))
         return self._smaller[size]

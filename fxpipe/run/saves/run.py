@@ -33,11 +33,11 @@ class Progress:
 
     def require(self, state: Mapping[str, Any]) -> None:
         """Raises RunError where the state is not of such an engine."""
-        self.engine.require_loaders(state["loaders"])
+        self.engine.require_loaders(state.get("loaders", ()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.engine.seed, self.engine.step_index = state["seed"], state["step_index"]
-        self.engine.restore_loaders(state["loaders"])
+        self.engine.restore_loaders(state.get("loaders", ()))
 
 
 @dataclass(frozen=True)
