@@ -27,8 +27,8 @@ class Engine(Training):
     """This process as one rank, which trains its part of the model's own parameters, in place.
 
     Every rank calls every method, with the same batches, or its samples of each. A parameter tied across ranks is
-    trained on each of them, with the same gradient; what other ranks train has no gradient here, see `sync_model`. Every
-    step compares the batch's checksums over the ranks; set `check_batches` to False where that is too slow.
+    trained on each of them, with the same gradient; what other ranks train has no gradient here, see `sync_model`.
+    Every step compares the batch's checksums over the ranks; set `check_batches` to False where that is too slow.
     """
 
     def __init__(
