@@ -337,6 +337,22 @@ def test_a_wrong_part_is_told(give: Callable[..., Any], says: str) -> None:
         on_ranks(2, PIPELINE, lambda run: run.engine.step(give(run, batch)))
 
 
+def test_parts_that_a_user_has_read_are_taken() -> None:
+    batches = [FrozenStep().example_inputs(size, seed) for seed, size in enumerate((4, 4, 3, 4))]
+
+    def part(run: Run, batch: dict[str, Tensor]) -> fxpipe.LocalBatch:
+        own = run.engine.samples(size := len(batch["time"]))
+        return fxpipe.LocalBatch({name: value[list(own)] for name, value in batch.items()}, size)
+
+    def body(run: Run) -> Any:
+        parts = (part(run, batch) for batch in batches)
+        return [float(loss.detach()) for loss in run.engine.train(parts, run.optimizer)], run.weights()
+
+    whole = local(PIPELINE)
+    losses = [float(loss.detach()) for loss in whole.engine.train(batches, whole.optimizer)]
+    torch.testing.assert_close(on_ranks(2, REPLICAS, body)[0], (losses, whole.weights()), rtol=1e-10, atol=1e-12)
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
