@@ -63,6 +63,12 @@ def device_of(fake: Any) -> torch.device:
     return device
 
 
+def export_mode() -> FakeTensorMode:
+    """One in which a model and its inputs may be made, to be exported."""
+    env = symbolic_shapes.ShapeEnv(tracked_fakes=[], trace_asserts=True)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
+
+
 def detached(fake: Any) -> torch.Tensor:
     """A tensor without memory, cut off from autograd's history, as `fake.detach()` makes it at length."""
     with in_kernel_invocation_manager(fake.fake_mode):
@@ -307,6 +313,17 @@ def no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def on_autocast(check: Callable[[str, torch.dtype | None, bool], None]) -> AbstractContextManager[None]:
+    """Calls `check` with the arguments of every autocast that is made: device type, type, whether enabled."""
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        check(device_type, dtype, enabled)
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    return replaced(torch.amp.autocast_mode.autocast, "__init__", made)
 
 
 def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> AbstractContextManager[None]:

@@ -71,6 +71,9 @@ class Planning:
     fill: Annotated[
         str, typer.Option(help="the next batch's frozen work: auto, idle (in idle time), after (training), none")
     ] = "auto"
+    precision: Annotated[
+        str | None, typer.Option(help="bf16 or fp16: forward runs under autocast; as the model computes if left out")
+    ] = None
     cluster: Annotated[
         str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")
     ] = None

@@ -9,5 +9,5 @@ trained_model  its parameters, as engines offer them                   saves    
 run_rank       one step of one rank                                    transport      threads, torch.distributed
 launch         which rank this process is; the plan of rank 0          observe        events of a run
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike
-verification   a step against the uncompiled model
+verification   a step against the uncompiled model (one_device), in low precision by its nearness to float32
 """
