@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
@@ -324,6 +325,17 @@ def on_autocast(check: Callable[[str, torch.dtype | None, bool], None]) -> Abstr
         original(self, device_type, dtype, enabled, cache_enabled)
 
     return replaced(torch.amp.autocast_mode.autocast, "__init__", made)
+
+
+def overflows(scaler: torch.amp.GradScaler, optimizer: Any) -> dict[torch.device, torch.Tensor]:
+    """What `scaler.unscale_(optimizer)` has found, by device: more than 0 where a gradient is not finite."""
+    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return found
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+    """Whether `scaler.unscale_(optimizer)` was called since the last update."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
 def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> AbstractContextManager[None]:

@@ -72,7 +72,7 @@ class Surroundings:
 @contextmanager
 def _replaced(model: nn.Module, there: Any) -> Iterator[None]:
     """Inside, the model has other tensors: parameters, buffers and plain attributes."""
-    held = [of for m in model.modules() for of in (m._parameters, m._buffers, m.__dict__)]
+    held: list[dict[str, Any]] = [of for m in model.modules() for of in (m._parameters, m._buffers, m.__dict__)]
     before = [(of, name, value) for of in held for name, value in of.items() if isinstance(value, torch.Tensor)]
     for of, name, value in before:
         of[name] = there(value)

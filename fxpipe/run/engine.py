@@ -17,6 +17,7 @@ from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import owners
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
+from fxpipe.run.scaler import GradScaler
 from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.training import Ahead, Executed, Training
 
@@ -52,14 +53,14 @@ class Engine(Training):
             agree_on_state(transport, self._state)
             transport.open_channels(plan.channels, plan.groups)
 
-    def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
+    def step(self, batch: Any, next_batch: Any = None, scaler: GradScaler | None = None) -> torch.Tensor:
         """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`.
 
-        `next_batch` as in `Training.step`.
+        `next_batch` and `scaler` as in `Training.step`.
         """
         self._require_open("step")
         with told(self._transport):
-            return super().step(batch, next_batch)
+            return super().step(batch, next_batch, scaler)
 
     def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
         with told(self._transport):
@@ -77,7 +78,8 @@ class Engine(Training):
 
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         if self.check_batches:
-            parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index)}
+            scale = None if self._loss_scale is None else float(self._loss_scale)
+            parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index), "scale of losses": scale}
             parts |= {f"batch (its {name})": found for name, found in self._checksums(tensors).items()}
             parts["number of batches"] = 1 if nexts is None else 2
             if nexts is not None:
@@ -123,6 +125,12 @@ class Engine(Training):
         with told(self._transport):
             return everyones(self._transport, mine)
 
+    def _on_any(self, mine: bool) -> bool:
+        with told(self._transport):
+            self._agree("scaler.unscale_ or step", {})
+            found = self._transport.all_gather(torch.tensor([float(mine)]), "overflows of every rank")
+            return any(bool(number) for number in found.wait())
+
     def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
         with told(self._transport):
             self._agree(call, parts)
@@ -147,7 +155,7 @@ class Engine(Training):
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
-            self._observe, nexts, carried,
+            self._observe, nexts, carried, self._loss_scale,
         )  # fmt: skip
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
 

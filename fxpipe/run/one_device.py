@@ -67,7 +67,9 @@ def one_device(
         private.no_autocast_cache(),
     ):
         with Calls(RANDOM_CALLS), draws, Surroundings(device, autocast).autocast():
-            output = torch.func.functional_call(model, dict(state), args, kwargs) if state else model(*args, **kwargs)
+            output = (
+                torch.func.functional_call(model, dict(state), args, dict(kwargs)) if state else model(*args, **kwargs)
+            )
         loss = loss_of(output)
         if not loss.requires_grad:
             return loss, {}
