@@ -1,4 +1,4 @@
-"""Steps in bfloat16 and float16: eager autocast's numbers, judged by their distance to float32; scalers of all ranks."""
+"""Steps in bfloat16 and float16: eager autocast's numbers, judged by their distance to float32; scalers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import CaptureError, CompileError, RunError
-from fxpipe.plan.transport import Transport
+from fxpipe.plan.rank_program import RankProgram
 from fxpipe.program import Program
-from fxpipe.run.engine import Engine
 from fxpipe.run.nearness import Distance, Nearness
-from fxpipe.run.transport import run_ranks
+from fxpipe.run.verification import Verification
 from tests.distributed import run_processes
+from tests.test_memory import IDLE_NETWORK, Wide, measured_peaks
 
 SAMPLES, WIDTH = 6, 16
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,6 +82,111 @@ def test_steps_are_those_of_eager_autocast(precision: str, options: dict[str, An
     assert report.ok, report
     assert report.nearness is not None
     assert 0 < report.nearness.ours.together < 0.02
+
+
+class Kinds(Net):
+    """The frozen layer in bfloat16, and an autocast of forward's own around another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.bfloat16()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.frozen(x.to(self.frozen.weight.dtype)).to(x.dtype)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            h = self.first(x)
+        return F.mse_loss(self.last(F.silu(h.float())), y)
+
+
+def test_models_of_several_types() -> None:
+    model = Kinds()
+    program = compiled(model, None)
+    result, loss = program.run_local(**batch()), model(**batch())
+    loss.backward()
+    torch.testing.assert_close(dict(result.gradients), gradients_of(model), rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(result.loss, loss.detach())
+    assert program.verify(**batch()).ok
+    low = Net().bfloat16()
+    report = (program := compiled(low, None, batch(dtype=torch.bfloat16))).verify(**batch(dtype=torch.bfloat16))
+    assert report.ok, report
+    assert program.run_local(**batch(dtype=torch.bfloat16)).loss.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("make", "precision"), [(Net, "fp16"), (Kinds, None)])
+def test_captures_on_meta_are_those_of_weights(make: type[nn.Module], precision: str | None) -> None:
+    with torch.device("meta"):
+        model = make()
+    found = [compiled(one, precision) for one in (model, make())]
+    assert found[0].costed.fingerprint == found[1].costed.fingerprint
+    assert found[0].traffic().total_bytes == found[1].traffic().total_bytes
+    whole = compiled(Net(), "fp32").traffic().total_bytes
+    assert found[0].traffic().total_bytes < 0.6 * whole or precision is None
+
+
+def test_casts_of_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled(Wide(), "bf16", Wide().example_inputs(9), schedule="gpipe")
+    predicted = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
+    measured = measured_peaks(program, Wide().example_inputs(9), monkeypatch)
+    assert list(predicted.peak_bytes) == pytest.approx(measured, rel=0.1)
+    saved = {tuple(node.meta["val"].shape) for rank in program.step.programs for node in saved_by(rank)}
+    assert saved
+    assert (16, 16) not in saved
+
+
+def saved_by(program: RankProgram) -> list[fx.Node]:
+    """What forwards keep for backwards."""
+    forwards = [graph for name, graph in program.modules.items() if "forward" in name]
+    return [node for graph in forwards for node in graph.output_node().args[0][1]]  # type: ignore[index, union-attr]
+
+
+def test_a_wrong_gradient_is_farther_from_float32_than_one_device() -> None:
+    wide = {name: torch.randn(8, 8) for name in ("a.weight", "b.weight")}
+    loss = torch.tensor(1.0)
+    own = {name: (g * (1 + 0.01 * torch.randn(8, 8))) for name, g in wide.items()}
+    for name, change, faults in (
+        ("a.weight", lambda g: g * 1.01, []),
+        ("a.weight", lambda g: 2 * g, ["a.weight"]),
+        ("b.weight", lambda g: g.roll(1, 0), ["b.weight"]),
+        ("b.weight", lambda g: g * torch.nan, ["b.weight"]),
+    ):
+        ours = {**wide, name: change(wide[name])}
+        distances = Nearness(Distance.of(loss, ours, (loss, wide)), Distance.of(loss, own, (loss, wide)))
+        assert list(distances.farther) == faults
+        text = str(Verification(1.0, 1.0, 0.0, {}, 5e-2, "", distances))
+        assert ("FARTHER FROM float32" in text) == bool(faults)
+        assert all(f"  {fault}: " in text for fault in faults)
+    missing = Nearness(Distance.of(loss, {"a.weight": own["a.weight"]}, (loss, wide)), distances.own)
+    assert list(missing.farther) == ["b.weight"]
+
+
+class Foreign(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "says"),
+    [
+        (Net, "fp8", "precision='fp8'; give one of 'fp32', 'bf16', 'fp16'"),
+        (lambda: Net().double(), "bf16", "no operation computes in torch.bfloat16: autocast leaves torch.float64"),
+        (Foreign, None, r"opens torch.autocast\('cuda'\), and the ranks run on 'cpu', where that casts nothing"),
+    ],
+)
+def test_refusals(make: Callable[[], nn.Module], precision: str, says: str) -> None:
+    model = make()
+    with pytest.raises((CompileError, CaptureError), match=says):
+        compiled(model, precision, batch(dtype=next(model.parameters()).dtype))
+
+
+def test_only_scalers_of_engines_are_taken() -> None:
+    engine = compiled(Net(), "fp16").local_engine()
+    with pytest.raises(RunError, match=r"torch.amp.grad_scaler.GradScaler, which sees .*use engine.scaler\(\)"):
+        engine.step(batch(), scaler=torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
+    engine = compiled(Net(), "bf16").local_engine()
+    with pytest.raises(RunError, match="no gradient of this step is in float16"):
+        engine.scaler(enabled=True)
+    assert not engine.scaler().is_enabled()
 
 
 # Scalers
@@ -173,3 +278,17 @@ def rank_main(directory: str) -> tuple[Any, ...]:
 
 def test_an_overflow_on_one_rank_is_that_of_all(tmp_path: Path) -> None:
     assert_as_on_one_device(run_processes(2, rank_main, str(tmp_path)))
+
+
+def test_training_with_a_scaler() -> None:
+    model = Net(large=16.0)
+    engine = compiled(model, "fp16").local_engine()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), engine.scaler(init_scale=INIT)
+    before = [p.detach().clone() for p in model.parameters()]
+    training = engine.train(map(batch, range(2)), optimizer, max_norm=1.0, scaler=scaler)
+    next(training)
+    assert scaler.get_scale() == INIT / 2
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)), "an overflow was taken"
+    scaler.update(2.0**8)
+    assert len(list(training)) == 1
+    assert not torch.equal(before[-1], [*model.parameters()][-1])
