@@ -30,7 +30,7 @@ from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
-from fxpipe.options import asked_microbatches, training_step, unwrapped
+from fxpipe.options import asked_microbatches, given_precision, training_step, unwrapped
 from fxpipe.plan.block_graph import Block, BlockGraph, Component
 from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
@@ -229,10 +229,18 @@ def _require_cast(captured: Capture, autocast: torch.dtype) -> None:
 
 
 def costed(
-    model: nn.Module, example_inputs: Any, batch_size: int, cost_model: CostModel, num_blocks: int, likely: int = 1
+    model: nn.Module,
+    example_inputs: Any,
+    batch_size: int,
+    cost_model: CostModel,
+    num_blocks: int,
+    likely: int = 1,
+    precision: str | None = None,
+    device: torch.device = _CPU,
 ) -> CostedStep:
     """A step to look at rather than to compile: what has no micro-batches is costed all the same."""
-    return costed_step(example_of(model, example_inputs, batch_size), cost_model, Cut(num_blocks, None, likely, True))
+    example = example_of(model, example_inputs, batch_size, autocast=given_precision(precision))
+    return costed_step(example, cost_model, Cut(num_blocks, None, likely, True), device)
 
 
 def _batch(captured: Capture, cut: Cut) -> tuple[BatchPlan, int | None]:
