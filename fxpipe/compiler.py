@@ -244,8 +244,8 @@ def _require_fresh(plan: Plan, step: CostedStep) -> None:
         priced = "" if plan.cost_model else " (here by a cost model without a name: pass the same one)"
         raise CompileError(
             f"the plan was made for step {plan.fingerprint} with {plan.batch_size} samples, this is step "
-            f"{step.fingerprint} with {step.batch_size}: the model, its inputs, its precision or what it is costed by{priced} "
-            "have changed; make a new plan (fxpipe tune --save)"
+            f"{step.fingerprint} with {step.batch_size}: the model, its inputs, its precision or what it is costed by"
+            f"{priced} have changed; make a new plan (fxpipe tune --save)"
         )
     require_plan(plan, len(step.graph.blocks), [component.name for component in step.graph.components])
 
