@@ -179,8 +179,10 @@ def test_refusals(make: Callable[[], nn.Module], precision: str, says: str) -> N
         compiled(model, precision, batch(dtype=next(model.parameters()).dtype))
 
 
-def test_only_scalers_of_engines_are_taken() -> None:
-    engine = compiled(Net(), "fp16").local_engine()
+def test_only_scalers_of_engines_are_taken(tmp_path: Path) -> None:
+    program = compiled(Net(), "fp16")
+    assert "'cpu', loss_scale)" in (program.dump(tmp_path) / "rank_1.py").read_text().replace('"', "'")
+    engine = program.local_engine()
     with pytest.raises(RunError, match=r"torch.amp.grad_scaler.GradScaler, which sees .*use engine.scaler\(\)"):
         engine.step(batch(), scaler=torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
     engine = compiled(Net(), "bf16").local_engine()
