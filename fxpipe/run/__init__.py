@@ -10,4 +10,5 @@ run_rank       one step of one rank                                    transport
 launch         which rank this process is; the plan of rank 0          observe        events of a run
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike
 verification   a step against the uncompiled model (one_device), in low precision by its nearness to float32
+scaler         scaled losses of float16, with one verdict on overflows
 """
