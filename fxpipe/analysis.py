@@ -19,17 +19,18 @@ from torch import nn
 
 from cost_models import devices, profile_files
 from cost_models.flops import cost_table
-from fxpipe.capture import Capture
+from fxpipe.capture import Capture, private
 from fxpipe.capture.cache import cached_capture
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.capture.inputs import InputSpec, describe
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
-from fxpipe.options import asked_microbatches, training_step, unwrapped
+from fxpipe.options import asked_microbatches, given_precision, training_step, unwrapped
 from fxpipe.plan.block_graph import Block, BlockGraph, Component
 from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
@@ -54,7 +55,8 @@ class Example:
     """A step and one call of it: `step` returns the loss, `tensors` are the call's in the order of `inputs`.
 
     `step` is the user's `model`, or what makes a loss of a bare backbone: names of state then begin with `prefix`.
-    `conditioning` is the probability of a self-conditioned first pass, None where there is none to leave out.
+    `conditioning` is the probability of a self-conditioned first pass, None where there is none to leave out;
+    `autocast` the type of an autocast around forward, None where there is none.
     """
 
     step: nn.Module
@@ -62,6 +64,7 @@ class Example:
     tensors: Sequence[torch.Tensor]
     conditioning: float | None
     prefix: str
+    autocast: torch.dtype | None = None
 
     @property
     def batch_size(self) -> int:
@@ -74,6 +77,7 @@ def example_of(
     batch_size: int | None = None,
     world_size: int = 1,
     schedule: str | Schedule = "auto",
+    autocast: torch.dtype | None = None,
 ) -> Example:
     """The model's step and its example call.
 
@@ -83,7 +87,7 @@ def example_of(
     model, conditioning = unwrapped(model, schedule)
     step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
     inputs, tensors = describe(step, args, kwargs, batch_size)
-    return Example(step, inputs, tensors, conditioning, "model." if step is not model else "")
+    return Example(step, inputs, tensors, conditioning, "model." if step is not model else "", autocast)
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,10 @@ def costed_step(
         CaptureError: the model cannot be captured as one graph.
         CompileError: it can, but not be cut into so many micro-batches.
     """
-    captured = cached_capture(example.step, example.inputs, example.tensors, cache)
+    surroundings = Surroundings(device, example.autocast)
+    captured = cached_capture(example.step, example.inputs, example.tensors, cache, surroundings)
+    if example.autocast is not None:
+        _require_cast(captured, example.autocast)
     see("capture", captured)
 
     batch, count = _batch(captured, cut)
@@ -210,11 +217,30 @@ def costed_step(
     return step
 
 
+def _require_cast(captured: Capture, autocast: torch.dtype) -> None:
+    """Raises CompileError where an autocast has cast nothing."""
+    values = [value for node in captured.graph.nodes for value in private.tensors_in(node.meta.get("val"))]
+    if not any(value.dtype == autocast for value in values):
+        kinds = {str(value.dtype) for value in values if value.is_floating_point()}
+        raise CompileError(
+            f"no operation computes in {autocast}: autocast leaves {', '.join(sorted(kinds))} as it is here; call "
+            "model.float(), or leave precision out"
+        )
+
+
 def costed(
-    model: nn.Module, example_inputs: Any, batch_size: int, cost_model: CostModel, num_blocks: int, likely: int = 1
+    model: nn.Module,
+    example_inputs: Any,
+    batch_size: int,
+    cost_model: CostModel,
+    num_blocks: int,
+    likely: int = 1,
+    precision: str | None = None,
+    device: torch.device = _CPU,
 ) -> CostedStep:
     """A step to look at rather than to compile: what has no micro-batches is costed all the same."""
-    return costed_step(example_of(model, example_inputs, batch_size), cost_model, Cut(num_blocks, None, likely, True))
+    example = example_of(model, example_inputs, batch_size, autocast=given_precision(precision))
+    return costed_step(example, cost_model, Cut(num_blocks, None, likely, True), device)
 
 
 def _batch(captured: Capture, cut: Cut) -> tuple[BatchPlan, int | None]:

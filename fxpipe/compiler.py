@@ -34,6 +34,7 @@ from fxpipe.options import (
     given_cluster,
     given_device,
     given_plan,
+    given_precision,
     given_schedule,
 )
 from fxpipe.plan.fewer_samples import first_samples
@@ -73,6 +74,7 @@ def compile(
     recompute: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
+    precision: str | None = None,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     device: str | torch.device = "cpu",
@@ -105,6 +107,8 @@ def compile(
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
         fill: where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this
             one's training has ended, "none" for this batch, as part of its step; "auto" takes the fastest.
+        precision: "bf16" or "fp16": forward runs under `torch.autocast` for `device`, while weights, gradients and
+            what sums them stay in the model's types; "fp32", or left out: as the model computes by itself.
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
         cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the
             cluster's device where left out.
@@ -125,8 +129,8 @@ def compile(
     asked = requested(
         model, world_size, example_inputs=example_inputs, batch_size=batch_size, microbatches=microbatches,
         stages=stages, data_parallel=data_parallel, schedule=schedule, memory_limit=memory_limit,
-        collocation=collocation, recompute=recompute, budget=budget, fill=fill, cluster=cluster,
-        cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
+        collocation=collocation, recompute=recompute, budget=budget, fill=fill, precision=precision,
+        cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
     )  # fmt: skip
 
     # analyse: captured, cut into blocks, costed
@@ -186,7 +190,7 @@ class Requested:
         if self.plan is not None:
             text = json.dumps({**self.plan.as_dict(), "outcomes": []})
             given = f"one of digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        return {**vars(self.request), "plan": given}
+        return {**vars(self.request), "precision": str(self.example.autocast), "plan": given}
 
     def planned(self, step: CostedStep) -> Plan:
         """The plan for it."""
@@ -220,7 +224,8 @@ def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
     priced = given["cost_model"] or (known.cost_model if known else "") or network.device
     seconds_of, asked = given_cost_model(priced), given_schedule(given["schedule"], world_size)
     batch_size = known.batch_size if known else given["batch_size"]
-    example = example_of(model, given["example_inputs"], batch_size, world_size, asked)
+    autocast = given_precision(given["precision"])
+    example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     stages, microbatches = given["stages"], given["microbatches"]
     cut = Cut.of(known) if known else planned_cut(example.batch_size, world_size, stages, microbatches, asked)
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
@@ -240,8 +245,8 @@ def _require_fresh(plan: Plan, step: CostedStep) -> None:
         priced = "" if plan.cost_model else " (here by a cost model without a name: pass the same one)"
         raise CompileError(
             f"the plan was made for step {plan.fingerprint} with {plan.batch_size} samples, this is step "
-            f"{step.fingerprint} with {step.batch_size}: the model, its inputs or what it is costed by{priced} have "
-            "changed; make a new plan (fxpipe tune --save)"
+            f"{step.fingerprint} with {step.batch_size}: the model, its inputs, its precision or what it is costed by"
+            f"{priced} have changed; make a new plan (fxpipe tune --save)"
         )
     require_plan(plan, len(step.graph.blocks), [component.name for component in step.graph.components])
 

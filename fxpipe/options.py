@@ -20,6 +20,8 @@ from fxpipe.plan.plan import Plan
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.schedule import Schedule
 
+PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of an autocast around forward by name; without one the step computes as the model does by itself."""
 FILLS = ("auto", "idle", "after", "none")
 """Where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this one's
 training has ended, "none" for this batch, as part of its step; "auto" takes the fastest."""
@@ -87,6 +89,13 @@ def _takes(function: Any, *arguments: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r}, a {type(value).__name__}"
+
+
+def given_precision(precision: str | None) -> torch.dtype | None:
+    """The type of an autocast around forward, None where there is to be none."""
+    if precision is not None and precision not in PRECISIONS:
+        raise CompileError(f"precision={precision!r}; give one of {', '.join(map(repr, PRECISIONS))}, or leave it out")
+    return None if precision is None else PRECISIONS[precision]
 
 
 def given_device(device: str | torch.device) -> torch.device:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture import Capture
+from fxpipe.capture.randomness import SeededDraws
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -23,8 +24,10 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.engine import Engine
 from fxpipe.run.local_engine import LocalEngine
+from fxpipe.run.nearness import Distance, Nearness
 from fxpipe.run.observe import Observe
-from fxpipe.run.verification import Tolerance, Verification, compare, reference_step, tolerance_of
+from fxpipe.run.one_device import Found, one_device, one_device_in_float32
+from fxpipe.run.verification import Tolerance, Verification, compare, tolerance_of
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.prediction import Costing, predict
 
@@ -173,13 +176,23 @@ class Program:
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
         """One step of all ranks in this process against the uncompiled model, with the same random draws.
 
+        Where it computes in bfloat16 or float16, both are also set against the model in float32, and judged by that.
         `seed` and `step` as in `run_local`.
         """
         seed, step = self._draws(kwargs)
         result = self._run_local(args, kwargs, seed, step)
-        loss, gradients, draws = reference_step(self.model, args, kwargs, seed, step, self.step.device)
-        shown = {self._shown(name): g for name, g in gradients.items()}
-        return compare(result.loss, result.gradients, (loss, shown, draws), len(self.capture.draws), self.tolerance)
+        draws = SeededDraws(seed, step, self.step.device)
+        own = self._shown_step(one_device(self.model, args, kwargs, draws, self.costed.example.autocast))
+        ours = result.loss, result.gradients
+        found = compare(*ours, (*own, draws.count), len(self.capture.draws), self.tolerance)
+        if not self.tolerance.is_low:
+            return found
+        wide = self._shown_step(one_device_in_float32(self.model, args, kwargs, draws))
+        return replace(found, nearness=Nearness(Distance.of(*ours, wide), Distance.of(*own, wide)))
+
+    def _shown_step(self, step: Found) -> Found:
+        loss, gradients = step
+        return loss, {self._shown(name): gradient for name, gradient in gradients.items()}
 
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxpipe.run.verification import reference_step
+from fxpipe.run.one_device import reference_step
 
 SEED, WIDTH, STEPS = 5, 6, 4
 

@@ -94,7 +94,7 @@ def test_a_wrong_edit_is_told(edit: Edit, says: str, saved: Path, tmp_path: Path
 
 BESIDE: list[tuple[list[str], str]] = [
     ([f"{TOY}:toy"], "the plan was made for step"),
-    ([WIDER], "the model, its inputs or what it is costed by have changed; make a new plan"),
+    ([WIDER], "the model, its inputs, its precision or what it is costed by have changed; make a new plan"),
     ([FROZEN, "--batch-size", "16"], "batch_size=16 beside a plan, which says batch_size=8"),
     (
         [FROZEN, "--world-size", "4"],

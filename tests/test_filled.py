@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.plan.rank_program import Message
-from fxpipe.run.verification import reference_step
+from fxpipe.run.one_device import reference_step
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs

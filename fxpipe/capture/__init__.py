@@ -13,6 +13,7 @@ functionalise    no writes in place (views)       (watch, calls, weights, random
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
 cache            captures on disk (stored, model_digest, files, expressions)   private   torch's private names
 fingerprint      which graph this is              sizes         symbolic sizes at a number of samples
+surroundings     where forward runs, and in which precision
 """
 
 import operator
@@ -32,6 +33,7 @@ from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError
 
@@ -132,13 +134,18 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def capture(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf = loss_of
+    model: nn.Module,
+    inputs: InputSpec,
+    examples: Sequence[torch.Tensor],
+    result_of: ResultOf = loss_of,
+    surroundings: Surroundings | None = None,
 ) -> Capture:
     """Trace `model`, with any batch size where it allows that.
 
     Args:
         examples: the tensor leaves of one example call, in the order of `inputs`; only shapes and types are used.
         result_of: the one tensor that counts in what forward returns; of a training step its loss.
+        surroundings: where it runs, and in which precision; where the model is, as it computes, if left out.
 
     Raises:
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
@@ -150,14 +157,14 @@ def capture(
         extras.append(extras_of(output) if result_of is loss_of else ())
         return result_of(output)
 
-    captured = captured_from(model, export_step(model, inputs, examples, result))
+    captured = captured_from(model, export_step(model, inputs, examples, result, surroundings))
     return replace(captured, extras=extras[-1])
 
 
 def captured_from(model: nn.Module, exported: Exported) -> Capture:
     """The capture that a trace of `model` is."""
     inputs = exported.inputs
-    tensors, constants = _name_placeholders(exported)
+    tensors, constants = _name_placeholders(model, exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
     tensors = {placeholder: tied.get(name, name) for placeholder, name in tensors.items()}
     _refuse_statistics(exported.graph)
@@ -194,7 +201,7 @@ def _notes(exported: Exported) -> tuple[str, ...]:
     return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {why}",)[: size > 1]
 
 
-def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Give each placeholder its kind; returns state names by placeholder and lifted constants by placeholder."""
     tensors: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -207,7 +214,9 @@ def _name_placeholders(exported: Exported) -> tuple[dict[str, str], dict[str, to
             private.rename(node, "".join(c if c.isalnum() else "_" for c in node.meta["input"]))
         elif spec.kind is kinds.CONSTANT_TENSOR:
             node.meta["kind"], node.meta["state"] = "constant", str(spec.target).removeprefix("model.")
-            constants[node.name] = program.constants[str(spec.target)]
+            constant = program.constants[str(spec.target)]
+            fake = private.mode_of(constant) is not None  # in the place of the model's own, which is elsewhere
+            constants[node.name] = operator.attrgetter(node.meta["state"])(model) if fake else constant
         else:
             node.meta["kind"] = "parameter" if spec.kind is kinds.PARAMETER else "buffer"
             node.meta["state"] = tensors[node.name] = str(spec.target).removeprefix("model.")

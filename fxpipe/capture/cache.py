@@ -26,6 +26,7 @@ from fxpipe.capture.files import are_as_before, loaded_files
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.model_digest import Unknowable, step_digest
 from fxpipe.capture.stored import from_data, to_data
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.watch import refuse_outside
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CompileError
@@ -54,12 +55,16 @@ def cache_folder(given: bool | str | Path) -> Path | None:
 
 
 def cached_capture(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], folder: Path | None
+    model: nn.Module,
+    inputs: InputSpec,
+    examples: Sequence[torch.Tensor],
+    folder: Path | None,
+    surroundings: Surroundings | None = None,
 ) -> Capture:
     """As `capture`, from the folder where it is there, and into it where it is not."""
     return cached(
-        model, inputs, examples, folder, (),
-        make=lambda: capture(model, inputs, examples),
+        model, inputs, examples, folder, () if surroundings is None else surroundings.digest,
+        make=lambda: capture(model, inputs, examples, surroundings=surroundings),
         load=lambda data: from_data(data, inputs, model),
         write=lambda captured: to_data(captured, model),
     )  # fmt: skip

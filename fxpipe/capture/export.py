@@ -9,7 +9,7 @@
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -23,6 +23,7 @@ from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.settings import Written, written_settings
 from fxpipe.capture.size_reads import sizes_read_plainly
 from fxpipe.capture.sizes import concrete, is_symbolic
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
@@ -48,9 +49,17 @@ class Exported:
 class Step(nn.Module):
     """The model, taking its tensor leaves positionally and returning its result alone: of a training step, the loss."""
 
-    def __init__(self, model: nn.Module, inputs: InputSpec, result_of: ResultOf, one_batch: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: InputSpec,
+        result_of: ResultOf,
+        one_batch: bool,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.surroundings = surroundings
         self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
         self.written: list[Written] = []
 
@@ -64,7 +73,9 @@ class Step(nn.Module):
             _arguments_kept(self._inputs.signature, args, kwargs),
             written_settings(self.model, self.written),
         ):
-            return self._result_of(self.model(*args, **kwargs))
+            with nullcontext() if self.surroundings is None else self.surroundings.autocast():
+                output = self.model(*args, **kwargs)
+            return self._result_of(output)
 
 
 @contextmanager
@@ -82,15 +93,21 @@ def _arguments_kept(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
             )
 
 
-def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf) -> Exported:
-    """Trace `model`; only shapes and types of `examples` are used.
+def export_step(
+    model: nn.Module,
+    inputs: InputSpec,
+    examples: Sequence[torch.Tensor],
+    result_of: ResultOf,
+    surroundings: Surroundings | None = None,
+) -> Exported:
+    """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is.
 
     Raises:
         CaptureError: forward decides by values, fails, or holds what a trace would lose; names the module.
     """
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
-        step = Step(model, inputs, result_of, one_batch)
+        step = Step(model, inputs, result_of, one_batch, surroundings)
         return _trace(step, inputs, _resized(model, inputs, examples, size), dynamic)
 
     def at_size(reason: str) -> Exported:
@@ -107,7 +124,7 @@ def export_step(model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Te
     free = _free_at_size(trace, inputs)
     known = [one for one in free if one is not None]
     if any(known) and not all(known):
-        return export_step(model, _with_batched(inputs, free), examples, result_of)
+        return export_step(model, _with_batched(inputs, free), examples, result_of, surroundings)
     traced, other = _attempt(trace, inputs.batch_size, inputs) if all(known) else (None, fault)
     if traced is not None and other is None:
         return _flat(traced, inputs, None)
@@ -252,7 +269,10 @@ def _traced_once(
     shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
-            with private.quiet(), watched(step.model):
+            with private.quiet(), watched(step.model), ExitStack() as stack:
+                if step.surroundings is not None:
+                    stack.enter_context(step.surroundings.checked())
+                    examples = stack.enter_context(step.surroundings.moved(step.model, examples))
                 return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
         except CaptureError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
@@ -61,6 +62,12 @@ def device_of(fake: Any) -> torch.device:
     """That of a tensor without memory: what autograd asks for more often than for anything else."""
     device: torch.device = fake.fake_device
     return device
+
+
+def export_mode() -> FakeTensorMode:
+    """One in which a model and its inputs may be made, to be exported."""
+    env = symbolic_shapes.ShapeEnv(tracked_fakes=[], trace_asserts=True)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
 
 
 def detached(fake: Any) -> torch.Tensor:
@@ -307,6 +314,28 @@ def no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def on_autocast(check: Callable[[str, torch.dtype | None, bool], None]) -> AbstractContextManager[None]:
+    """Calls `check` with the arguments of every autocast that is made: device type, type, whether enabled."""
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        check(device_type, dtype, enabled)
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    return replaced(torch.amp.autocast_mode.autocast, "__init__", made)
+
+
+def overflows(scaler: torch.amp.GradScaler, optimizer: Any) -> dict[torch.device, torch.Tensor]:
+    """What `scaler.unscale_(optimizer)` has found, by device: more than 0 where a gradient is not finite."""
+    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return found
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+    """Whether `scaler.unscale_(optimizer)` was called since the last update."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
 def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> AbstractContextManager[None]:

@@ -63,17 +63,22 @@ def seeded(seed: int, step: int, index: int, device: torch.device) -> Iterator[N
 
 
 class SeededDraws(TorchDispatchMode):
-    """Runs a model eagerly with every random operation seeded as the compiled program seeds it; counts them."""
+    """Runs a model eagerly with every random operation seeded as the compiled program seeds it; counts them.
+
+    `types` are those of the first operands of the draws so far, None where that is no tensor.
+    """
 
     def __init__(self, seed: int, step: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.step, self.device, self.count = seed, step, device, 0
+        self.types: list[torch.dtype | None] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_random(func, args):
             return func(*args, **(kwargs or {}))
         with seeded(self.seed, self.step, self.count, self.device):
             self.count += 1
+            self.types.append(args[0].dtype if args and isinstance(args[0], torch.Tensor) else None)
             return _draw_contiguous(func, args, kwargs or {})
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from fxpipe.cli.options import DEVICE_MODEL, Model, print_wide
+from fxpipe.cli.options import DEVICE_MODEL, Model, Precision, print_wide
 from fxpipe.errors import CompileError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def cost(
     batch_size: Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")] = 8,
     device: Annotated[str, typer.Option(help=DEVICE_MODEL)] = "A100-80GB",
     blocks: Blocks = 24,
+    precision: Precision = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="write everything to this file, formulas as strings")
     ] = None,
@@ -39,7 +40,7 @@ def cost(
 
     step = load_model(model)
     seconds_of = given_cost_model(device)
-    found = costed(step, example_inputs(step, batch_size), batch_size, seconds_of, blocks)
+    found = costed(step, example_inputs(step, batch_size), batch_size, seconds_of, blocks, precision=precision)
     if json_file is not None:
         json_file.write_text(json.dumps(cost_data(found, batch_size), indent=1) + "\n")
     print_wide(cost_table(found, batch_size), 1000)
@@ -51,6 +52,7 @@ def profile(
     batch_sizes: Annotated[str, typer.Option(help="samples of a micro-batch to time at, as 1,2,4")] = "1,2,4",
     device: Annotated[str, typer.Option(help="device to time on, cpu or cuda:0")] = "cpu",
     blocks: Blocks = 24,
+    precision: Precision = None,
 ) -> None:
     """Time every block of MODEL on the device at hand, for compile --device-model FILE.
 
@@ -61,11 +63,11 @@ def profile(
 
     sizes, where = _sizes(batch_sizes), given_device(device)
     if "RANK" not in os.environ:
-        _profile(model, out, sizes, where, blocks, None)
+        _profile(model, out, sizes, where, blocks, precision, None)
         return
     ranks = DistributedTransport(where)
     try:
-        _profile(model, out, sizes, ranks.device, blocks, ranks)
+        _profile(model, out, sizes, ranks.device, blocks, precision, ranks)
     except BaseException as error:
         ranks.abort(error)
         raise
@@ -74,7 +76,13 @@ def profile(
 
 
 def _profile(
-    model: str, out: Path, sizes: Sequence[int], where: "torch.device", blocks: int, ranks: "Transport | None"
+    model: str,
+    out: Path,
+    sizes: Sequence[int],
+    where: "torch.device",
+    blocks: int,
+    precision: str | None,
+    ranks: "Transport | None",
 ) -> None:
     """As rank 0 of one, or as one of many `ranks`."""
     from cost_models import devices, profile_files
@@ -84,7 +92,8 @@ def _profile(
 
     share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     step, base = load_model(model), devices.device()
-    found = costed(step, example_inputs(step, max(sizes)), max(sizes), base, blocks)
+    batch = example_inputs(step, max(sizes))
+    found = costed(step, batch, max(sizes), base, blocks, precision=precision, device=where)
     held = share[0] == 0 and out.exists() and _holds(profile_files.load(out, base), found, sizes, where)
     if held:
         print(f"{out} holds already: all parts at {', '.join(map(str, sizes))} samples")

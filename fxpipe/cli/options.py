@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from fxpipe.program import Program
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory")]
+Precision = Annotated[
+    str | None, typer.Option(help="bf16 or fp16: forward runs under autocast; as the model computes if left out")
+]
 DEVICE_MODEL = "device whose times to plan by, as H100@bfloat16; measured; or a profile's .json file"
 _SAMPLES = 8
 
@@ -71,6 +74,7 @@ class Planning:
     fill: Annotated[
         str, typer.Option(help="the next batch's frozen work: auto, idle (in idle time), after (training), none")
     ] = "auto"
+    precision: Precision = None
     cluster: Annotated[
         str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")
     ] = None

@@ -92,9 +92,13 @@ def release(saved: list[Any]) -> None:
     saved.clear()
 
 
-def constant(value: float, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor filled with `value`: a loss's own gradient (the micro-batch's weight), or a gradient nobody gave."""
-    return torch.full(tuple(shape), value, dtype=dtype, device=device)
+def constant(
+    value: float, shape: Sequence[int], dtype: torch.dtype, device: str, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A tensor filled with `value`: a loss's own gradient (the micro-batch's weight, times the scale of losses in
+    float16), or a gradient nobody gave."""
+    filled = torch.full(tuple(shape), value, dtype=dtype, device=device)
+    return filled if scale is None else filled.mul_(scale)
 
 
 def accumulate(total: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
+from fxpipe.run.scaler import GradScaler
 from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.shared_samples import agree_on_samples
 from fxpipe.run.training import Ahead, Executed, Training
@@ -58,14 +59,14 @@ class Engine(Training):
             self._channels, self._groups = {*plan.channels}, {*plan.groups}
             transport.open_channels(plan.channels, plan.groups)
 
-    def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
+    def step(self, batch: Any, next_batch: Any = None, scaler: GradScaler | None = None) -> torch.Tensor:
         """One training step on a batch, whole or in parts, on every rank: returns the loss, adds to `.grad`.
 
-        `batch` and `next_batch` as in `Training.step`.
+        `batch`, `next_batch` and `scaler` as in `Training.step`.
         """
         self._require_open("step")
         with told(self._transport):
-            return super().step(batch, next_batch)
+            return super().step(batch, next_batch, scaler)
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         with told(self._transport):
@@ -87,7 +88,8 @@ class Engine(Training):
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
         if not self.check_batches:
             return
-        parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index)}
+        scale = None if self._loss_scale is None else float(self._loss_scale)
+        parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index), "scale of losses": scale}
         parts |= self._told_of("batch", batch)
         parts["number of batches"] = 1 if following is None else 2
         if following is not None:
@@ -150,6 +152,12 @@ class Engine(Training):
         with told(self._transport):
             return everyones(self._transport, mine)
 
+    def _on_any(self, mine: bool) -> bool:
+        with told(self._transport):
+            self._agree("scaler.unscale_ or step", {})
+            found = self._transport.all_gather(torch.tensor([float(mine)]), "overflows of every rank")
+            return any(bool(number) for number in found.wait())
+
     def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
         with told(self._transport):
             self._agree(call, parts)
@@ -184,7 +192,7 @@ class Engine(Training):
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
-            self._observe, nexts, carried,
+            self._observe, nexts, carried, self._loss_scale,
         )  # fmt: skip
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
 

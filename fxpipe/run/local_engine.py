@@ -38,9 +38,9 @@ class LocalEngine(Training):
 
         def body(transport: Transport) -> tuple[RankResult, dict[tuple[int, int], int]]:
             rank = transport.rank
-            mine = carried[rank] if carried else None
+            mine, scale = carried[rank] if carried else None, self._loss_scale
             program = plan.program(rank)
-            result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine)
+            result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine, scale)
             return result, transport.sent_bytes()
 
         results = run_ranks(plan.world_size, body)
@@ -78,6 +78,9 @@ class LocalEngine(Training):
 
     def _everyones(self, mine: Any) -> list[Any]:
         return [mine]
+
+    def _on_any(self, mine: bool) -> bool:
+        return mine
 
     def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
         pass

@@ -42,8 +42,12 @@ def run_rank(
     observe: Observe | None = None,
     ahead: NextBatch | None = None,
     carried: dict[str, torch.Tensor] | None = None,
+    loss_scale: torch.Tensor | None = None,
 ) -> RankResult:
-    """One step of one rank; it empties `carried`, what this batch's frozen work has made."""
+    """One step of one rank; it empties `carried`, what this batch's frozen work has made.
+
+    Gradients are those of `loss_scale` times the loss, where the program has a place for it.
+    """
     if observe is not None:
         transport = Observed(transport, observe)
     arguments: list[Any] = [transport, random, *(tensors[name] for name in program.inputs)]
@@ -54,6 +58,8 @@ def run_rank(
         if carried is None:
             raise RunError("a step on frozen work that no step before it has done; begin with the prologue")
         arguments.append(carried)
+    if program.scaled:
+        arguments.append(loss_scale)
     with torch.no_grad():
         loss, gradients, *rest = module(*arguments)
     transport.flush()

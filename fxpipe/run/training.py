@@ -28,6 +28,7 @@ from fxpipe.run.local_batch import bound
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
+from fxpipe.run.scaler import GradScaler
 from fxpipe.run.trained_model import TrainedModel
 
 _log = logging.getLogger(__name__)
@@ -81,12 +82,13 @@ class Training(TrainedModel, EngineData, EngineSaves):
         self.check_batches, self._closed = True, False
         self._loaders, self._positions = [], []
         self._modules: dict[int, Any] = {}  # by form: what runs it
+        self._loss_scale: torch.Tensor | None = None
         self._filled: FilledPlan | None = None
         self._carried: _Carried | None = None
         self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
 
-    def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
+    def step(self, batch: Batch, next_batch: Batch | None = None, scaler: GradScaler | None = None) -> torch.Tensor:
         """One training step: returns the loss, a scalar, and adds the gradients to `.grad`.
 
         A batch is the whole one, the same on every rank, or a `LocalBatch` of this rank's samples, as those of a
@@ -94,16 +96,24 @@ class Training(TrainedModel, EngineData, EngineSaves):
         With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
         again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
+
+        With `scaler`, of `engine.scaler()`, the gradients are those of `scaler.scale(loss)`.
         """
         self._require_open("step")
+        self._scale_losses(scaler)
         return self._step(self._bind(batch), None if next_batch is None else self._bind(next_batch))
 
     def train(
-        self, loader: Iterable[Batch], optimizer: Optimizer, max_norm: float | None = None
+        self,
+        loader: Iterable[Batch],
+        optimizer: Optimizer,
+        max_norm: float | None = None,
+        scaler: GradScaler | None = None,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch, one optimizer step each, and yield its loss. A mapping is one batch.
 
-        Gradients are clipped to `max_norm` where it is given. The loop's body is the place to step a scheduler.
+        Gradients are clipped to `max_norm` where it is given. The loop's body is the place to step a scheduler. With
+        `scaler`, of `engine.scaler()`, losses are scaled, and steps whose gradients overflow on any rank left out.
 
         Reads one batch ahead. An exception of the loader is raised after the batches before it have been trained on.
         When the loop is left, a further call with the same iterator goes on with what was read ahead.
@@ -117,6 +127,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
         reader = self._reader(loader, batches)
         self._last_read = loader, reader
         while (pair := self._read(reader)) is not None:
+            self._scale_losses(scaler)
             try:
                 loss = self._step(*pair)
             except RunError as error:
@@ -124,12 +135,44 @@ class Training(TrainedModel, EngineData, EngineSaves):
                     error.add_note(f"before that, this rank's loader raised {reader.failure!r}")
                 raise
             reader.trained()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             if max_norm is not None:
                 self.clip_grad_norm_(max_norm)
-            optimizer.step()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
             optimizer.zero_grad()
             yield loss
         self._readers.pop(id(batches), None)
+
+    def scaler(self, **options: Any) -> GradScaler:
+        """A `torch.amp.GradScaler` whose verdict is that of all ranks, enabled where gradients are in float16.
+
+        Disabled, in other steps, it is torch's: `scaler.step(optimizer)` steps the optimizer, and nothing is scaled.
+
+        Args:
+            options: those of torch's; `enabled=False` leaves it out.
+
+        Raises:
+            RunError: it is to be enabled where no gradient is in float16.
+        """
+        self._require_open("scaler")
+        scaled = any(program.scaled for program in self._plan.programs)
+        if options.get("enabled") and not scaled:
+            raise RunError("no gradient of this step is in float16, so that none is scaled: leave enabled out")
+        return GradScaler(self.device, self._on_any, **{"enabled": scaled, **options})
+
+    def _scale_losses(self, scaler: GradScaler | None) -> None:
+        """What losses are multiplied with from now on."""
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise RunError(
+                f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, which sees the overflows of one rank "
+                "alone; use engine.scaler(), with the same options"
+            )
+        self._loss_scale = None if scaler is None else scaler.now
 
     def close(self) -> None:
         """Leave the network; every rank calls it when it is done. What is trained stays in the model.
@@ -229,6 +272,10 @@ class Training(TrainedModel, EngineData, EngineSaves):
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    @abstractmethod
+    def _on_any(self, mine: bool) -> bool:
+        """Collective: whether it is so on any rank."""
 
     @abstractmethod
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:

@@ -2,20 +2,14 @@
 
 import math
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import fx
 
-from fxpipe.capture import loss_of, private
-from fxpipe.capture.calls import Calls
-from fxpipe.capture.random_calls import RANDOM_CALLS
-from fxpipe.capture.randomness import SeededDraws
-from fxpipe.capture.transforms import exact_transforms
+from fxpipe.capture import private
 from fxpipe.errors import CompileError
+from fxpipe.run.nearness import Nearness
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
@@ -33,6 +27,11 @@ class Tolerance:
 
     value: float
     widened_by: str = ""
+
+    @property
+    def is_low(self) -> bool:
+        """Whether something computes in a lower precision than float32."""
+        return self.value > TOLERANCES[torch.float32]
 
     def __str__(self) -> str:
         return f"{self.value:.0e}" + (f", for {self.widened_by}" if self.widened_by else "")
@@ -57,7 +56,10 @@ def tolerance_of(graph: fx.Graph, local: Collection[str] = ()) -> Tolerance:
 
 @dataclass(frozen=True)
 class Verification:
-    """Relative errors against one device. A gradient's error is its largest difference over its largest value."""
+    """Relative errors against one device. A gradient's error is its largest difference over its largest value.
+
+    A step that computes in a lower precision than float32 is judged by its `nearness` to float32 alone.
+    """
 
     loss: float
     reference_loss: float
@@ -65,6 +67,7 @@ class Verification:
     gradients: Mapping[str, float]
     tolerance: float
     widened_by: str = ""
+    nearness: Nearness | None = None
 
     @property
     def max_grad_error(self) -> float:
@@ -73,10 +76,14 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        if self.nearness is not None:
+            return not self.nearness.farther
         # Written so that a NaN fails.
         return self.loss_error <= self.tolerance and all(e <= self.tolerance for e in self.gradients.values())
 
     def __str__(self) -> str:
+        if self.nearness is not None:
+            return self._by_nearness(self.nearness)
         verdict = "exact" if self.ok else "NOT EXACT"
         losses = f"loss {self.loss:.12g} against {self.reference_loss:.12g} on one device"
         lines = [
@@ -87,29 +94,13 @@ class Verification:
         bad = sorted(((e, n) for n, e in self.gradients.items() if not e <= self.tolerance), reverse=True)
         return "\n".join(lines + [f"  {name}: {error:.2e}  <-- HERE" for error, name in bad[:10]])
 
-
-def reference_step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int, device: torch.device
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
-    """One device's loss, gradients by (first) parameter name, and the number of random draws made."""
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
-    # Autocast's cache of weights loses the gradient of a weight that was first read under no_grad.
-    with (
-        torch.enable_grad(),
-        attention,
-        private.plain_checkpoints(),
-        exact_transforms(),
-        torch.random.fork_rng(),
-        private.no_autocast_cache(),
-    ):
-        with Calls(RANDOM_CALLS), SeededDraws(seed, step, device) as draws:
-            loss = loss_of(model(*args, **kwargs))
-        if not loss.requires_grad:
-            return loss, {}, draws.count
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    found = {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
-    return loss.detach(), found, draws.count
+    def _by_nearness(self, nearness: Nearness) -> str:
+        verdict = "as near to float32 as one device" if self.ok else "FARTHER FROM float32 THAN ONE DEVICE"
+        losses = f"loss {self.loss:.6g} against {self.reference_loss:.6g} on one device"
+        bad = sorted(((ours, most, name) for name, (ours, most) in nearness.farther.items()), reverse=True)
+        lines = [f"  {name}: {ours:.2e}, allowed {most:.2e}  <-- HERE" for ours, most, name in bad[:10]]
+        computed = f", {self.widened_by}" if self.widened_by else ""
+        return "\n".join([f"{verdict}: {losses}{computed}", f"  {nearness}", *lines])
 
 
 def compare(

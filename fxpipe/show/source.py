@@ -177,7 +177,7 @@ def _own_arguments(node: fx.Node) -> Iterator[str]:
     """Values as they are, the settings after them by name."""
     names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
     last = max((i for i, a in enumerate(node.args) if isinstance(a, fx.Node)), default=-1)
-    for index, (name, value) in enumerate(zip(names, node.args, strict=True)):
+    for index, (name, value) in enumerate(zip(names, node.args, strict=False)):  # others have their defaults
         yield _value(value) if index <= last else f"{name}={_value(value)}"
 
 

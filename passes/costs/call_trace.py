@@ -36,10 +36,11 @@ _NOTHING = {aten.detach.default, aten.alias.default}  # what stage graphs drop
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Storages read and made, by number."""
+    """Storages read and made, by number; whether it does nothing but cast."""
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    casts: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class _Kernels(TorchDispatchMode):
             self._alive += tensors
             both = func is aten.convolution_backward.default and len(makes) > 1 and args[-1][0]
             for part in [makes[:1], makes[1:]] if both else [makes] if makes else []:
-                self.kernels.append(Kernel(tuple(reads), tuple(part)))
+                self.kernels.append(Kernel(tuple(reads), tuple(part), func is aten._to_copy.default))
         return result
 
 

@@ -6,7 +6,7 @@
     u = mm(t, v)       keeps t and v
 
 Memory is counted by storage: a view keeps what it shows. Parameters, buffers, model inputs and draws are nobody's
-activations. A frozen operation keeps nothing, but others may keep what it made.
+activations, and neither are casts of them. A frozen operation keeps nothing, but others may keep what it made.
 """
 
 from collections.abc import Mapping
@@ -71,6 +71,7 @@ class _Ledger:
         self._lines: list[Line] = []
         self._keepers: list[set[str]] = []
         self._places: dict[fx.Node, list[int]] = {}  # the memory of every tensor in a node's value
+        self._weights: set[int] = set()  # weights and casts of them, which the backward makes again
 
     def follow(self, node: fx.Node) -> None:
         """Note the memory of one more node."""
@@ -82,13 +83,18 @@ class _Ledger:
             facts.lines and not facts.requires_grad and not private.may_alias(node.target)
         ):
             self._places[node] = [self._new(node, line) for line in facts.lines]
+            self._weights.update(self._places[node] if facts.is_state else ())
         elif facts.lines:
             trace = self._operations.trace(node)
             place = [self._places[argument][item] for argument, item in facts.operands]
             place += [self._new(node, line) for line in trace.made]
             self._places[node] = [place[memory] for memory in trace.outputs]
+            for kernel in trace.forward:
+                if kernel.casts and all(place[read] in self._weights for read in kernel.reads):
+                    self._weights.update(place[made] for made in kernel.makes)
             for memory in trace.kept if node in self._differentiated else ():
-                self._keepers[place[memory]].add(node.name)
+                if place[memory] not in self._weights:
+                    self._keepers[place[memory]].add(node.name)
 
     def _new(self, maker: fx.Node, line: Line) -> int:
         self._makers.append(maker)

@@ -10,6 +10,7 @@ of the backward that needs them.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -93,7 +94,7 @@ class _Builder:
         for node in reversed(self._nodes):
             self._backward(node)
         self._finish()
-        if self._run_of:
+        if self._run_of or self._casts:
             self._recompute()
         return self.unit
 
@@ -213,6 +214,15 @@ class _Builder:
 
     # -- what is computed again
 
+    @cached_property
+    def _casts(self) -> set[int]:
+        """What the forward makes by casting weights: made again rather than kept."""
+        found: set[int] = set()
+        for kernel in self.unit.forward:
+            if kernel.casts and all(self.unit.owner[s] == "state" or s in found for s in kernel.reads):
+                found.update(kernel.makes)
+        return found
+
     def _recompute(self) -> None:
         """Put what runs compute again right before the first kernel that needs it.
 
@@ -237,19 +247,20 @@ class _Builder:
         self.unit.backward = kernels
 
     def _saved(self, maker: Mapping[int, int]) -> tuple[set[int], list[int]]:
-        """What the forward saves, and what the backwards of runs want."""
+        """What the forward saves, and what is wanted again: by the backwards of runs, and casts of weights."""
         own = {name for node in self._nodes if (name := node.name) in self._run_of or name not in self._local}
-        saved, of_runs = set[int](), []
+        saved, of_runs, again = set[int](), [], list[int]()
         for kernel, run in zip(self.unit.backward, self._runs, strict=True):
             values = [s for s in kernel.reads if s in maker or s in self.unit.argument]
+            again += [s for s in values if s in self._casts]
             if run is None:
-                saved.update(values)
+                saved.update(s for s in values if s not in self._casts)
             else:
                 of_runs += [(s, run) for s in values]
-        wanted, seen = [s for s, _ in of_runs], set[tuple[int, int]]()
+        wanted, seen = [*again, *(s for s, _ in of_runs)], set[tuple[int, int]]()
         while of_runs:
             storage, run = of_runs.pop()
-            if storage in saved or (storage, run) in seen:
+            if storage in saved or storage in self._casts or (storage, run) in seen:
                 continue
             seen.add((storage, run))
             origin = self._origins[maker[storage]] if storage in maker else None
@@ -275,7 +286,7 @@ class _Builder:
 
 
 def _numbered(kernel: Kernel, number: Sequence[int]) -> Kernel:
-    return Kernel(tuple([number[i] for i in kernel.reads]), tuple([number[i] for i in kernel.makes]))
+    return Kernel(tuple([number[i] for i in kernel.reads]), tuple([number[i] for i in kernel.makes]), kernel.casts)
 
 
 def _renamed(kernel: Kernel, copies: Mapping[int, int]) -> Kernel:

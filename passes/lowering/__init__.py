@@ -172,5 +172,6 @@ class _Form:
         works = frozen if self.form in ("prologue", "steady") else None
         if works is not None:
             nexts = step.sources.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
-        writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried)
+        scaled = self.trains and step.has_half_gradients
+        writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried, scaled)
         return ProgramWriter(writer, tied, reductions, works).write(actions, self.trains)

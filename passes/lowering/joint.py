@@ -99,6 +99,23 @@ class Joint:
         return [n for n in self.graph.nodes if n in used and n in made and n.op != "get_attr"]
 
     @cached_property
+    def _casts(self) -> set[fx.Node]:
+        """Casts of weights, as autocast makes them, and views of these: made again rather than kept, a copy of the
+        weights for every micro-batch."""
+        weights: set[fx.Node] = {*self.graph.find_nodes(op="get_attr")}
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            given = node.all_input_nodes
+            if node.op != "call_function" or node not in self.made_forward or not given:
+                continue
+            if node.target is aten._to_copy.default and {*given} <= weights | found:
+                found.add(node)
+            elif private.may_alias(node.target):
+                for of in (weights, found):
+                    of.update([node] if {*given} <= of else [])
+        return found
+
+    @cached_property
     def _cut(self) -> tuple[list[fx.Node], set[fx.Node]]:
         """(What the forward saves, in order, and what the backward computes again from it.)
 
@@ -107,16 +124,18 @@ class Joint:
         """
         saved: set[fx.Node] = set()
         of_runs: list[tuple[fx.Node, int]] = []  # values that the backward of a run needs
+        again: list[fx.Node] = []
         for node in _ancestors([*self.input_grads, *self.weight_nodes]) - self.made_forward - {*self.tangents}:
             run = self._run_of.get(node.meta["origin"]) if self._run_of else None
             values = [v for v in node.all_input_nodes if v in self.made_forward and v.op != "get_attr"]
             of_runs += [(value, run) for value in values if run is not None]
-            saved.update(values if run is None else ())
-        wanted = [value for value, _ in of_runs]
+            again += [value for value in values if value in self._casts]
+            saved.update(value for value in values if run is None and value not in self._casts)
+        wanted = [*again, *(value for value, _ in of_runs)]
         seen: set[tuple[fx.Node, int]] = set()
         while of_runs:
             value, run = of_runs.pop()
-            if value in saved or value.op == "get_attr" or (value, run) in seen:
+            if value in saved or value in self._casts or value.op == "get_attr" or (value, run) in seen:
                 continue
             seen.add((value, run))
             if value.op == "placeholder" or self._run_of.get(origin := value.meta["origin"]) != run:
@@ -124,8 +143,8 @@ class Joint:
                     saved.add(value)
                     continue
             of_runs += [(argument, run) for argument in value.all_input_nodes]
-        again = {v for v in _ancestors(wanted, stop=saved) if v.op == "call_function"}
-        return [n for n in self.graph.nodes if n in saved], again
+        made = {v for v in _ancestors(wanted, stop=saved) if v.op == "call_function"}
+        return [n for n in self.graph.nodes if n in saved], made
 
 
 def prepare(graph: fx.Graph, state: Sequence[str], reads: Sequence[Value]) -> None:

@@ -81,7 +81,7 @@ class ProgramWriter:
         carried = tuple(carried_name(*key) for key in writer.carried)
         return RankProgram(
             writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
-            nexts, carried, tuple(carries), self.frozen is not None,
+            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled,
         )  # fmt: skip
 
     def _act(self, action: Action, ahead: Sequence[Action]) -> None:
@@ -146,7 +146,7 @@ class ProgramWriter:
     def _tangent(self, value: Value, microbatch: int) -> fx.Node:
         """The gradient of a returned value: the loss's own weight, or the sum of what its readers give."""
         if value.name == self.layout.loss:
-            return self.writer.filled(value, float(self.weights[microbatch]), name_at("grad_loss", microbatch))
+            return self.writer.loss_gradient(value, float(self.weights[microbatch]), name_at("grad_loss", microbatch))
         found = self.writer.gradient(value.name, microbatch)
         if found is not None:
             return found

@@ -55,6 +55,7 @@ class RankWriter(Exchange[Message, fx.Node]):
     Args:
         inputs, next_inputs: whole-batch inputs of this batch and of the next one that the rank reads.
         carried: the values of micro-batches that the step before has made, by (name, micro-batch).
+        scaled: whether the loss is scaled before its backward.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class RankWriter(Exchange[Message, fx.Node]):
         inputs: Sequence[str],
         next_inputs: Sequence[str] | None = None,
         carried: Mapping[tuple[str, int], Value] | None = None,
+        scaled: bool = False,
     ) -> None:
         closing = (m for m in (*mail.incoming, *mail.outgoing) if m.action is None)
         super().__init__(rank, mail.incoming, sorted(closing, key=lambda m: m.edge))
-        self.layout, self.step, self.mail = layout, step, mail
+        self.layout, self.step, self.mail, self.scaled = layout, step, mail, scaled
         self.graph = fx.Graph()
         self.modules: dict[str, fx.Graph] = {}
         self.transport = self.graph.placeholder("transport")
@@ -77,6 +79,7 @@ class RankWriter(Exchange[Message, fx.Node]):
         self.next_batch = None if next_inputs is None else WholeBatch(self, next_inputs, "next_")
         self.carried = dict(carried or {})
         self._store = self.graph.placeholder("carried") if carried else None
+        self._scale = self.graph.placeholder("loss_scale") if scaled else None
 
     # -- nodes
 
@@ -102,6 +105,13 @@ class RankWriter(Exchange[Message, fx.Node]):
     def filled(self, value: Value, number: float, name: str) -> fx.Node:
         """A tensor like `value` that holds `number` everywhere."""
         return self.call(ops.constant, (number, list(value.shape), value.dtype, str(self.step.device)), name)
+
+    def loss_gradient(self, value: Value, weight: float, name: str) -> fx.Node:
+        """The gradient of a micro-batch's loss: its weight in the whole batch's."""
+        node = self.filled(value, weight, name)
+        if self._scale is not None:
+            node.args = (*node.args, self._scale)
+        return node
 
     # -- values
 

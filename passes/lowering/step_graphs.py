@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from fxpipe.capture import Capture
+from fxpipe.capture import Capture, private
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.block_graph import BlockGraph
@@ -93,6 +93,18 @@ class StepGraphs:
     def loss_weights(self) -> list[float]:
         """The factor of every micro-batch's loss in the whole batch's."""
         return [size / self.batch_size if self.batch.loss_scale == "mean" else 1.0 for size in self.sizes]
+
+    @cached_property
+    def has_half_gradients(self) -> bool:
+        """Whether some gradient is in float16, too small a type for most: the loss is then scaled before its backward.
+
+        Not where a trained weight is in float16 itself, which no scaler takes.
+        """
+        trained = [node for node in self.capture.graph.nodes if node.meta.get("requires_grad")]
+        types = {node.op == "placeholder": set[torch.dtype]() for node in trained}
+        for node in trained:
+            types[node.op == "placeholder"] |= {tensor.dtype for tensor in private.tensors_in(node.meta.get("val"))}
+        return torch.float16 in types.get(False, ()) and torch.float16 not in types.get(True, ())
 
     @cached_property
     def units(self) -> Mapping[Key, Unit]:

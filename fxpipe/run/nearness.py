@@ -1,0 +1,81 @@
+"""Steps in bfloat16 or float16, judged by their distance to float32, beside one device's own distance.
+
+    float32   loss 0.7312   one device, every operation in float32        the numbers that both round
+    own       loss 0.7305   one device, as the model computes             at 0.0123 of it
+    ours      loss 0.7309   all ranks                                     at 0.0111 of it: no farther
+
+Two low-precision runs differ by as much as each differs from float32, whoever is right, for micro-batches round sums
+that one device rounds at the end; a gradient that is missing, doubled or of another sample is at a distance of about 1.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+Gradients = Mapping[str, torch.Tensor]
+
+FACTOR = 3.0
+"""How much farther than one device a step may be. Its roundings are as many and as large, but others: a gradient's
+distance is then that of another draw of the same noise. Of a few values it varies by chance, so that no gradient is
+asked to be nearer than this times what all of one device's gradients together are."""
+NOISE_SHARE = 1e-4
+"""A gradient far below the largest one is rounding noise: distances are relative to at least this share of it."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """To the float32 step, relative: of the loss, of every gradient by name, and of all gradients together."""
+
+    loss: float
+    gradients: Mapping[str, float]
+    together: float
+
+    @staticmethod
+    def of(loss: torch.Tensor, gradients: Gradients, wide: tuple[torch.Tensor, Gradients]) -> "Distance":
+        """By root mean squares."""
+        wide_loss, expected = wide
+        floor = NOISE_SHARE * max((_rms(g) for g in expected.values()), default=0.0)
+        names = sorted({*gradients, *expected})
+        found = {name: _distance(gradients.get(name), expected.get(name), floor) for name in names}
+        squares = {name: (_rms(g) ** 2) * g.numel() for name, g in expected.items()}
+        apart = sum((found[name] * max(_rms(g), floor)) ** 2 * g.numel() for name, g in expected.items())
+        together = math.sqrt(apart / total) if (total := sum(squares.values())) else 0.0
+        return Distance(_distance(loss, wide_loss, 0.0), found, together)
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """A step's distance to float32, and one device's own."""
+
+    ours: Distance
+    own: Distance
+
+    @property
+    def farther(self) -> dict[str, tuple[float, float]]:
+        """What is too far, by name: its distance, and what it may be."""
+        most = {name: FACTOR * max(own, self.own.together) for name, own in self.own.gradients.items()}
+        pairs = {name: (ours, most.get(name, 0.0)) for name, ours in self.ours.gradients.items()}
+        pairs["the loss"] = self.ours.loss, FACTOR * max(self.own.loss, self.own.together)
+        return {name: pair for name, pair in pairs.items() if not pair[0] <= pair[1]}  # a NaN is too far
+
+    def __str__(self) -> str:
+        return (
+            f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
+            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
+        )
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _distance(ours: torch.Tensor | None, expected: torch.Tensor | None, floor: float) -> float:
+    if ours is None or expected is None:
+        given = expected if ours is None else ours
+        return 0.0 if given is None or not given.any() else math.inf
+    if ours.shape != expected.shape:
+        return math.inf
+    apart, scale = _rms(ours.to(expected) - expected), max(_rms(expected), floor)
+    return apart / scale if scale else apart

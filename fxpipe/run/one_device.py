@@ -1,0 +1,124 @@
+"""The uncompiled model's own step, with the random draws that a program makes: what a compiled step is compared with.
+
+one_device              as the model computes, under the autocast that was asked for
+one_device_in_float32   every operation in float32 that would be in a lower precision, of the same random numbers
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.capture import loss_of, private
+from fxpipe.capture.calls import Calls
+from fxpipe.capture.random_calls import RANDOM_CALLS
+from fxpipe.capture.randomness import SeededDraws, is_random
+from fxpipe.capture.surroundings import LOW, Surroundings
+from fxpipe.capture.transforms import exact_transforms
+
+Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The loss, and gradients by (first) parameter name."""
+
+
+def reference_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    seed: int,
+    step: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """One device's loss and gradients, and the number of random draws made; `autocast` as in `one_device`."""
+    draws = SeededDraws(seed, step, device)
+    return *one_device(model, args, kwargs, draws, autocast), draws.count
+
+
+def one_device(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    draws: SeededDraws,
+    autocast: torch.dtype | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> Found:
+    """One device's loss and gradients.
+
+    Args:
+        draws: the source of random numbers; it has noted the draws then.
+        autocast: the type of an autocast around forward.
+        state: tensors in the places of the model's own, by name.
+    """
+    state, device = state or {}, draws.device
+    parameters = {n: state.get(n, p) for n, p in model.named_parameters() if p.requires_grad}
+    attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
+    # Autocast's cache of weights loses the gradient of a weight that was first read under no_grad.
+    with (
+        torch.enable_grad(),
+        attention,
+        private.plain_checkpoints(),
+        exact_transforms(),
+        torch.random.fork_rng(),
+        private.no_autocast_cache(),
+    ):
+        with Calls(RANDOM_CALLS), draws, Surroundings(device, autocast).autocast():
+            output = (
+                torch.func.functional_call(model, dict(state), args, dict(kwargs)) if state else model(*args, **kwargs)
+            )
+        loss = loss_of(output)
+        if not loss.requires_grad:
+            return loss, {}
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return loss.detach(), {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def one_device_in_float32(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: SeededDraws
+) -> Found:
+    """The same in float32; `draws` are those of the step as it is, whose random numbers are drawn again."""
+    again = SeededDraws(draws.seed, draws.step, draws.device)
+    args, kwargs = pytree.tree_map(_widened, (args, dict(kwargs)))
+    with _InFloat32(draws.types):
+        return one_device(model, args, kwargs, again, None, _wide_state(model))
+
+
+class _InFloat32(TorchDispatchMode):
+    """Every operation that would compute in a lower precision computes in float32; what it draws is as it was.
+
+    Args:
+        drawn: the type of the first operand of every random draw in the step as it is, by its place.
+    """
+
+    def __init__(self, drawn: Sequence[torch.dtype | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = iter(drawn)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_random(func, args):
+            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+            return func(*args, **kwargs)
+        dtype = next(self._drawn, None)
+        given = (args[0].to(dtype), *args[1:]) if dtype in LOW else args
+        found = pytree.tree_map(_widened, func(*given, **kwargs))
+        if isinstance(found, tuple):  # of a dropout: its result, and what it has not dropped
+            return args[0] * found[1] / (1.0 - float(args[1])), found[1]
+        return args[0].copy_(found) if func._schema.is_mutable else found
+
+
+def _widened(value: Any) -> Any:
+    """A tensor or type, in float32 where it is of a lower precision."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in LOW else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+
+
+def _wide_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's tensors of lower precision in float32, trained where the model's are."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {n: t.detach().float().requires_grad_(t.requires_grad) for n, t in named.items() if t.dtype in LOW}

@@ -1,0 +1,296 @@
+"""Steps in bfloat16 and float16: eager autocast's numbers, judged by their distance to float32; scalers."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import CaptureError, CompileError, RunError
+from fxpipe.plan.rank_program import RankProgram
+from fxpipe.program import Program
+from fxpipe.run.nearness import Distance, Nearness
+from fxpipe.run.verification import Verification
+from tests.distributed import run_processes
+from tests.test_memory import IDLE_NETWORK, Wide, measured_peaks
+
+SAMPLES, WIDTH = 6, 16
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Net(nn.Module):
+    """A frozen layer, layers with a skip over them, and a loss; `first` reads values that are `large` times others'."""
+
+    def __init__(self, large: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = large
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        skip = h = self.large * self.first(self.frozen(x) / self.large)
+        for layer in self.layers:
+            h = F.silu(layer(self.norm(h)))
+        return F.mse_loss(self.last(h + skip), y)
+
+
+def batch(number: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    return {name: torch.randn(SAMPLES, WIDTH, generator=draw).to(dtype) for name in ("x", "y")}
+
+
+def compiled(model: nn.Module, precision: str | None, example: Any = None, **options: Any) -> Program:
+    layout = {"microbatches": 3, "schedule": "1f1b", "cost_model": "CPU", **options}
+    return fxpipe.compile(model, 2, example_inputs=example or batch(), precision=precision, **layout)
+
+
+def eager(model: nn.Module, number: int, dtype: torch.dtype, scale: Callable[[Tensor], Tensor]) -> Tensor:
+    """Plain autocast around forward, micro-batch by micro-batch; gradients are added to `.grad`."""
+    losses = []
+    for part in range(3):
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            loss = model(**{name: value[2 * part : 2 * part + 2] for name, value in batch(number).items()}) / 3
+        scale(loss).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("options", [{}, {"schedule": "wave"}, {"schedule": "zero-bubble", "recompute": True}])
+def test_steps_are_those_of_eager_autocast(precision: str, options: dict[str, Any]) -> None:
+    model = Net()
+    program = compiled(model, precision, **options)
+    result = program.run_local(**batch())
+    loss = eager(model, 0, TYPES[precision], lambda loss: loss)
+    expected = gradients_of(model)
+    assert {g.dtype for g in result.gradients.values()} == {torch.float32}
+    torch.testing.assert_close(dict(result.gradients), expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(result.loss, loss)
+    report = program.verify(**batch())
+    assert report.ok, report
+    assert report.nearness is not None
+    assert 0 < report.nearness.ours.together < 0.02
+
+
+class Kinds(Net):
+    """The frozen layer in bfloat16, and an autocast of forward's own around another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.bfloat16()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.frozen(x.to(self.frozen.weight.dtype)).to(x.dtype)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            h = self.first(x)
+        return F.mse_loss(self.last(F.silu(h.float())), y)
+
+
+def test_models_of_several_types() -> None:
+    model = Kinds()
+    program = compiled(model, None)
+    result, loss = program.run_local(**batch()), model(**batch())
+    loss.backward()
+    torch.testing.assert_close(dict(result.gradients), gradients_of(model), rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(result.loss, loss.detach())
+    assert program.verify(**batch()).ok
+    low = Net().bfloat16()
+    report = (program := compiled(low, None, batch(dtype=torch.bfloat16))).verify(**batch(dtype=torch.bfloat16))
+    assert report.ok, report
+    assert program.run_local(**batch(dtype=torch.bfloat16)).loss.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("make", "precision"), [(Net, "fp16"), (Kinds, None)])
+def test_captures_on_meta_are_those_of_weights(make: type[nn.Module], precision: str | None) -> None:
+    with torch.device("meta"):
+        model = make()
+    found = [compiled(one, precision) for one in (model, make())]
+    assert found[0].costed.fingerprint == found[1].costed.fingerprint
+    assert found[0].traffic().total_bytes == found[1].traffic().total_bytes
+    whole = compiled(Net(), "fp32").traffic().total_bytes
+    assert found[0].traffic().total_bytes < 0.6 * whole or precision is None
+
+
+def test_casts_of_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled(Wide(), "bf16", Wide().example_inputs(9), schedule="gpipe")
+    predicted = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
+    measured = measured_peaks(program, Wide().example_inputs(9), monkeypatch)
+    assert list(predicted.peak_bytes) == pytest.approx(measured, rel=0.1)
+    saved = {tuple(node.meta["val"].shape) for rank in program.step.programs for node in saved_by(rank)}
+    assert saved
+    assert (16, 16) not in saved
+
+
+def saved_by(program: RankProgram) -> list[fx.Node]:
+    """What forwards keep for backwards."""
+    forwards = [graph for name, graph in program.modules.items() if "forward" in name]
+    return [node for graph in forwards for node in graph.output_node().args[0][1]]  # type: ignore[index, union-attr]
+
+
+def test_a_wrong_gradient_is_farther_from_float32_than_one_device() -> None:
+    wide = {name: torch.randn(8, 8) for name in ("a.weight", "b.weight")}
+    loss = torch.tensor(1.0)
+    own = {name: (g * (1 + 0.01 * torch.randn(8, 8))) for name, g in wide.items()}
+    for name, change, faults in (
+        ("a.weight", lambda g: g * 1.01, []),
+        ("a.weight", lambda g: 2 * g, ["a.weight"]),
+        ("b.weight", lambda g: g.roll(1, 0), ["b.weight"]),
+        ("b.weight", lambda g: g * torch.nan, ["b.weight"]),
+    ):
+        ours = {**wide, name: change(wide[name])}
+        distances = Nearness(Distance.of(loss, ours, (loss, wide)), Distance.of(loss, own, (loss, wide)))
+        assert list(distances.farther) == faults
+        text = str(Verification(1.0, 1.0, 0.0, {}, 5e-2, "", distances))
+        assert ("FARTHER FROM float32" in text) == bool(faults)
+        assert all(f"  {fault}: " in text for fault in faults)
+    missing = Nearness(Distance.of(loss, {"a.weight": own["a.weight"]}, (loss, wide)), distances.own)
+    assert list(missing.farther) == ["b.weight"]
+
+
+class Foreign(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "says"),
+    [
+        (Net, "fp8", "precision='fp8'; give one of 'fp32', 'bf16', 'fp16'"),
+        (lambda: Net().double(), "bf16", "no operation computes in torch.bfloat16: autocast leaves torch.float64"),
+        (Foreign, None, r"opens torch.autocast\('cuda'\), and the ranks run on 'cpu', where that casts nothing"),
+    ],
+)
+def test_refusals(make: Callable[[], nn.Module], precision: str, says: str) -> None:
+    model = make()
+    with pytest.raises((CompileError, CaptureError), match=says):
+        compiled(model, precision, batch(dtype=next(model.parameters()).dtype))
+
+
+def test_only_scalers_of_engines_are_taken(tmp_path: Path) -> None:
+    program = compiled(Net(), "fp16")
+    assert "'cpu', loss_scale)" in (program.dump(tmp_path) / "rank_1.py").read_text().replace('"', "'")
+    engine = program.local_engine()
+    with pytest.raises(RunError, match=r"torch.amp.grad_scaler.GradScaler, which sees .*use engine.scaler\(\)"):
+        engine.step(batch(), scaler=torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
+    engine = compiled(Net(), "bf16").local_engine()
+    with pytest.raises(RunError, match="no gradient of this step is in float16"):
+        engine.scaler(enabled=True)
+    assert not engine.scaler().is_enabled()
+
+
+# Scalers
+
+STEPS, INIT = 5, 2.0**16
+
+
+class Run:
+    """Two batches a step, two groups, clipping; `scaler` and `step` are one device's or an engine's."""
+
+    def __init__(
+        self, model: nn.Module, scaler: torch.amp.GradScaler, step: Callable[[int], Tensor], clip: Any
+    ) -> None:
+        weights = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+        biases = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
+        self.optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "lr": 1e-2}], lr=1e-3)
+        self.model, self.scaler, self._step, self._clip = model, scaler, step, clip
+        self.overflown: list[bool] = []  # of this rank's own gradients, in every step
+        self.scales: list[float] = []
+
+    def train(self, start: int, stop: int) -> None:
+        for index in range(start, stop):
+            for number in (2 * index, 2 * index + 1):
+                self._step(number)
+            self.overflown.append(not all(bool(g.isfinite().all()) for g in gradients_of(self.model).values()))
+            self.scaler.unscale_(self.optimizer)
+            self._clip(0.5)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.scales.append(self.scaler.get_scale())
+
+
+OPTIONS: dict[str, Any] = {"init_scale": INIT, "growth_interval": 2}
+
+
+def on_one_device() -> Run:
+    model, scaler = Net(large=16.0), torch.amp.GradScaler("cpu", **OPTIONS)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    clip = partial(nn.utils.clip_grad_norm_, trained)
+    run = Run(model, scaler, lambda number: eager(model, number, torch.float16, scaler.scale), clip)
+    run.train(0, STEPS)
+    return run
+
+
+def of_engine(model: nn.Module, engine: Any) -> Run:
+    scaler = engine.scaler(**OPTIONS)
+    return Run(model, scaler, lambda number: engine.step(batch(number), scaler=scaler), engine.clip_grad_norm_)
+
+
+def saved_and_taken_up(make: Callable[[Program], Any], directory: Path) -> tuple[Any, ...]:
+    """Weights, scales and overflows of a run that another engine has taken up in its middle."""
+    runs = []
+    for start, stop in ((0, 2), (2, STEPS)):
+        model = Net(large=16.0)
+        engine = make(compiled(model, "fp16"))
+        run = of_engine(model, engine)
+        if start:
+            engine.load(directory, run.optimizer, extra={"scaler": run.scaler})
+        run.train(start, stop)
+        engine.save(directory, run.optimizer, extra={"scaler": run.scaler})
+        gathered = engine.gather_state_dict()
+        engine.close()
+        runs.append(run)
+    return gathered, [*runs[0].scales, *runs[1].scales], [*runs[0].overflown, *runs[1].overflown]
+
+
+def assert_as_on_one_device(ranks: list[tuple[Any, ...]]) -> None:
+    one = on_one_device()
+    assert one.overflown[0], "nothing overflows"
+    assert one.scales[0] < INIT
+    assert one.scales[-1] > min(one.scales), "no step was taken"
+    for _, scales, _ in ranks:
+        assert scales == one.scales
+    of_steps = list(zip(*(overflown for _, _, overflown in ranks), strict=True))
+    assert [any(of) for of in of_steps] == one.overflown
+    if len(ranks) > 1:
+        assert any(any(of) and not all(of) for of in of_steps), "no overflow was on one rank only"
+    torch.testing.assert_close(ranks[0][0], one.model.state_dict(), rtol=1e-5, atol=1e-7)
+
+
+def test_scalers_in_one_process(tmp_path: Path) -> None:
+    assert_as_on_one_device([saved_and_taken_up(Program.local_engine, tmp_path)])
+
+
+def rank_main(directory: str) -> tuple[Any, ...]:
+    return saved_and_taken_up(Program.engine, Path(directory))
+
+
+def test_an_overflow_on_one_rank_is_that_of_all(tmp_path: Path) -> None:
+    assert_as_on_one_device(run_processes(2, rank_main, str(tmp_path)))
+
+
+def test_training_with_a_scaler() -> None:
+    model = Net(large=16.0)
+    engine = compiled(model, "fp16").local_engine()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), engine.scaler(init_scale=INIT)
+    before = [p.detach().clone() for p in model.parameters()]
+    training = engine.train(map(batch, range(2)), optimizer, max_norm=1.0, scaler=scaler)
+    next(training)
+    assert scaler.get_scale() == INIT / 2
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)), "an overflow was taken"
+    scaler.update(2.0**8)
+    assert len(list(training)) == 1
+    assert not torch.equal(before[-1], [*model.parameters()][-1])
