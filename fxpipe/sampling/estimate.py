@@ -15,7 +15,7 @@ from functools import cached_property
 from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.links import Links
+from fxpipe.sampling.links import Busy, Links
 from fxpipe.sampling.planning import Choices
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP
 from passes.sampling.cells import cells
@@ -44,32 +44,35 @@ def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int) -> E
 
 def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[Told], bool]) -> tuple[float, float]:
     """When these items end, and the seconds in which links are busy with what they tell."""
-    clock = free = busy = 0.0
+    clock = free = busy = owed = 0.0
     told: dict[int, float] = {}
     for place, item in enumerate(items):
         for read in item.reads:
             exchange = items[read].told
             assert exchange is not None
-            clock = max(clock, told.get(read, 0.0)) + exchange.seconds
-        clock += item.seconds
+            there = max(clock, told.get(read, 0.0))
+            owed = max(0.0, owed - (there - clock))
+            clock = there + exchange.seconds
+        if item.seconds:
+            clock, owed = clock + item.seconds + owed, 0.0
         if item.told is not None and item.told.sent:
-            seconds, latency = links.of_patches(item.told, column)
-            busy += seconds
+            way = links.of_patches(item.told, column)
+            busy, owed = busy + way.seconds, owed + way.taken
             if waits(item.told):
-                told[place] = free = max(free, clock) + seconds + latency
+                told[place] = free = max(free, clock) + way.until_there
     return clock, busy
 
 
 def paced(
     line: Line, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
-    hop: Callable[[Stage, int, str, int], tuple[float, float]], shown: Callable[[Stage, int], float],
+    hop: Callable[[Stage, int, str, int], Busy], shown: Callable[[Stage, int], float],
     follows: bool,
 ) -> list[float]:  # fmt: skip
     """When each of some steps ends.
 
     Args:
         seconds: of a stage at a turn.
-        hop: link and latency seconds of a stage's value, at a turn, to a column.
+        hop: of a stage's value, at a turn, to a column.
         shown: seconds until the prediction of a turn is on all ranks.
         follows: whether a turn's next step begins when its prediction is there, not those of all turns.
     """
@@ -78,19 +81,22 @@ def paced(
     wires: dict[tuple[int, int], float] = {}
     begin, ends = [0.0] * num_turns, list[float]()
     for _ in range(num_steps):
-        arrived: dict[tuple[str, int, int], float] = {}
+        arrived: dict[tuple[str, int, int], tuple[float, float]] = {}
         for cell in order:
             stage, turn = cell.stage, cell.turn
             start = max(free[stage.column], begin[turn] if stage.index == 0 else 0.0)
-            start = max([start, *(arrived.get((value, turn, stage.column), 0.0) for value in stage.reads)])
+            come = [
+                arrived[value, turn, stage.column] for value in stage.reads if (value, turn, stage.column) in arrived
+            ]
+            start = max([start + sum(taken for _, taken in come), *(there for there, _ in come)])
             free[stage.column] = end = start + seconds(stage, turn)
             for value in stage.returns:
                 for column in line.readers(value):
                     if column != stage.column:
-                        busy, latency = hop(stage, turn, value, column)
-                        wire = stage.column, column
-                        wires[wire] = max(wires.get(wire, 0.0), end) + busy + latency
-                        arrived[value, turn, column] = wires[wire]
+                        way, wire = hop(stage, turn, value, column), (stage.column, column)
+                        wires[wire] = max(wires.get(wire, 0.0), end) + way.until_there
+                        arrived[value, turn, column] = wires[wire], way.taken
+                        free[stage.column] += way.taken
             if stage == line.stages[-1]:
                 begin[turn] = end + shown(stage, turn)
         ends.append(max(begin))
@@ -236,7 +242,7 @@ class _Stages(_Layout):
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
         turns = self.num_runs * (1 if fresh or not self.in_turn else len(self.made.bounds) - 1)
 
-        def hop(stage: Stage, turn: int, value: str, column: int) -> tuple[float, float]:
+        def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
             return self.links.between(stage.column, column, self.work(turn, fresh).bytes_of(value))
 
         def shown(stage: Stage, turn: int) -> float:
