@@ -47,7 +47,8 @@ def ways(ranks: int) -> dict[str, dict[str, Any]]:
     displaced = {"mode": "displaced", "warmup": WARM_UP}
     return {
         "exact rows": {"patches": ranks},
-        "displaced rows": {"patches": ranks, **displaced},
+        "displaced rows": {"patches": ranks, "advance": False, **displaced},
+        "advanced rows": {"patches": ranks, **displaced},
         "exact stages": {"stages": ranks},
         "PipeFusion": {"stages": ranks, "patches": 2 * ranks, **displaced},
     }

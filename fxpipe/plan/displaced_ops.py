@@ -38,16 +38,16 @@ def flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def kept_going(now: torch.Tensor, last: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
-    """How much of its last change a value has gone through again, in [0, 1]: by least squares; 0 where none was."""
+    """How much of its last change a flat value has gone through again, in [0, 1]: by least squares; else 0."""
     wide = torch.promote_types(now.dtype, torch.float32)
     change, before = (now - last).to(wide), (last - earlier).to(wide)
-    size = before.square().sum()
-    return torch.where(size > 0, ((change * before).sum() / size).clamp(0, 1), 0)
+    size = before.dot(before)
+    return torch.where(size > 0, (change.dot(before) / size).clamp_(0, 1), 0)
 
 
 def advanced(latest: torch.Tensor, earlier: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """A value moved on by this much of its last change."""
-    return latest + alpha.to(latest.dtype) * (latest - earlier)
+    return (latest - earlier).mul_(alpha.to(latest.dtype)).add_(latest)
 
 
 def done(value: torch.Tensor) -> Pending[torch.Tensor]:

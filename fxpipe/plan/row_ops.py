@@ -128,7 +128,8 @@ def normalise(
     normal = (value.reshape(value.shape[0], channels, -1).to(merged.dtype) - mean).mul_(scale)
     if bias is not None:
         normal.add_(bias.unsqueeze(-1))
-    return normal.reshape(value.shape).to(value.dtype)
+    result: torch.Tensor = normal.reshape(value.shape).to(value.dtype)
+    return result
 
 
 def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:

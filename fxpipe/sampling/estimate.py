@@ -11,12 +11,17 @@ are taken to work in step, as patches of one size do. A channel has one message 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import torch
 
 from fxpipe.cluster import Cluster
+from fxpipe.plan import displaced_ops, row_ops
 from fxpipe.plan.sample_plan import IN_TURN
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.links import Busy, Links
 from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.seconds import own_seconds
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP
 from passes.sampling.cells import cells
 from passes.sampling.stages import Line, Stage, line_of, num_blocks
@@ -117,6 +122,19 @@ class _Layout:
         """Seconds of a kernel that reads and writes so many bytes."""
         return self.case.cost_model.moving_seconds(int(num_bytes), int(num_bytes))
 
+    def own(self, operation: Callable[..., Any], *arguments: Any) -> float:
+        """Seconds of one of a patch's own operations."""
+        return own_seconds(self.case.cost_model, operation, *arguments)
+
+    def correction(self, told: Told, num_patches: int, num_fresh: int) -> float:
+        """Seconds by which moments that are corrected take longer than those that are merged."""
+        if self.made.how.norms != "corrected":
+            return 0.0
+        part, counts = _of_bytes(told.own_bytes).view(2, 1, -1), [1] * num_patches
+        parts, fresh = [part] * num_patches, [*range(num_fresh)]
+        corrected = self.own(displaced_ops.corrected_moments, parts, parts[:num_fresh], fresh, counts)
+        return corrected - self.own(row_ops.merge_moments, parts, counts)
+
     def inputs_bytes(self) -> int:
         """Of the whole call; those that tell whether conditions have changed are there twice."""
         likes, of_call = self.case.likes, self.case.of_call
@@ -131,7 +149,12 @@ class _Rows(_Layout):
 
     @cached_property
     def work(self) -> PatchWork:
-        return self.case.work(self.size, self.made.bounds, 0, self.made.text_first)
+        return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first)
+
+    @cached_property
+    def inner(self) -> int:
+        """A patch with neighbours on both sides, where there is one."""
+        return min(1, max(self.grid.patches - 2, 0))
 
     def crosses(self, told: Told) -> bool:
         """Whether it is read a step later."""
@@ -178,12 +201,16 @@ class _Rows(_Layout):
         """Seconds of what a displaced step computes more than an exact one."""
         yield from self._packed(crossing)
         for told in crossing:
-            sources = [size for _, dst, size in told.sent if dst == 0]
+            sources = [size for _, dst, size in told.sent if dst == self.inner]
             if told.kind == "halo":
                 yield sum(map(self.moving, sources))
-            if self.made.how.advance and told.kind != "moments":
-                yield self.moving(sum(sources) if told.kind == "halo" else told.own_bytes) + self.moving(4)
-                yield sum(map(self.moving, sources))
+            if told.kind == "moments":
+                yield self.correction(told, self.grid.patches, 1)
+            elif self.made.how.advance:
+                own = _of_bytes(sum(sources) if told.kind == "halo" else told.own_bytes)
+                yield self.own(displaced_ops.flat, [own]) + self.own(displaced_ops.kept_going, own, own, own)
+                others = map(_of_bytes, sources)
+                yield sum(self.own(displaced_ops.advanced, other, other, _of_bytes(4)[0]) for other in others)
 
 
 class _Stages(_Layout):
@@ -229,11 +256,18 @@ class _Stages(_Layout):
             places = [place for place, item in enumerate(work.items) if item.name in stage.nodes]
             wait = fresh or not self.in_turn
             taken = clocked(_renumbered(work.items, places), self.links, stage.column, lambda told: wait)[0]
+            if not wait:
+                taken += sum(self._kept(told) for place in places if (told := work.items[place].told))
             if early:
                 names = self.column_names[stage.column] & self.line.early - self.case.once(self.run)
                 taken += sum(item.seconds for item in work.items if item.name in names)
             self._seconds[key] = taken
         return self._seconds[key]
+
+    def _kept(self, told: Told) -> float:
+        """Seconds of what a patch in turn does more than one beside others."""
+        num = len(self.patch_works)
+        return self.correction(told, num, (num + 1) // 2) if told.kind == "moments" else 0.0
 
     @cached_property
     def _seconds(self) -> dict[tuple[int, PatchWork, bool], float]:
@@ -300,6 +334,11 @@ class _Stages(_Layout):
             between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)
             found.append(weights + alive + between + caches * self.num_runs)
         return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
+
+
+def _of_bytes(num_bytes: int) -> torch.Tensor:
+    """Any value of this size."""
+    return torch.empty(max(num_bytes // 4, 1), device="meta")
 
 
 def _free(item: Item) -> Item:

@@ -72,6 +72,6 @@ class Links:
             seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
             taken = Counter[int]()
             for src, dst, size in sent:
-                taken.update(dict.fromkeys((src, dst), self.cluster.taken_seconds(src, dst, size)))  # type: ignore[arg-type]
+                taken.update(dict.fromkeys((src, dst), self.cluster.taken_seconds(src, dst, size)))
             self._known[sent] = Busy(seconds, latency, max(taken.values(), default=0.0))
         return self._known[sent]
