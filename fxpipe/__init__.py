@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.compiler import compile
     from fxpipe.costs.model import CostModel, NodeSeconds
+    from fxpipe.models.pipeline_steps import PipelineStep, tokenize, training_step
     from fxpipe.models.self_conditioning import SelfConditioning
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
@@ -39,6 +40,7 @@ __all__ = [
     "FxpipeError",
     "Loaded",
     "NodeSeconds",
+    "PipelineStep",
     "Plan",
     "Program",
     "RunError",
@@ -50,6 +52,8 @@ __all__ = [
     "compile",
     "compile_sampler",
     "load_checkpoint",
+    "tokenize",
+    "training_step",
 ]
 
 # Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
@@ -58,6 +62,7 @@ _LAZY = {
     "CostModel": "fxpipe.costs.model",
     "Loaded": "fxpipe.run.saves.choice",
     "NodeSeconds": "fxpipe.costs.model",
+    "PipelineStep": "fxpipe.models.pipeline_steps",
     "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",
     "Schedule": "fxpipe.plan.schedule",
@@ -67,6 +72,8 @@ _LAZY = {
     "compile": "fxpipe.compiler",
     "compile_sampler": "fxpipe.sample_compiler",
     "load_checkpoint": "fxpipe.run.saves.choice",
+    "tokenize": "fxpipe.models.pipeline_steps",
+    "training_step": "fxpipe.models.pipeline_steps",
 }
 
 
