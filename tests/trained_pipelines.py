@@ -12,8 +12,14 @@ from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5Config
-from transformers import T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+)
 
 from tests.tiny_pipelines import tiny
 
@@ -79,15 +85,15 @@ def loss_by_hand(
     predicted = _predict(pipe, noisy, timesteps, list(captions), batch, zeros.double())
     if snr_gamma is None:
         return F.mse_loss(predicted, target)
-    ratios = compute_snr(scheduler, timesteps)
+    alphas = scheduler.alphas_cumprod[timesteps].double()
+    ratios = alphas / (1 - alphas)
+    torch.testing.assert_close(ratios.float(), compute_snr(scheduler, timesteps))  # which is in float32
     least = torch.stack([ratios, snr_gamma * torch.ones_like(ratios)], 1).min(1)[0]
     weights = least / {"epsilon": ratios, "v_prediction": ratios + 1, "sample": 1}[kind]
     return (F.mse_loss(predicted, target, reduction="none").mean(dim=[1, 2, 3]) * weights).mean()
 
 
-def _predict(
-    pipe: Any, x: Tensor, t: Tensor, captions: list[str], batch: dict[str, Tensor], kept: Tensor
-) -> Tensor:
+def _predict(pipe: Any, x: Tensor, t: Tensor, captions: list[str], batch: dict[str, Tensor], kept: Tensor) -> Tensor:
     name, size = type(pipe).__name__, x.shape[0]
     with torch.no_grad():
         if name.startswith("PixArt"):
