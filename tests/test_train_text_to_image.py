@@ -39,7 +39,8 @@ def test_a_run_goes_on_under_torchrun(tmp_path: Path, monkeypatch: pytest.Monkey
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     start(str(whole))
     assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-4"]
-    assert Image.open(whole / "samples-3.png").size == (4 * 32, 32)
+    with Image.open(whole / "samples-3.png") as samples:
+        assert samples.size == (4 * 32, 32)
     shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
     run_processes(2, start, str(resumed), "--resume")
     found, wanted = losses(resumed), losses(whole)
