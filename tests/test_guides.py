@@ -18,6 +18,10 @@ def run(name: str, names: dict[str, Any]) -> None:
         exec(compile(block, f"docs/{name}.md", "exec"), names)
 
 
+def without_numbers(text: str) -> str:
+    return re.sub(r"\b[0-9a-f]*\d[0-9a-f.]*", "#", text)
+
+
 def test_guides_of_one_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,7 +32,7 @@ def test_guides_of_one_session(
     shown = capsys.readouterr().out
     assert "exact: loss" in shown
     quoted = re.findall(r"```\n(plan: .*?)```", (ROOT / "docs" / "plans.md").read_text(), re.DOTALL)[0]
-    assert quoted in shown
+    assert without_numbers(quoted) in without_numbers(shown)
     assert [folder.name for folder in fxpipe.checkpoints("run")] == ["step-2"]
     assert (tmp_path / "trained" / "model_index.json").is_file()
 

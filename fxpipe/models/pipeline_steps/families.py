@@ -164,8 +164,9 @@ class Flux(PipelineStep):
         size, channels, height, width = noisy.shape
         rows, columns = height // 2, width // 2
         packed = noisy.reshape(size, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
-        grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        places = torch.stack([torch.zeros_like(grid[0]), *grid], -1).flatten(0, 1).to(noisy.device, noisy.dtype)
+        sides = (torch.arange(side, dtype=noisy.dtype, device=noisy.device) for side in (rows, columns))
+        grid = torch.meshgrid(*sides, indexing="ij")
+        places = torch.stack([torch.zeros_like(grid[0]), *grid], -1).flatten(0, 1)
         guidance = torch.full((size,), self.guidance, dtype=noisy.dtype, device=noisy.device)
         predicted: Tensor = self.denoiser(
             hidden_states=packed.reshape(size, rows * columns, 4 * channels), timestep=timesteps / 1000,

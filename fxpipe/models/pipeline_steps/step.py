@@ -53,8 +53,6 @@ class PipelineStep(nn.Module):
         parts = parts_of(pipe)
         for name, part in parts.items():
             self.add_module(name, part)
-        self.trained = freeze(parts, "controlnet" if "controlnet" in parts else self.main, train)
-        self.frozen = tuple(name for name in parts if name not in self.trained)
         weight = next(self.denoiser.parameters())
         self.noise = noise_of(pipe.scheduler, torch.promote_types(weight.dtype, torch.float32), snr_gamma)
         self.noise.to(weight.device)
@@ -70,6 +68,8 @@ class PipelineStep(nn.Module):
             for name, tokens in tokenized(pipe, [""], self.lengths).items():
                 self.register_buffer(f"empty_{name}", tokens.to(weight.device), persistent=False)
         self._check_channels(pipe)
+        self.trained = freeze(parts, "controlnet" if "controlnet" in parts else self.main, train)
+        self.frozen = tuple(name for name in parts if name not in self.trained)
         self.train()
 
     def forward(self, **batch: Tensor) -> Tensor:
@@ -99,9 +99,8 @@ class PipelineStep(nn.Module):
             encoded = self._cast(self.encode(tokens))
             return {name: value.masked_fill(_wide(dropped, value), 0.0) for name, value in encoded.items()}
         empty = {name: self.get_buffer(f"empty_{name}") for name in tokens}
-        return self._cast(
-            self.encode({name: torch.where(dropped[:, None], empty[name], ids) for name, ids in tokens.items()})
-        )
+        kept = {name: torch.where(dropped[:, None], empty[name], given) for name, given in tokens.items()}
+        return self._cast(self.encode(kept))
 
     def encode(self, tokens: Batch) -> dict[str, Tensor]:
         """What the denoiser is told of captions, by the names of `embeds`, of their tokens."""
