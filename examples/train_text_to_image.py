@@ -26,7 +26,6 @@ from diffusers.training_utils import EMAModel
 import fxpipe
 from examples import toy_pipeline
 from examples.captioned_images import CaptionedImages, DrawnImages, Shuffled, batches, grid
-from fxpipe.models.pipeline_steps import PipelineStep
 
 ADAPTED = ["to_q", "to_k", "to_v", "to_out.0"]
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -159,7 +158,7 @@ def whole_model(engine: Any, average: EMAModel | None, weights: list[Any]) -> It
         average.restore(weights)
 
 
-def validate(pipe: Any, step: PipelineStep, options: argparse.Namespace, update: int) -> None:
+def validate(pipe: Any, step: fxpipe.PipelineStep, options: argparse.Namespace, update: int) -> None:
     """A row of samples for every prompt, on one rank; the others wait for it in their next step."""
     if not FIRST or not options.validation_prompts:
         return
@@ -178,7 +177,7 @@ def validate(pipe: Any, step: PipelineStep, options: argparse.Namespace, update:
     step.train()
 
 
-def save(pipe: Any, step: PipelineStep, options: argparse.Namespace) -> None:
+def save(pipe: Any, step: fxpipe.PipelineStep, options: argparse.Namespace) -> None:
     """As diffusers loads it: `pipe.load_lora_weights(output_dir)`, or `from_pretrained(output_dir / "pipeline")`."""
     if not options.lora:
         pipe.save_pretrained(options.output_dir / "pipeline")

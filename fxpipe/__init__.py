@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.compiler import compile
     from fxpipe.costs.model import CostModel, NodeSeconds
-    from fxpipe.models.pipeline_steps import PipelineStep, tokenize, training_step
+    from fxpipe.models.pipeline_steps import tokenize, training_step
+    from fxpipe.models.pipeline_steps.step import PipelineStep
     from fxpipe.models.self_conditioning import SelfConditioning
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
@@ -62,7 +63,7 @@ _LAZY = {
     "CostModel": "fxpipe.costs.model",
     "Loaded": "fxpipe.run.saves.choice",
     "NodeSeconds": "fxpipe.costs.model",
-    "PipelineStep": "fxpipe.models.pipeline_steps",
+    "PipelineStep": "fxpipe.models.pipeline_steps.step",
     "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",
     "Schedule": "fxpipe.plan.schedule",

@@ -11,7 +11,7 @@ from torch import Tensor
 import fxpipe
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CompileError
-from fxpipe.models.pipeline_steps import PipelineStep
+from fxpipe.models.pipeline_steps.step import PipelineStep
 from tests.distributed import run_processes
 from tests.tiny_pipelines import tiny
 from tests.trained_pipelines import CAPTIONS, T5_TOKENS, batch_of, loss_by_hand, trainable

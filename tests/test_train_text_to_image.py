@@ -16,9 +16,9 @@ from examples.captioned_images import CaptionedImages
 from tests.distributed import ROOT, run_processes
 
 OPTIONS = (
-    "--schedule 1f1b --microbatches 2 --train-batch-size 4 --max-train-steps 3 --gradient-accumulation-steps 2 --checkpointing-steps 2 "
-    "--ema 0.5 --snr-gamma 5 --num-inference-steps 2 --lr-scheduler linear --learning-rate 1e-2 "
-    "--validation-prompts disc"
+    "--schedule 1f1b --microbatches 2 --train-batch-size 4 --max-train-steps 3 --gradient-accumulation-steps 2 "
+    "--checkpointing-steps 2 --ema 0.5 --snr-gamma 5 --lr-scheduler linear --learning-rate 1e-2 "
+    "--num-inference-steps 2 --validation-prompts disc"
 )
 
 

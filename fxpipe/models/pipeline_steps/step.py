@@ -163,9 +163,10 @@ class PipelineStep(nn.Module):
         height, width = self.image_size
         weight = next(self.denoiser.parameters())
         if name.startswith("input_ids"):
-            encoder = self.get_submodule(name.replace("input_ids", "text_encoder"))
-            most = encoder.config.vocab_size  # type: ignore[union-attr]
-            return torch.randint(most, (batch_size, self.lengths[name]), generator=generator).to(weight.device)
+            encoder: Any = self.get_submodule(name.replace("input_ids", "text_encoder"))
+            return torch.randint(encoder.config.vocab_size, (batch_size, self.lengths[name]), generator=generator).to(
+                weight.device
+            )
         if name.startswith("attention_mask"):
             return torch.ones(batch_size, self.lengths[name], dtype=torch.long, device=weight.device)
         reader: Any = self.vae if "vae" in self._modules else self.denoiser
