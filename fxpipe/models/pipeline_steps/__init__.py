@@ -5,6 +5,7 @@
 
 step        what all families do      families    how each reads captions and calls its denoiser
 noise       DDPM and its kin, flow matching; targets and weights      parts, tokens    a pipeline's modules, tokenizers
+example_batch    random values to compile with
 """
 
 from collections.abc import Sequence

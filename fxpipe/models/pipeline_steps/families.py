@@ -196,13 +196,7 @@ class Unconditional(PipelineStep):
         return ("class_labels",) if self.denoiser.config.get("num_class_embeds") else ()
 
     def latents(self, batch: Batch) -> Tensor:
-        return batch["pixel_values"].to(self.denoiser.dtype)
-
-    def example(self, name: str, batch_size: int, generator: torch.Generator) -> Tensor:
-        if name == "class_labels":
-            most = self.denoiser.config.num_class_embeds
-            return torch.randint(most, (batch_size,), generator=generator).to(self.denoiser.device)
-        return super().example(name, batch_size, generator)
+        return batch[self._inputs(batch)[0]].to(self.denoiser.dtype)
 
     def predict(self, noisy: Tensor, timesteps: Tensor, text: Batch, batch: Batch) -> Tensor:
         labels = {name: batch[name] for name in self.extras}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CompileError
+from fxpipe.models.pipeline_steps.example_batch import example_batch
 from fxpipe.models.pipeline_steps.noise import Noised, noise_of
 from fxpipe.models.pipeline_steps.parts import freeze, image_size, latent_scale, parts_of
 from fxpipe.models.pipeline_steps.tokens import tokenized
@@ -155,31 +156,7 @@ class PipelineStep(nn.Module):
         Raises:
             CompileError: the size of an input is not known.
         """
-        generator = torch.Generator().manual_seed(0)
-        return {name: self.example(name, batch_size, generator) for name in self.inputs}
-
-    def example(self, name: str, batch_size: int, generator: torch.Generator) -> Tensor:
-        """Of one input, on the denoiser's device and of its type."""
-        height, width = self.image_size
-        weight = next(self.denoiser.parameters())
-        if name.startswith("input_ids"):
-            encoder: Any = self.get_submodule(name.replace("input_ids", "text_encoder"))
-            return torch.randint(encoder.config.vocab_size, (batch_size, self.lengths[name]), generator=generator).to(
-                weight.device
-            )
-        if name.startswith("attention_mask"):
-            return torch.ones(batch_size, self.lengths[name], dtype=torch.long, device=weight.device)
-        reader: Any = self.vae if "vae" in self._modules else self.denoiser
-        shapes = {
-            "pixel_values": (reader.config.in_channels, height, width), "conditioning_pixel_values": (3, height, width),
-            "latents": (self.latent_channels, height // self.vae_scale, width // self.vae_scale),
-        }  # fmt: skip
-        if name not in shapes:
-            raise CompileError(
-                f"{type(self).__name__} does not know the size of {name}: pass example_inputs, a dict with "
-                f"{', '.join(self.inputs)}"
-            )
-        return torch.rand(batch_size, *shapes[name], generator=generator).to(weight) * 2 - 1
+        return example_batch(self, batch_size)
 
     @property
     def latent_channels(self) -> int:
