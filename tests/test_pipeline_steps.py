@@ -22,6 +22,7 @@ Gradients = dict[str, Tensor]
 VARIANTS = {
     "sd": (5.0, 0.5, "epsilon"), "sd/controlnet": (None, 0.0, "v_prediction"), "sdxl": (0.5, 0.5, "v_prediction"),
     "sd3": (None, 0.5, None), "flux": (None, 0.5, None), "pixart": (5.0, 0.5, "sample"),
+    "sdxl/controlnet": (None, 0.0, None), "pixart/alpha": (None, 0.0, None),
 }  # fmt: skip
 
 

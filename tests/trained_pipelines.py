@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import (
+    ControlNetModel,
+    DDPMScheduler,
+    PixArtAlphaPipeline,
+    PixArtTransformer2DModel,
+    StableDiffusionXLControlNetPipeline,
+)
 from diffusers.training_utils import compute_snr
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +27,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from tests.tiny_backbones import CONFIGS
 from tests.tiny_pipelines import tiny
 
 CAPTIONS = ["a b", "c d e f", "g", "h a a"]
@@ -29,17 +36,27 @@ T5_TOKENS = 8
 
 def trainable(family: str) -> Any:
     """A pipeline of the family in float64, equal every time."""
-    pipe, _ = tiny({"sd": "sd/small"}.get(family, family))
+    pipe, _ = tiny({"sd": "sd/small", "sdxl/controlnet": "sdxl", "pixart/alpha": "pixart"}.get(family, family))
     torch.manual_seed(1)
     parts: dict[str, Any] = {}
-    if family == "sdxl":
+    if family == "sdxl/controlnet":
+        control = ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(4, 4))
+        for parameter in control.parameters():  # zeros would hide every gradient but their own
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        kept = {name: part for name, part in pipe.components.items() if "image" not in name and "feature" not in name}
+        pipe = StableDiffusionXLControlNetPipeline(**kept, controlnet=control.double())
+    if family == "pixart/alpha":
+        config = {**CONFIGS["PixArtTransformer2DModel/conditions"], "num_layers": 2, "out_channels": 8}
+        kept = {name: part for name, part in pipe.components.items() if name != "transformer"}
+        pipe = PixArtAlphaPipeline(**kept, transformer=PixArtTransformer2DModel(**config).double())
+    if family.startswith("sdxl"):
         parts = _clip("", 4, 4) | _clip("_2", 4, 8, CLIPTextModelWithProjection)
     elif family == "sd3":
         parts = _clip("", 4, 4, CLIPTextModelWithProjection) | _clip("_2", 2, 4, CLIPTextModelWithProjection)
         parts |= _t5("_3")
     elif family == "flux":
         parts = _clip("", 8, 8) | _t5("_2")
-    elif family == "pixart":
+    elif family.startswith("pixart"):
         parts = _t5("")
     pipe.register_modules(**{n: p.double().eval() if isinstance(p, nn.Module) else p for n, p in parts.items()})
     if hasattr(pipe, "tokenizer_max_length"):
@@ -109,10 +126,13 @@ def _predict(pipe: Any, x: Tensor, t: Tensor, captions: list[str], batch: dict[s
         else:
             text, _ = pipe.encode_prompt(captions, "cpu", 1, False)
     if name.startswith("PixArt"):
+        sizes = {"resolution": None, "aspect_ratio": None}
+        if "Alpha" in name:
+            sizes = {"resolution": torch.tensor([[24.0, 16.0]]), "aspect_ratio": torch.tensor([[24 / 16]])}
+            sizes = {key: value.double().repeat(size, 1) for key, value in sizes.items()}
         return pipe.transformer(
-            x, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=t,
-            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
-        ).sample.chunk(2, dim=1)[0]  # fmt: skip
+            x, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=t, added_cond_kwargs=sizes
+        ).sample.chunk(2, dim=1)[0]
     if "Diffusion3" in name:
         return pipe.transformer(
             hidden_states=x, timestep=t, encoder_hidden_states=text, pooled_projections=pooled, return_dict=False
@@ -132,10 +152,8 @@ def _predict(pipe: Any, x: Tensor, t: Tensor, captions: list[str], batch: dict[s
         sizes = pipe._get_add_time_ids((24, 16), (0, 0), (24, 16), x.dtype, 8).repeat(size, 1)
         more = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes}}
     if "ControlNet" in name:
-        down, middle = pipe.controlnet(
-            x, t, encoder_hidden_states=text, controlnet_cond=batch["conditioning_pixel_values"], return_dict=False
-        )
-        more = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+        down, middle = pipe.controlnet(x, t, text, batch["conditioning_pixel_values"], return_dict=False, **more)
+        more |= {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
     return pipe.unet(x, t, text, **more).sample
 
 
