@@ -18,13 +18,14 @@ def pipe() -> StableDiffusionPipeline:
     tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=NUM_TOKENS)
     text_encoder = CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
             max_position_embeddings=NUM_TOKENS, bos_token_id=0, eos_token_id=1,
         )
     )  # fmt: skip
     vae = AutoencoderKL(
         sample_size=32, block_out_channels=(16, 32), norm_num_groups=8, layers_per_block=1,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        mid_block_add_attention=False,
     )  # fmt: skip
     unet = UNet2DConditionModel(
         sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, cross_attention_dim=32,
