@@ -75,7 +75,7 @@ class Example:
 
 
 def example_of(
-    model: nn.Module,
+    model: Any,
     example_inputs: Any = None,
     batch_size: int | None = None,
     world_size: int = 1,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
 from fxpipe.capture.cache import cache_folder
@@ -60,7 +59,7 @@ from passes.tuner.request import Request
 @progress()
 @torch.enable_grad()  # what surrounds the call is not part of the step
 def compile(
-    model: nn.Module,
+    model: Any,
     world_size: int,
     *,
     example_inputs: Any = None,
@@ -87,8 +86,9 @@ def compile(
     Under torchrun with as many processes rank 0 makes the plan for all, and each lowers its own rank only.
 
     Args:
-        model: an `nn.Module` whose forward returns the loss, or a bare diffusers backbone (the step is then: predict,
-            mean squared error against `target`). On the meta device it compiles without weights.
+        model: an `nn.Module` whose forward returns the loss; a diffusers pipeline (the step is then that of
+            `fxpipe.training_step`); or a bare backbone (predict, mean squared error against `target`). On the meta
+            device it compiles without weights.
         world_size: number of ranks.
         example_inputs: one batch, a tuple of positional or a dict of keyword arguments of forward; may be left out for
             a backbone and for a model with a method `example_inputs(batch_size)`.
@@ -203,7 +203,7 @@ class Requested:
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
 
-def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
+def requested(model: Any, world_size: int, **given: Any) -> Requested:
     """The options of `compile` by name, checked and completed; the same for whoever only plans.
 
     Raises:

@@ -14,6 +14,8 @@ from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import PredictionStep, is_backbone
+from fxpipe.models.pipeline_steps import training_step as pipeline_step
+from fxpipe.models.pipelines import is_pipeline
 from fxpipe.models.self_conditioning import SelfConditioning
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan
@@ -253,8 +255,11 @@ def asked_microbatches(
     return microbatches
 
 
-def unwrapped(model: nn.Module, schedule: str | Schedule) -> tuple[nn.Module, float | None]:
-    """The step, and the probability of its first pass where that is self-conditioning."""
+def unwrapped(model: Any, schedule: str | Schedule) -> tuple[nn.Module, float | None]:
+    """The step, of a pipeline its training step, and the probability of its first pass where that is
+    self-conditioning."""
+    if is_pipeline(model):
+        return pipeline_step(model), None
     if not isinstance(model, SelfConditioning):
         return model, None
     if isinstance(schedule, Schedule):
