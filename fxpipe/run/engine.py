@@ -48,7 +48,7 @@ class Engine(Training):
             agree(transport, {"plan": plan.fingerprint}, "engine")
             self._take(plan)
             given = [shown(name) for name in plan.program(self.rank).gradients]
-            self._shared = SharedModel(model, transport, self._trainable(), given)
+            self._shared = SharedModel(model, transport, self._trainable(), self._refreshed, given)
             agree_on_state(transport, self._state)
             transport.open_channels(plan.channels, plan.groups)
 
@@ -134,7 +134,7 @@ class Engine(Training):
         agree(self._transport, {"plan of frozen work": [form.fingerprint for form in forms]}, "step")
         for form in forms:
             self._take(form)
-        self._shared.hold(self._trainable())
+        self._shared.hold(self._trainable(), self._refreshed)
         agree_on_state(self._transport, self._state)
         channels = {channel for form in forms for channel in form.channels}
         groups = {group for form in forms for group in form.groups}
@@ -168,6 +168,11 @@ class Engine(Training):
     def _trainable(self) -> list[str]:
         """What this rank holds of the parameters that require gradients."""
         return [self._shown(n) for n, t in self._held.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+
+    @property
+    def _refreshed(self) -> list[str]:
+        """What its programs bring here: of replicas that train it for this one, whatever the form of the step."""
+        return [self._shown(name) for name in self._plan.program(self.rank).refreshed]
 
     def close(self) -> None:
         """As in `Training.close`. What other ranks train is not in this rank's model unless `sync_model` brought it."""

@@ -68,9 +68,8 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     for actions in schedule.ranks:
         flying |= _fullest(actions, of_stage)
     count = [flying[staged.stage_of_block[block]] for block in case.blocks]
-    over = sum(
-        w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights if w.blocks
-    )
+    states = ADAMW_BYTES / (staged.replicas if staged.sharded else 1)
+    over = sum(w.num_bytes + w.trained * (w.num_bytes + states * w.num_elements) for w in costs.weights if w.blocks)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
     seconds, total = costs.at(num_samples).forward_seconds, 0.0
     freed = {block: count[block] * (saved[block] - kept[block]) for block in case.blocks}
@@ -171,11 +170,18 @@ def reduction_seconds(case: Case, staged: Staged) -> float:
     for ranks, size in zip(staged.stage_ranks, own, strict=True):
         if len(ranks) > 1 and size:
             group = tuple(sorted(ranks))
-            seconds = case.cluster.all_reduce_seconds(group, size)
+            seconds = _exchange_seconds(case, staged, group, size)
             uses: list[Port | tuple[int, ...]] = [group, *ring_ports(case.cluster, group)]
             for use in uses:
                 busy[use] = busy.get(use, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def _exchange_seconds(case: Case, staged: Staged, ranks: Sequence[int], num_bytes: int) -> float:
+    """Of gradients over replicas, and where they are sharded of what is trained by them."""
+    if staged.sharded:
+        return 2 * case.cluster.all_gather_seconds(ranks, num_bytes)
+    return case.cluster.all_reduce_seconds(ranks, num_bytes)
 
 
 def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: ActionTimes) -> Iterator[float]:
@@ -196,7 +202,8 @@ def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: Act
         if len(ranks) > 1 and size:
             uses: tuple[int | Port, ...] = (*ranks, *ring_ports(case.cluster, tuple(sorted(ranks))))
             start = max(last[stage], *(free.get(use, 0.0) for use in uses))
-            end = start + case.cluster.all_reduce_seconds(ranks, size)
+            scatter, whole = case.cluster.all_gather_seconds, case.cluster.all_reduce_seconds
+            end = start + (scatter if staged.sharded else whole)(ranks, size)
             free.update(dict.fromkeys(uses, end))
             yield end
 

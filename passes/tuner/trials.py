@@ -201,7 +201,8 @@ class Trials:
             if not shape.hard and staged.collocated and self.request.collocation != "soft":
                 continue  # free skips that all stay on their ranks: the hard placement
             recompute = whole_stages(staged.boundaries) if self.request.recompute else ()
-            staged = replace(staged, schedule=shape.schedule, recompute=recompute)
+            sharded = self.request.shard_optimizer and staged.replicas > 1
+            staged = replace(staged, schedule=shape.schedule, recompute=recompute, sharded=sharded)
             bound = placed_seconds(case, staged, trial.sizes(case))
             yield replace(trial, staged=staged, bound_seconds=max(trial.bound_seconds, bound))
 
