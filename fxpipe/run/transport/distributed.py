@@ -252,8 +252,8 @@ class DistributedTransport:
     def reduce_scatter(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[list[torch.Tensor]]:
-        """Each rank sends the others what is theirs, in one exchange by dtype, and adds up what it gets, in their order:
-        as many bytes as a ring of equal shares sends, for shares of any sizes."""
+        """Each rank sends the others what is theirs, in one exchange by dtype, and adds what it gets to its own, in
+        their order: as many bytes as a ring of equal shares sends, for shares of any sizes."""
         group, peer = self._reducing[ranks], ranks[(ranks.index(self.rank) + 1) % len(ranks)]
         what, started = f"the gradients of ranks {list(ranks)} (edge {edge})", []
         for of in _by_dtype(tensors, owners):
