@@ -91,7 +91,8 @@ class Observed:
         end, what = self._now(), (peer, edge, size, label)
         self._observe(Event(self.rank, self._action, "wait", start, end, *what))
         if collective is not None:
-            self._observe(Event(self.rank, self._action, *collective, end, *what))
+            kind, since = collective
+            self._observe(Event(self.rank, self._action, kind, since, end, *what))
         return value
 
     def _end_action(self) -> None:

@@ -139,7 +139,7 @@ def message_op(node: fx.Node, by_edge: Mapping[int, Message]) -> Op | None:
 
 def _collective(node: fx.Node) -> Collective:
     reduction: Reduction = node.meta["reduction"]
-    kind = {ops.reduce_scatter: "reduce_scatter", ops.broadcast: "all_gather"}.get(node.target, "reduce")  # type: ignore[arg-type, call-overload]
+    kind = {ops.reduce_scatter: "reduce_scatter", ops.broadcast: "all_gather"}.get(node.target, "reduce")  # type: ignore[arg-type]
     edge = reduction.values_edge if node.target is ops.broadcast else reduction.edge
     return Collective(edge, kind, reduction.ranks, reduction.num_bytes)
 
