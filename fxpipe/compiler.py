@@ -70,7 +70,7 @@ def compile(
     memory_limit: int | str | None = None,
     collocation: str | None = None,
     recompute: bool | None = None,
-    shard_optimizer: bool = True,
+    shard_optimizer: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
     cluster: Cluster | str | None = None,
@@ -103,7 +103,8 @@ def compile(
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
             only if nothing fits otherwise.
         shard_optimizer: whether each replica of a stage trains a share of its parameters, and tells the others, so that
-            an optimizer keeps state for that share alone (ZeRO-1); False: every replica trains all, and keeps all.
+            an optimizer keeps state for that share alone (ZeRO-1), or all of them; where left out, a share, unless that
+            makes the step longer.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
         fill: where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this
             one's training has ended, "none" for this batch, as part of its step; "auto" takes the fastest.
@@ -211,8 +212,7 @@ def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
     bound.apply_defaults()
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
-    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill")}
-    choices["shard_optimizer"] = given["shard_optimizer"] and None  # True may be left out
+    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", "shard_optimizer")}
     others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shard_optimizer")
     check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)

@@ -47,8 +47,8 @@ def check_others(
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if recompute not in (None, True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
-    if shard_optimizer not in (True, False):
-        raise CompileError(f"shard_optimizer={shard_optimizer!r}; give False to keep all of its state on every replica")
+    if shard_optimizer not in (None, True, False):
+        raise CompileError(f"shard_optimizer={shard_optimizer!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 

@@ -26,6 +26,8 @@ from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units
 
+_ROUNDING = 1e-9
+
 
 def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, again_seconds: float = 0.0) -> float:
     """The busiest rank's work, and one micro-batch's way through the pipeline.
@@ -162,19 +164,44 @@ def way_seconds(seconds: ActionSeconds, units: Units, num_samples: int) -> float
 def reduction_seconds(case: Case, staged: Staged) -> float:
     """Of the port, or the ranks, with most to do for sums of gradients, each of which has them for itself."""
     busy: dict[Port | tuple[int, ...], float] = {}
-    weights = [{staged.stage_of_block[b] for b in w.blocks} if w.trained else set() for w in case.costs.weights]
-    own = [0] * staged.num_stages
-    for weight, stages in zip(case.costs.weights, weights, strict=True):
-        if len(stages) == 1:
-            own[stages.pop()] += weight.num_bytes
-    for ranks, size in zip(staged.stage_ranks, own, strict=True):
-        if len(ranks) > 1 and size:
-            group = tuple(sorted(ranks))
-            seconds = _exchange_seconds(case, staged, group, size)
-            uses: list[Port | tuple[int, ...]] = [group, *ring_ports(case.cluster, group)]
-            for use in uses:
-                busy[use] = busy.get(use, 0.0) + seconds
+    for _, group, size in _summed(case, staged):
+        seconds = _exchange_seconds(case, staged, group, size)
+        for use in (group, *ring_ports(case.cluster, group)):
+            busy[use] = busy.get(use, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:
+    """Whether a step may be longer if each replica trains a share: few bytes are summed faster for all at once, and
+    values may come later than the first micro-batch, of so many samples, wants them.
+    """
+    gather, seconds = case.cluster.all_gather_seconds, ActionSeconds(case, staged)
+    arrives, free = dict[int, float](), dict[Port | tuple[int, ...], float]()
+    for stage, group, size in _summed(case, staged):
+        if case.cluster.all_reduce_seconds(group, size) < (2 - _ROUNDING) * gather(group, size):
+            return True
+        uses = group, *ring_ports(case.cluster, group)
+        arrives[stage] = gather(group, size) + max(free.get(use, 0.0) for use in uses)
+        free.update(dict.fromkeys(uses, arrives[stage]))
+    first, *others = (stage for stage in range(staged.num_stages) if staged.blocks(stage))
+    now = arrives.get(first, 0.0) + seconds.of(Action(first, "F", 0), num_samples)
+    for stage in others:
+        if arrives.get(stage, 0.0) > now:
+            return True
+        now += seconds.of(Action(stage, "F", 0), num_samples)
+    return False
+
+
+def _summed(case: Case, staged: Staged) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Every stage with replicas, their ranks, and the bytes of gradients that they sum."""
+    own = [0] * staged.num_stages
+    for weight in case.costs.weights:
+        stages = {staged.stage_of_block[block] for block in weight.blocks}
+        if weight.trained and len(stages) == 1:
+            own[stages.pop()] += weight.num_bytes
+    for stage, (ranks, size) in enumerate(zip(staged.stage_ranks, own, strict=True)):
+        if len(ranks) > 1 and size:
+            yield stage, tuple(sorted(ranks)), size
 
 
 def _exchange_seconds(case: Case, staged: Staged, ranks: Sequence[int], num_bytes: int) -> float:

@@ -27,7 +27,7 @@ class Request:
     fill: str = "auto"
     budget_seconds: float = 2.0
     divisible: bool = True
-    shard_optimizer: bool = True
+    shard_optimizer: bool | None = None
 
     @property
     def is_open(self) -> bool:
