@@ -166,7 +166,7 @@ def reduction_seconds(case: Case, staged: Staged) -> float:
     busy: dict[Port | tuple[int, ...], float] = {}
     for _, group, size in _summed(case, staged):
         seconds = _exchange_seconds(case, staged, group, size)
-        for use in (group, *ring_ports(case.cluster, group)):
+        for use in _uses(case, group):
             busy[use] = busy.get(use, 0.0) + seconds
     return max(busy.values(), default=0.0)
 
@@ -180,7 +180,7 @@ def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:
     for stage, group, size in _summed(case, staged):
         if case.cluster.all_reduce_seconds(group, size) < (2 - _ROUNDING) * gather(group, size):
             return True
-        uses = group, *ring_ports(case.cluster, group)
+        uses = _uses(case, group)
         arrives[stage] = gather(group, size) + max(free.get(use, 0.0) for use in uses)
         free.update(dict.fromkeys(uses, arrives[stage]))
     first, *others = (stage for stage in range(staged.num_stages) if staged.blocks(stage))
@@ -190,6 +190,11 @@ def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:
             return True
         now += seconds.of(Action(stage, "F", 0), num_samples)
     return False
+
+
+def _uses(case: Case, group: tuple[int, ...]) -> list[Port | tuple[int, ...]]:
+    """What only one collective has at a time."""
+    return [group, *ring_ports(case.cluster, group)]
 
 
 def _summed(case: Case, staged: Staged) -> Iterator[tuple[int, tuple[int, ...], int]]:
