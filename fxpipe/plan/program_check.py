@@ -114,24 +114,22 @@ def _shape_faults(programs: Sequence[RankGraph], messages: Sequence[Message]) ->
 def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduction]) -> Iterator[str]:
     """Every rank of a reduction starts it once, over the same ranks and to the same owners, and waits for it; so for
     the broadcast of what they have trained. The order is the schedule's."""
-    planned: dict[object, tuple[object, Reduction]] = {}  # by edge: what is done, and of what
-    for reduction in reductions:
-        planned[reduction.edge] = ops.reduce_scatter if reduction.owners else ops.all_reduce, reduction
-        if reduction.owners:
-            planned[reduction.values_edge] = ops.broadcast, reduction
+    planned: dict[Any, tuple[Any, ...]] = {}  # by edge: what is done, by which ranks, to which owners
+    for of in reductions:
+        planned[of.edge] = (ops.reduce_scatter, of.ranks, of.owners) if of.owners else (ops.all_reduce, of.ranks)
+        if of.owners:
+            planned[of.values_edge] = ops.broadcast, of.ranks, of.owners
     for program in programs:
         waited = {node.args[0] for node in program.graph.nodes if node.target in (ops.wait_reduced, ops.wait_values)}
         started = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
         for node in started:
-            done, of = planned.get(node.args[3], (None, None))
-            with_whom = (tuple(ranks) for ranks in (node.args[2], *node.args[4:]))
-            as_planned = of and (node.target, *with_whom) == (done, of.ranks, *([of.owners] if of.owners else []))
-            if of is None or not as_planned or program.rank not in of.ranks:
+            found = node.target, *(tuple(ranks) for ranks in (node.args[2], *node.args[4:]))
+            if planned.get(node.args[3]) != found or program.rank not in found[1]:
                 yield f"rank {program.rank} starts a reduction that is not planned\n" + _at(program, node)
             if node not in waited:
                 yield f"rank {program.rank} never waits for a reduction\n" + _at(program, node)
         edges = sorted(node.args[3] for node in started)
-        wanted = sorted(edge for edge, (_, of) in planned.items() if program.rank in of.ranks)  # type: ignore[type-var]
+        wanted = sorted(edge for edge, (_, ranks, *_) in planned.items() if program.rank in ranks)
         if edges != wanted:
             yield f"rank {program.rank} starts the reductions {edges}, planned are {wanted}"
 
