@@ -71,6 +71,7 @@ def compile(
     memory_limit: int | str | None = None,
     collocation: str | None = None,
     recompute: bool | None = None,
+    shard_optimizer: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
     precision: str | None = None,
@@ -104,6 +105,9 @@ def compile(
             where left out, the faster one with "auto", else "hard".
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
             only if nothing fits otherwise.
+        shard_optimizer: whether each replica of a stage trains a share of its parameters, and tells the others, so that
+            an optimizer keeps state for that share alone (ZeRO-1), or all of them; where left out, a share, unless that
+            makes the step longer.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
         fill: where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this
             one's training has ended, "none" for this batch, as part of its step; "auto" takes the fastest.
@@ -129,7 +133,8 @@ def compile(
     asked = requested(
         model, world_size, example_inputs=example_inputs, batch_size=batch_size, microbatches=microbatches,
         stages=stages, data_parallel=data_parallel, schedule=schedule, memory_limit=memory_limit,
-        collocation=collocation, recompute=recompute, budget=budget, fill=fill, precision=precision,
+        collocation=collocation, recompute=recompute, shard_optimizer=shard_optimizer, budget=budget, fill=fill,
+        precision=precision,
         cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
     )  # fmt: skip
 
@@ -213,8 +218,8 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     bound.apply_defaults()
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
-    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill")}
-    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill")
+    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", "shard_optimizer")}
+    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shard_optimizer")
     check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
@@ -232,6 +237,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"],
         given["recompute"], limit, example.conditioning, given["fill"], given["budget"],
+        shard_optimizer=given["shard_optimizer"],
     )  # fmt: skip
     if known is None:
         require_possible(request)

@@ -37,7 +37,9 @@ def check_counts(**counts: int | None) -> None:
             raise CompileError(f"{name} must be a positive integer, got {value!r}")
 
 
-def check_others(*, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any) -> None:
+def check_others(
+    *, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shard_optimizer: Any
+) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
         check_cost_model(cost_model, "a device's name ('H100'), the path of a profile (.json), or ")
@@ -49,6 +51,8 @@ def check_others(*, cost_model: Any, observe: Any, recompute: Any, budget: Any, 
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if recompute not in (None, True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
+    if shard_optimizer not in (None, True, False):
+        raise CompileError(f"shard_optimizer={shard_optimizer!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 
@@ -159,7 +163,7 @@ def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int
         )
     says = {
         "batch_size": known.batch_size, "microbatches": known.num_microbatches, "stages": known.staged.num_stages,
-        "data_parallel": known.staged.replicas,
+        "data_parallel": known.staged.replicas, "shard_optimizer": known.staged.sharded,
     }  # fmt: skip
     for name, value in asked.items():
         if value in (None, "auto") or value == says.get(name):
