@@ -147,7 +147,7 @@ def assert_same(found: tuple[Sequence[float], Any], num_steps: int, num_samples:
 def test_ranks_load_their_samples_and_train_as_one_device(
     world_size: int, layout: Layout, num_samples: int, shares: Any
 ) -> None:
-    assert compiled(world_size, *layout.items())[1].filled is not None
+    assert layout is REPLICAS or compiled(world_size, *layout.items())[1].filled is not None
     of_ranks = on_ranks(world_size, layout, lambda run: (run.train(5), run.weights(), run), num_samples)
     assert_same(of_ranks[0][:2], 5, num_samples)
     for (*_, run), share in zip(of_ranks, shares, strict=True):
