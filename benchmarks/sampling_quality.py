@@ -63,7 +63,7 @@ Predict = Callable[..., Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--training-steps", type=int, default=1500)
+    parser.add_argument("--training-steps", type=int, default=3000)
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 20, 10], help="of a sampling loop")
     parser.add_argument("--samples", type=int, default=2, help="of every digit")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
