@@ -131,12 +131,8 @@ def compile(
     # analyse: captured, cut into blocks, costed
     rank = join(world_size)
     step = asked.analysed(see)
-    if step.captured.extras and not rank:
-        warnings.warn(
-            f"forward also returns {', '.join(step.captured.extras)}: engines return the loss alone, so log these from "
-            "the model on one device, or leave them out",
-            stacklevel=4,
-        )
+    if not rank:
+        _tell_left_out(step)
 
     # plan: who computes what, in which order; nothing is decided after it
     chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, rank)
@@ -150,6 +146,13 @@ def compile(
     see("programs", program.step.programs)
     see("stage graphs", back.graphs)
     return program
+
+
+def _tell_left_out(step: CostedStep) -> None:
+    """Warn of what forward returns beside the loss that no step will."""
+    reasons = dict.fromkeys(step.captured.left_out, "it is no tensor whose size is known before it runs")
+    for name, why in {**reasons, **step.batch.left_out}.items():
+        warnings.warn(f"forward also returns {name}, which engines leave out: {why}", stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,4 +301,5 @@ class _BackEnd:
         return StepPlan(
             captured.inputs, names, self.plan.batch_size, draws, order, lowered.programs, lowered.messages,
             lowered.reductions, self.device, self.plan.fingerprint, calls, without, self.conditioning or 0.0,
+            self.graphs.outputs,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """A compiled program: what the user inspects, verifies and runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from fxpipe.plan.timeline import Timeline
 from fxpipe.run.engine import Engine
 from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.observe import Observe
-from fxpipe.run.verification import Tolerance, Verification, compare, reference_step, tolerance_of
+from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, reference_step, tolerance_of
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.prediction import Costing, predict
 
@@ -38,10 +38,12 @@ Lower = Callable[[Form, Sequence[int] | None], StepPlan]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of all ranks: the whole batch's loss, the gradient of every trainable parameter that has one."""
+    """One step of all ranks: the whole batch's loss, the gradient of every trainable parameter that has one, and what
+    forward returns beside the loss."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,8 @@ class Program:
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         engine = LocalEngine(self.whole.step, self._own_model, self.whole.state, seed, self._shown)
-        return StepResult(*engine.run(self.step.bind(args, kwargs), step))
+        loss, gradients = engine.run(self.step.bind(args, kwargs), step)
+        return StepResult(loss, gradients, engine.gather_outputs() or {})
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
         own = self.step.inputs.signature.parameters
@@ -161,15 +164,20 @@ class Program:
         return seed, step
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
-        """One step of all ranks in this process against the uncompiled model, with the same random draws.
+        """One step of all ranks in this process against the uncompiled model, with the same random draws: the loss,
+        every gradient, and what forward returns beside the loss.
 
         `seed` and `step` as in `run_local`.
         """
         seed, step = self._draws(kwargs)
         result = self._run_local(args, kwargs, seed, step)
-        loss, gradients, draws = reference_step(self.model, args, kwargs, seed, step, self.step.device)
+        seen: dict[str, torch.Tensor] = {}
+        loss, gradients, draws = reference_step(self.model, args, kwargs, seed, step, self.step.device, seen)
         shown = {self._shown(name): g for name, g in gradients.items()}
-        return compare(result.loss, result.gradients, (loss, shown, draws), len(self.capture.draws), self.tolerance)
+        found = compare(result.loss, result.gradients, (loss, shown, draws), len(self.capture.draws), self.tolerance)
+        errors = compare_outputs(result.outputs, seen, self.step.outputs)
+        limit = tolerance_of(self.capture.graph, self.blocks.local, outputs=True)
+        return replace(found, outputs=errors, output_tolerance=limit.value)
 
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""

@@ -73,7 +73,8 @@ class RankProgram:
     Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), and
     returns what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch
     before (`carried`), it takes them as a last argument: a dict that it empties. A program without training (a
-    *prologue*) returns None as its loss.
+    *prologue*) returns None as its loss. What the step returns beside the loss comes last, in the order of `outputs`:
+    (name, micro-batch), see `fxpipe.plan.outputs`.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class RankProgram:
     carried: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
     works_ahead: bool = False
+    outputs: tuple[tuple[str, int], ...] = ()
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
         """The runnable module: stage graphs read `state` (parameters are shared, not copied)."""

@@ -12,6 +12,7 @@ from fxpipe.capture.randomness import Draw
 from fxpipe.costs.call_costs import CallCost
 from fxpipe.errors import CompileError
 from fxpipe.models.self_conditioning import conditioned
+from fxpipe.plan.outputs import Output
 from fxpipe.plan.rank_program import Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 
@@ -22,7 +23,8 @@ class StepPlan:
 
     `programs` are those of all ranks, or of this process's alone; messages and reductions are all ranks'. `calls` says
     what the graphs they call cost, `source` is the fingerprint of the costed step. Of a self-conditioned step
-    `without` is what runs where a step draws no first pass, and `probability` that of one.
+    `without` is what runs where a step draws no first pass, and `probability` that of one. `outputs` are what it
+    returns beside the loss.
     """
 
     inputs: InputSpec
@@ -38,6 +40,7 @@ class StepPlan:
     calls: Mapping[str, CallCost]
     without: "StepPlan | None" = None
     probability: float = 1.0
+    outputs: tuple[Output, ...] = ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""

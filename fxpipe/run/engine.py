@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
@@ -109,6 +110,18 @@ class Engine(Training):
             self._agree("sync_model" if dst is None else "gather_state_dict", {"dst or trainable_only": (dst, asked)})
             self._shared.bring(range(self._plan.world_size) if dst is None else [dst])
 
+    def _gathered(self, parts: Parts, dst: int) -> Parts:
+        with told(self._transport):
+            self._agree("gather_outputs", {"dst": dst})
+            mine = {key: part for key, part in parts.items() if key[1] != WHOLE}
+            found = everyones(self._transport, {key: (tuple(part.shape), part.dtype) for key, part in mine.items()})
+            place = self.device if self.rank == dst else torch.device("meta")
+            wanted = {key: (src, *of) for src, of_rank in enumerate(found) for key, of in of_rank.items() if src != dst}
+            values = {key: torch.empty(shape, dtype=dtype, device=place) for key, (_, shape, dtype) in wanted.items()}
+            values |= mine
+            self._transport.copy_values([(values[key], src, dst) for key, (src, *_) in wanted.items()], "outputs")
+        return {**values, **parts}
+
     def _is_at(self, rank: int) -> bool:
         return self.rank == rank
 
@@ -149,6 +162,7 @@ class Engine(Training):
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
             self._observe, nexts, carried,
         )  # fmt: skip
+        self._parts = result.outputs
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
 
     def _take(self, plan: StepPlan) -> None:

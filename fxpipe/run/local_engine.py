@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.plan.outputs import Parts
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.ownership import require_new
@@ -49,6 +50,7 @@ class LocalEngine(Training):
         for result, _ in results:
             for name, gradient in result.gradients.items():
                 gradients.setdefault(self._shown(name), gradient)
+        self._parts = {key: part for result, _ in results for key, part in result.outputs.items()}
         return results[0][0].loss, gradients, [result.carries for result, _ in results]
 
     def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
@@ -67,6 +69,9 @@ class LocalEngine(Training):
 
     def _bring(self, dst: int | None, *asked: object) -> None:
         pass
+
+    def _gathered(self, parts: Parts, dst: int) -> Parts:
+        return parts
 
     def _is_at(self, rank: int) -> bool:
         return True

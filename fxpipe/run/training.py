@@ -24,6 +24,7 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
 from fxpipe.run.saves.engine_saves import EngineSaves
+from fxpipe.run.step_outputs import StepOutputs
 from fxpipe.run.trained_model import TrainedModel
 
 Ahead = tuple[int, Tensors]
@@ -54,7 +55,7 @@ class _Carried:
     made: Any
 
 
-class Training(TrainedModel, EngineSaves):
+class Training(TrainedModel, EngineSaves, StepOutputs):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -73,12 +74,15 @@ class Training(TrainedModel, EngineSaves):
         self.check_batches, self._closed = True, False
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
+        self._parts = {}
         self._carried: _Carried | None = None
         self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
 
     def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
         """One training step: returns the loss, a scalar, and adds the gradients to `.grad`.
+
+        What forward returns beside the loss is in `outputs` and `gather_outputs`.
 
         With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
@@ -139,7 +143,7 @@ class Training(TrainedModel, EngineSaves):
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
     def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
-        carried, self._carried = self._carried, None
+        carried, self._carried, self._parts = self._carried, None, {}
         made = carried.made if carried and self._serves(carried, tensors) else None
         self._check(tensors, nexts, made is not None)
         if self._make_filled is None or (made is None and nexts is None):
@@ -211,4 +215,4 @@ class Training(TrainedModel, EngineSaves):
     def _execute(
         self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
-        """Run one form at a step; it empties `carried`."""
+        """Run one form at a step; it empties `carried`, and leaves what the step returns in `_parts`."""
