@@ -21,6 +21,7 @@ from torch import nn
 
 from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
 from fxpipe.capture.cache import cache_folder
+from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs import uncosted_ops
@@ -44,6 +45,7 @@ from fxpipe.plan.staged import PlannedCut
 from fxpipe.plan.step import StepPlan
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
+from fxpipe.shapes import Call, Shapes, several
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
 from passes.lowering import Form, Lowered, lower_form
@@ -78,6 +80,7 @@ def compile(
     cache: bool | str | Path = True,
     observe: Observe | None = None,
     plan: Plan | str | Path | None = None,
+    shapes: str = "any",
 ) -> Program:
     """Compile one training step for `world_size` ranks.
 
@@ -88,7 +91,8 @@ def compile(
             mean squared error against `target`). On the meta device it compiles without weights.
         world_size: number of ranks.
         example_inputs: one batch, a tuple of positional or a dict of keyword arguments of forward; may be left out for
-            a backbone and for a model with a method `example_inputs(batch_size)`.
+            a backbone and for a model with a method `example_inputs(batch_size)`. A list of dicts, or of tuples, is
+            several batches of other shapes: all are compiled, and a step takes the program of its batch's shapes.
         batch_size: samples in one step, over all micro-batches; the example's where left out.
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of the ranks of a pipeline.
@@ -113,6 +117,7 @@ def compile(
         observe: called with (step's name, its result) after every step of the compiler.
         plan: one that was made before, a `Plan` or the file it was saved in: nothing is planned. What is asked for
             beside it must be what it says; `memory_limit` is held against what it needs.
+        shapes: of batches that are no example's: "any" compiles them when they come, "fixed" refuses them.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -121,12 +126,14 @@ def compile(
     see = followed(observe)
 
     # options: checked before anything is captured, as far as they can be known then
-    asked = requested(
-        model, world_size, example_inputs=example_inputs, batch_size=batch_size, microbatches=microbatches,
-        stages=stages, data_parallel=data_parallel, schedule=schedule, memory_limit=memory_limit,
-        collocation=collocation, recompute=recompute, budget=budget, fill=fill, cluster=cluster,
-        cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
+    first, *others = several(example_inputs)
+    given: dict[str, Any] = dict(
+        batch_size=batch_size, microbatches=microbatches, stages=stages, data_parallel=data_parallel,
+        schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute, budget=budget,
+        fill=fill, cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
+        shapes=shapes,
     )  # fmt: skip
+    asked = requested(model, world_size, example_inputs=first, **given)
 
     # analyse: captured, cut into blocks, costed
     rank = join(world_size)
@@ -142,10 +149,50 @@ def compile(
     # lower: this process's rank, or all of them in one process
     back = _BackEnd(step, chosen, asked.device, asked.example.conditioning)
     back.require_schedules()
-    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,))
+    known = Shapes(_smaller, lambda call: _another(model, world_size, call, given), shapes == "fixed")
+    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known)
+    known.add(program)
     see("programs", program.step.programs)
     see("stage graphs", back.graphs)
+
+    # other shapes: the same again for each
+    for batch in others:
+        known.add(_another(model, world_size, call_of(batch), given))
     return program
+
+
+def _another(model: nn.Module, world_size: int, call: Call, given: Mapping[str, Any]) -> Program:
+    """The program for a call of other shapes, with the same options as far as it has samples for them."""
+    args, kwargs = call
+    example = tuple(args) if not kwargs else dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    options = {**given, "batch_size": None, "plan": None, "shapes": "fixed"}
+    samples = example_of(model, example, None, world_size).batch_size
+    if given["microbatches"] is not None:
+        options["microbatches"] = min(given["microbatches"], samples)
+    if given["data_parallel"] is not None and given["data_parallel"] > samples:
+        options |= {"data_parallel": 1, "stages": None}
+    return compile(model, world_size, example_inputs=example, **options)
+
+
+def _smaller(program: Program, size: int) -> Program | None:
+    """The program for fewer samples: each stage where it is, the order of its micro-batches without those left over."""
+    step, plan = program.costed, program.plan
+    if not step.captured.batch or size < plan.staged.replicas:
+        return None
+    count = min(plan.num_microbatches, size)
+    order = replace(plan.step.where(lambda a: a.kind == "R" or a.microbatch < count), num_microbatches=count)
+    inputs = replace(step.captured.inputs, batch_size=size)
+    fewer = replace(
+        step, captured=replace(step.captured, inputs=inputs), example=replace(step.example, inputs=inputs),
+        microbatches=count,
+    )  # fmt: skip
+    smaller = replace(
+        plan, fingerprint=fewer.fingerprint, batch_size=size, num_microbatches=count, step=order, steady=None,
+        predicted={}, outcomes=(),
+    )  # fmt: skip
+    back = _BackEnd(fewer, smaller, program.step.device, step.example.conditioning)
+    back.require_schedules()
+    return Program(fewer, smaller, program.cluster, back.lower, program.ranks)
 
 
 def _tell_left_out(step: CostedStep) -> None:
@@ -212,7 +259,7 @@ def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
     choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill")}
-    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill")
+    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shapes")
     check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])

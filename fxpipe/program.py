@@ -22,9 +22,11 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.engine import Engine
+from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.observe import Observe
 from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, reference_step, tolerance_of
+from fxpipe.shapes import Shapes
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.prediction import Costing, predict
 
@@ -50,7 +52,8 @@ class StepResult:
 class Program:
     """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward.
 
-    `ranks` are those whose programs this process holds, all where None; what needs the others makes them.
+    `ranks` are those whose programs this process holds, all where None; what needs the others makes them. `shapes` has
+    the programs for batches of other shapes; what is given a batch takes the one for it.
     """
 
     costed: "CostedStep"
@@ -58,6 +61,7 @@ class Program:
     cluster: Cluster
     lower: Lower
     ranks: tuple[int, ...] | None = None
+    shapes: Shapes | None = None
 
     @cached_property
     def step(self) -> StepPlan:
@@ -151,7 +155,11 @@ class Program:
         arguments of these names.
         """
         seed, step = self._draws(kwargs)
-        return self._run_local(args, kwargs, seed, step)
+        return self.of(args, kwargs)._run_local(args, kwargs, seed, step)
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Program":
+        """The program for a call: this one, or that for other shapes."""
+        return self if self.shapes is None else self.shapes.of(args, kwargs)
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         engine = LocalEngine(self.whole.step, self._own_model, self.whole.state, seed, self._shown)
@@ -170,6 +178,9 @@ class Program:
         `seed` and `step` as in `run_local`.
         """
         seed, step = self._draws(kwargs)
+        return self.of(args, kwargs)._verify(args, kwargs, seed, step)
+
+    def _verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> Verification:
         result = self._run_local(args, kwargs, seed, step)
         seen: dict[str, torch.Tensor] = {}
         loss, gradients, draws = reference_step(self.model, args, kwargs, seed, step, self.step.device, seen)
@@ -182,7 +193,8 @@ class Program:
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         whole = self.whole
-        return LocalEngine(whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling)
+        given = whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling
+        return LocalEngine(*given, self._kinds(whole=True))
 
     def engine(
         self,
@@ -211,7 +223,20 @@ class Program:
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        return Engine(self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling)
+        given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
+        return Engine(*given, self._kinds(whole=False))
+
+    def _kinds(self, whole: bool) -> Kinds | None:
+        """How an engine finds the programs for batches of other shapes."""
+        if self.shapes is None:
+            return None
+        shapes = self.shapes
+
+        def made(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+            program = shapes.of(args, kwargs).whole if whole else shapes.of(args, kwargs)
+            return Kind(program.step, program.state, program._filling)
+
+        return Kinds(next(iter(shapes.programs)), shapes.key, made)
 
     @property
     def _filling(self) -> Callable[[], FilledPlan] | None:

@@ -4,7 +4,7 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 
 from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.step import FilledPlan, StepPlan
-from fxpipe.plan.transport import Transport
+from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.kinds import Bound, Kind, Kinds
 from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import owners
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors
@@ -40,9 +41,12 @@ class Engine(Training):
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
+        kinds: Kinds | None = None,
+        opened: tuple[set[Channel], set[tuple[int, ...]]] | None = None,
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
-        super().__init__(plan, model, self._held, seed, shown, observe, filled)
+        self._opened = opened or (set(), set())  # channels and groups, by all engines on the transport
+        super().__init__(plan, model, self._held, seed, shown, observe, filled, kinds)
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         with told(transport):
@@ -51,7 +55,17 @@ class Engine(Training):
             given = [shown(name) for name in plan.program(self.rank).gradients]
             self._shared = SharedModel(model, transport, self._trainable(), given)
             agree_on_state(transport, self._state)
-            transport.open_channels(plan.channels, plan.groups)
+            self._open(plan.channels, plan.groups)
+
+    def _open(self, channels: Iterable[Channel], groups: Iterable[tuple[int, ...]]) -> None:
+        """Those that no engine on this transport has opened."""
+        self._transport.open_channels(sorted({*channels} - self._opened[0]), sorted({*groups} - self._opened[1]))
+        self._opened[0].update(channels)
+        self._opened[1].update(groups)
+
+    def _another(self, kind: Kind) -> "Engine":
+        given = self._model, kind.state, self._transport, self.seed, self._shown, self._observe, kind.filled
+        return Engine(kind.plan, *given, None, self._opened)
 
     def step(self, batch: Any, next_batch: Any = None) -> torch.Tensor:
         """One training step on the whole batch, the same on every rank: returns the loss, adds to `.grad`.
@@ -69,16 +83,18 @@ class Engine(Training):
                 self._shared.borrow()
             return super()._step(tensors, nexts)
 
-    def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
+    def _read(self, reader: ReadAhead) -> tuple[Bound, Bound | None] | None:
         with told(self._transport):
             return super()._read(reader)
 
-    def _bind(self, batch: Any) -> Tensors:
-        return {name: tensor.to(self.device) for name, tensor in super()._bind(batch).items()}
+    def _bind(self, batch: Any) -> Bound:
+        bound = super()._bind(batch)
+        return Bound({name: tensor.to(self.device) for name, tensor in bound.items()}, bound.engine)
 
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
         if self.check_batches:
-            parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index)}
+            parts: dict[str, Any] = {"shape of the batch": self._kind}
+            parts["seed or step index"] = self.seed, self.step_index
             parts |= {f"batch (its {name})": found for name, found in self._checksums(tensors).items()}
             parts["number of batches"] = 1 if nexts is None else 2
             if nexts is not None:
@@ -151,7 +167,7 @@ class Engine(Training):
         agree_on_state(self._transport, self._state)
         channels = {channel for form in forms for channel in form.channels}
         groups = {group for form in forms for group in form.groups}
-        self._transport.open_channels(sorted(channels - {*self._plan.channels}), sorted(groups - {*self._plan.groups}))
+        self._open(channels, groups)
 
     def _execute(
         self, plan: StepPlan, step: int, tensors: Tensors, ahead: Ahead | None = None, carried: Any = None

@@ -9,6 +9,7 @@ from torch import fx, nn
 from fxpipe.plan.outputs import Parts
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Transport
+from fxpipe.run.kinds import Bound, Kind
 from fxpipe.run.ownership import require_new
 from fxpipe.run.read_ahead import Tensors
 from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
@@ -22,6 +23,14 @@ class LocalEngine(Training):
     rank = 0
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
+
+    def _another(self, kind: Kind) -> "LocalEngine":
+        return LocalEngine(kind.plan, self._model, kind.state, self.seed, self._shown, self._observe, kind.filled)
+
+    def _by_kind(self, tensors: Bound, nexts: Bound | None) -> torch.Tensor:
+        loss = super()._by_kind(tensors, nexts)
+        self.sent_bytes = tensors.engine.sent_bytes
+        return loss
 
     def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""

@@ -20,6 +20,7 @@ class StepOutputs(ABC):
 
     _plan: StepPlan
     _parts: Parts
+    _returned: Sequence[Output]  # what the plan of the last step says of them
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -27,7 +28,7 @@ class StepOutputs(ABC):
 
         Each is the whole batch's; without gradient, and not to be written to.
         """
-        return put_together([output for output in self._plan.outputs if output.is_number], self._parts)
+        return put_together([output for output in self._returned if output.is_number], self._parts)
 
     def gather_outputs(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
         """Collective: all that forward returned beside the loss in the last step, by name, tensors of samples too.
@@ -41,7 +42,7 @@ class StepOutputs(ABC):
         if dst not in range(self._plan.world_size):
             raise RunError(f"gather_outputs(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
         parts = self._gathered(self._parts, dst)
-        return put_together(self._plan.outputs, parts) if self._is_at(dst) else None
+        return put_together(self._returned, parts) if self._is_at(dst) else None
 
     @abstractmethod
     def _gathered(self, parts: Parts, dst: int) -> Parts:

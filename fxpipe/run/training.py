@@ -11,9 +11,9 @@ What a step has made for the next one is used for that batch, step and seed only
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from fxpipe.capture.inputs import Batch, call_of
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.run.kinds import Bound, Kind, Kinds
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import ReadAhead, ReadBatch, Tensors, version
 from fxpipe.run.saves.engine_saves import EngineSaves
@@ -67,14 +68,17 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
+        self._kinds, self._kind = kinds, "" if kinds is None else kinds.first
+        self._others: dict[str, Training] = {}  # by the kind of their batches
         self._plan, self._model, self._state, self._make_filled = plan, model, state, filled
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
         self.check_batches, self._closed = True, False
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._filled: FilledPlan | None = None
-        self._parts = {}
+        self._parts, self._returned = {}, plan.outputs
         self._carried: _Carried | None = None
         self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
@@ -82,14 +86,15 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
     def step(self, batch: Batch, next_batch: Batch | None = None) -> torch.Tensor:
         """One training step: returns the loss, a scalar, and adds the gradients to `.grad`.
 
-        What forward returns beside the loss is in `outputs` and `gather_outputs`.
+        Batches of other shapes have programs of their own, see `shapes` of `fxpipe.compile`. What forward returns
+        beside the loss is in `outputs` and `gather_outputs`.
 
         With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
         again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
         """
         self._require_open("step")
-        return self._step(self._bind(batch), None if next_batch is None else self._bind(next_batch))
+        return self._by_kind(self._bind(batch), None if next_batch is None else self._bind(next_batch))
 
     def train(
         self, loader: Iterable[Batch], optimizer: Optimizer, max_norm: float | None = None
@@ -111,7 +116,7 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
         self._last_read = loader, reader
         while (pair := self._read(reader)) is not None:
             try:
-                loss = self._step(*pair)
+                loss = self._by_kind(*pair)
             except RunError as error:
                 if reader.failure is not None:
                     error.add_note(f"before that, this rank's loader raised {reader.failure!r}")
@@ -133,14 +138,39 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
         self._closed = True
         self._finish_alone()
 
-    def _read(self, reader: ReadAhead) -> tuple[Tensors, Tensors | None] | None:
+    def _read(self, reader: ReadAhead) -> tuple[Bound, Bound | None] | None:
         """The next batch and the one after it; None at the end."""
-        return reader.pair()
+        return cast("tuple[Bound, Bound | None] | None", reader.pair())
 
     def _reader(self, loader: Iterable[Batch], batches: Iterator[Batch]) -> ReadAhead:
         if batches is not loader:  # nobody else has this iterator, so nobody can go on with it
             return ReadAhead(batches, self._bind)
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
+
+    def _by_kind(self, tensors: Bound, nexts: Bound | None) -> torch.Tensor:
+        """A step of the engine for such batches; the next one's frozen work is done where it is of the same kind."""
+        engine = tensors.engine
+        if self._others and not self.check_batches:
+            self._alike("step", {"shape of the batch": engine._kind})
+        following = nexts if nexts is not None and nexts.engine is engine else None
+        engine.seed, engine.step_index, engine.check_batches = self.seed, self.step_index, self.check_batches
+        self._parts = {}
+        loss: torch.Tensor = engine._step(tensors, following)
+        self.step_index, self._parts, self._returned = engine.step_index, engine._parts, engine._plan.outputs
+        return loss
+
+    def _engine_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Training":
+        """This one, or another for batches of that kind, which all ranks make together."""
+        if self._kinds is None:
+            return self
+        kind = self._kinds.key(args, kwargs)
+        if kind == self._kind:
+            return self
+        if kind not in self._others:
+            self._alike("step", {"shape of the batch": kind})
+            other = self._others[kind] = self._another(self._kinds.made(args, kwargs))
+            other._kind = kind
+        return self._others[kind]
 
     def _step(self, tensors: Tensors, nexts: Tensors | None) -> torch.Tensor:
         carried, self._carried, self._parts = self._carried, None, {}
@@ -184,14 +214,18 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
             self._prepare(self._filled)
         return self._filled
 
-    def _bind(self, batch: Batch) -> Tensors:
-        return self._plan.bind(*call_of(batch))
+    def _bind(self, batch: Batch) -> Bound:
+        args, kwargs = call_of(batch)
+        engine = self._engine_for(args, kwargs)
+        return Bound(engine._plan.bind(args, kwargs), engine)
 
     def _is_ahead(self, loader: object) -> bool:
         return self._last_read is not None and self._last_read[0] is loader and self._last_read[1].is_ahead
 
     def _forget_batches(self) -> None:
-        self._carried = self._last_read = None
+        for engine in (self, *self._others.values()):
+            engine._carried = None
+        self._last_read = None
         self._readers.clear()
 
     def _require_open(self, call: str) -> None:
@@ -202,6 +236,10 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    @abstractmethod
+    def _another(self, kind: Kind) -> "Training":
+        """An engine over the same model for batches of another kind."""
 
     @abstractmethod
     def _check(self, tensors: Tensors, nexts: Tensors | None, has_made: bool) -> None:
