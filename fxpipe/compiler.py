@@ -21,7 +21,6 @@ from torch import nn
 
 from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
 from fxpipe.capture.cache import cache_folder
-from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs import uncosted_ops
@@ -45,7 +44,7 @@ from fxpipe.plan.staged import PlannedCut
 from fxpipe.plan.step import StepPlan
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
-from fxpipe.shapes import Call, Shapes, several
+from fxpipe.shapes import Shapes, several
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
 from passes.lowering import Form, Lowered, lower_form
@@ -149,7 +148,7 @@ def compile(
     # lower: this process's rank, or all of them in one process
     back = _BackEnd(step, chosen, asked.device, asked.example.conditioning)
     back.require_schedules()
-    known = Shapes(_smaller, lambda call: _another(model, world_size, call, given), shapes == "fixed")
+    known = Shapes(_smaller, lambda example: _another(model, world_size, example, given), shapes == "fixed")
     program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known)
     known.add(program)
     see("programs", program.step.programs)
@@ -157,14 +156,12 @@ def compile(
 
     # other shapes: the same again for each
     for batch in others:
-        known.add(_another(model, world_size, call_of(batch), given))
+        known.add(_another(model, world_size, batch, given))
     return program
 
 
-def _another(model: nn.Module, world_size: int, call: Call, given: Mapping[str, Any]) -> Program:
-    """The program for a call of other shapes, with the same options as far as it has samples for them."""
-    args, kwargs = call
-    example = tuple(args) if not kwargs else dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+def _another(model: nn.Module, world_size: int, example: Any, given: Mapping[str, Any]) -> Program:
+    """The program for inputs of other shapes, with the same options as far as they have samples for them."""
     options = {**given, "batch_size": None, "plan": None, "shapes": "fixed"}
     samples = example_of(model, example, None, world_size).batch_size
     if given["microbatches"] is not None:

@@ -303,7 +303,9 @@ class Program:
     def __str__(self) -> str:
         traffic = self.traffic()
         moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic.kinds.items() if size)
-        return "\n".join([str(self.capture), self.plan.summary(), f"traffic per step: {moved or 'none'}"])
+        others = list(self.shapes.programs)[1:] if self.shapes is not None else []
+        lines = [str(self.capture), self.plan.summary(), f"traffic per step: {moved or 'none'}"]
+        return "\n".join(lines + [f"also for batches of {shapes}" for shapes in others])
 
     def _shown(self, name: str) -> str:
         """A parameter's name as the user knows it: without the step that wraps a bare backbone."""

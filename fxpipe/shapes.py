@@ -18,8 +18,6 @@ from fxpipe.errors import CompileError
 if TYPE_CHECKING:
     from fxpipe.program import Program
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]
-
 
 @dataclass
 class Shapes:
@@ -27,11 +25,11 @@ class Shapes:
 
     Args:
         smaller: the program for so many samples, from one for more; None where that cannot be.
-        compiled: the program for another call; `fixed` says that there are to be no such, nor smaller ones.
+        compiled: the program for other example inputs; `fixed` says that there are to be no such, nor smaller ones.
     """
 
     smaller: "Callable[[Program, int], Program | None]"
-    compiled: "Callable[[Call], Program]"
+    compiled: "Callable[[Any], Program]"
     fixed: bool
     programs: "dict[str, Program]" = field(default_factory=dict)
 
@@ -59,17 +57,18 @@ class Shapes:
         """
         key = self.key(args, kwargs)
         if key not in self.programs:
-            self.programs[key] = self._made(key, (args, kwargs))
+            self.programs[key] = self._made(key, args, kwargs)
         return self.programs[key]
 
-    def _made(self, key: str, call: Call) -> "Program":
+    def _made(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Program":
         if self.fixed:
             known = "; ".join(self.programs)
             raise CompileError(
                 f"a batch of {key}: compiled are batches of {known}; add one of these shapes to example_inputs, leave "
                 "shapes='fixed' out to compile it when it comes, or drop the loader's last incomplete batch"
             )
-        sizes = _sizes(self.first.capture.inputs, *call) or {}
+        inputs = self.first.capture.inputs
+        sizes = _sizes(inputs, args, kwargs) or {}
         for program in list(self.programs.values()):
             count = _fewer(program, sizes)
             made = self.smaller(program, count) if count else None
@@ -81,7 +80,9 @@ class Shapes:
                 "have it compiled at the start, or shapes='fixed' to have it refused",
                 stacklevel=2,
             )
-        return self.compiled(call)
+        if args and kwargs:
+            args, kwargs = (), inputs.signature.bind(*args, **kwargs).arguments
+        return self.compiled(dict(kwargs) if kwargs else tuple(args))
 
 
 def _text(sizes: Mapping[str, Sequence[int]]) -> str:

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture.outputs import outputs_of
+from fxpipe.models.self_conditioning import conditioned
 from fxpipe.run.verification import reference_step
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
+from tests.test_self_conditioned import Step
 
 SEED, STEPS, EXACT = 3, 3, 1e-10
 NUMBERS = {"mean", "total", "hits", "late", "early", "frozen", "given", "constant", "again"}
@@ -139,6 +141,29 @@ def test_filled_steps_return_the_same() -> None:
 def test_outputs_over_gloo_are_one_devices() -> None:
     for rank, found in enumerate(run_processes(2, train, "wave", "1", "2")):
         assert_one_devices(found, gathers=rank == 1)
+
+
+class Conditioned(Step):
+    """Two passes of a backbone; beside the loss what either makes."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            first = self.backbone(x, torch.zeros_like(x))
+        second = self.backbone(x, first)
+        by_first = {"first": first, "ones": torch.exp(0 * first).mean()}
+        return {"loss": F.mse_loss(second, x), "second": second, "mean": second.mean(), **by_first}
+
+
+def test_steps_without_a_first_pass_return_nothing_of_it() -> None:
+    program = fxpipe.compile(fxpipe.SelfConditioning(Conditioned(), 0.5), 2, batch_size=6, data_parallel=1)
+    assert program.step.without is not None
+    engine = program.local_engine(seed=SEED)
+    for index in range(5):
+        engine.step(Conditioned().example_inputs(6))
+        drawn = conditioned(SEED, index, 0.5)
+        assert engine.outputs.keys() == {"mean", *(["ones"] if drawn else [])}
+        assert (engine.gather_outputs() or {}).keys() == {"mean", "second", *(["ones", "first"] if drawn else [])}
+        assert not drawn or engine.outputs["ones"] == 1.0
 
 
 @dataclass

@@ -90,6 +90,7 @@ def test_an_epoch_ends_with_what_is_left() -> None:
 def test_fewer_samples_stay_where_more_are() -> None:
     """The last batch has each stage on its rank, so that no weight travels."""
     program = compiled(Adapted(), 2)
+    assert str(program).endswith("also for batches of x [4, 3, 6], target [4, 3, 6]")
     more, fewer = (program.of((), {name: value[:n] for name, value in batch(0, 5).items()}) for n in (4, 1))
     assert more is program
     assert fewer.plan.staged == program.plan.staged

@@ -156,7 +156,8 @@ class Training(TrainedModel, EngineSaves, StepOutputs):
         engine.seed, engine.step_index, engine.check_batches = self.seed, self.step_index, self.check_batches
         self._parts = {}
         loss: torch.Tensor = engine._step(tensors, following)
-        self.step_index, self._parts, self._returned = engine.step_index, engine._parts, engine._plan.outputs
+        parts, engine._parts = engine._parts, {}
+        self.step_index, self._parts, self._returned = engine.step_index, parts, engine._plan.outputs
         return loss
 
     def _engine_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Training":

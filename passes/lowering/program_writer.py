@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
-from fxpipe.plan.outputs import WHOLE
+from fxpipe.plan.outputs import WHOLE, Output
 from fxpipe.plan.rank_program import RankProgram, Reduction
 from passes.lowering.borders import Border
 from passes.lowering.frozen import FrozenWork, FrozenWriter
@@ -112,8 +112,9 @@ class ProgramWriter:
             if is_loss and not self.numbers:
                 weighted = (self.loss, node, self.weights[action.microbatch])
                 self.loss = self.writer.call(ops.add_weighted, weighted, "loss_total")
-            if value.name in self.outputs and not self.outputs[value.name].is_number:
-                self.parts[self.outputs[value.name].name, action.microbatch] = node
+            output = self.outputs.get(value.name)
+            if output is not None and not output.is_number and not self._is_gone(output):
+                self.parts[output.name, action.microbatch] = node
         if self.numbers and any(value.name == self.layout.loss for value in border.returns):
             self._add_numbers(action.microbatch)
         if border.has_backward:
@@ -139,7 +140,19 @@ class ProgramWriter:
         for index, number in enumerate(self.numbers, start=1):
             node = self.writer.call(ops.number, (total, index, number.dtype), f"whole_{number.value}")
             node.meta["val"] = shape_only((), number.dtype)
-            self.parts[number.name, WHOLE] = node
+            if not self._is_gone(number):
+                self.parts[number.name, WHOLE] = node
+
+    def _is_gone(self, output: Output) -> bool:
+        """Whether it is made of what this form of the step leaves out."""
+        nodes, pending = self.writer.step.capture.nodes, [output.value]
+        while pending:
+            name = pending.pop()
+            if name in self.layout.zeros:
+                return True
+            if nodes[name].meta.get("extra"):
+                pending += [source.name for source in nodes[name].all_input_nodes]
+        return False
 
     def _backward(self, action: Action) -> None:
         key, microbatch = ("F", action.stage), action.microbatch
