@@ -9,5 +9,6 @@ trained_model  its parameters, as engines offer them                   saves    
 run_rank       one step of one rank                                    transport      threads, torch.distributed
 launch         which rank this process is; the plan of rank 0          observe        events of a run
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike
+step_outputs   what a step returns beside the loss          kinds         batches of several shapes
 verification   a step against the uncompiled model
 """
