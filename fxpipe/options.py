@@ -35,7 +35,9 @@ def check_counts(**counts: int | None) -> None:
             raise CompileError(f"{name} must be a positive integer, got {value!r}")
 
 
-def check_others(*, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any) -> None:
+def check_others(
+    *, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shapes: Any = "any"
+) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
         check_cost_model(cost_model, "a device's name ('H100'), the path of a profile (.json), or ")
@@ -45,6 +47,8 @@ def check_others(*, cost_model: Any, observe: Any, recompute: Any, budget: Any, 
         raise CompileError(f"collocation={collocation!r}; give 'hard' or 'soft', or leave it out")
     if fill not in FILLS:
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
+    if shapes not in ("any", "fixed"):
+        raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
     if recompute not in (None, True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
