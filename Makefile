@@ -1,8 +1,8 @@
-# make demo, make test: from a fresh clone, with nothing but python3 (3.11 or newer) and a package registry.
+# make demo, make test, make docs: from a fresh clone, with nothing but python3 (3.11 or newer) and a package registry.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all install
+.PHONY: demo test test-all docs install
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -14,11 +14,15 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --long
 
+# The guides, as pages in site/.
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
 install: .venv/installed
 
 # torch comes first and by its exact version: a resolver left to choose may take a build with gigabytes of CUDA.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,report,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,report,docs,dev]'
 	touch $@

@@ -6,8 +6,9 @@
     torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/network.py          the link between two machines
 
 Ping-pong between ranks 0 and 1 by gloo: latency is half a round trip of 4 bytes, bandwidth what a round trip of 16 MiB
-adds to it. Both directions at once then show whether they share the link. Each is the tenth percentile of many, so that
-other work on the machine counts little. Rank 0 prints.
+adds to it. Both directions at once then show whether they share the link, and both beside matrix products what messages
+take from computation. Each is the tenth percentile of many, so that other work on the machine counts little. Rank 0
+prints.
 """
 
 import os
@@ -25,6 +26,7 @@ from fxpipe.cluster.links import Link
 
 SMALL, LARGE = 4, 1 << 24
 WARM_UP, SMALL_ROUNDS, LARGE_ROUNDS = 20, 300, 30
+PRODUCT = 384  # rows and columns of a matrix: in a core's cache
 
 
 def main() -> None:
@@ -54,7 +56,10 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     small = usual_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
     large = usual_seconds(lambda: ping_pong(rank, num_bytes), LARGE_ROUNDS) / 2
     both = usual_seconds(lambda: exchange(rank, num_bytes), LARGE_ROUNDS)
-    return cluster(small, num_bytes / (large - small), both / large, world_size)
+    work = products(4 * both)
+    beside = usual_seconds(lambda: exchange(rank, num_bytes, work), LARGE_ROUNDS)
+    taken = beside - usual_seconds(lambda: exchange(rank, SMALL, work), LARGE_ROUNDS)
+    return cluster(small, num_bytes / (large - small), both / large, taken / (2 * large), world_size)
 
 
 def ping_pong(rank: int, num_bytes: int) -> None:
@@ -67,16 +72,24 @@ def ping_pong(rank: int, num_bytes: int) -> None:
         dist.send(message, 0)
 
 
-def exchange(rank: int, num_bytes: int) -> None:
+def products(seconds: float) -> Callable[[], None]:
+    """Work of about so many seconds."""
+    matrix = torch.randn(PRODUCT, PRODUCT)
+    count = 1 + int(seconds / usual_seconds(lambda: torch.mm(matrix, matrix), LARGE_ROUNDS))
+    return lambda: [torch.mm(matrix, matrix) for _ in range(count)].clear()
+
+
+def exchange(rank: int, num_bytes: int, work: Callable[[], None] = lambda: None) -> None:
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     # The receive first, as programs post it: its notice would wait behind what is sent on the same connection.
     requests = [dist.irecv(received, 1 - rank), dist.isend(sent, 1 - rank)]
+    work()
     for request in requests:
         if request is not None:
             request.wait()
 
 
-def usual_seconds(run: Callable[[], None], rounds: int) -> float:
+def usual_seconds(run: Callable[[], object], rounds: int) -> float:
     for _ in range(WARM_UP):
         run()
     seconds = []
@@ -87,15 +100,16 @@ def usual_seconds(run: Callable[[], None], rounds: int) -> float:
     return statistics.quantiles(seconds, n=10)[0]
 
 
-def cluster(latency: float, bandwidth: float, slowdown: float, world_size: int) -> Cluster:
+def cluster(latency: float, bandwidth: float, slowdown: float, taken: float, world_size: int) -> Cluster:
     print(
         f"latency {latency * 1e6:.1f} us, bandwidth {bandwidth / 1e9:.4f} GB/s; both directions at once take "
-        f"{slowdown:.2f} x one",
+        f"{slowdown:.2f} x one; a message takes {taken:.2f} of its time from what its ends compute",
         file=sys.stderr,
     )
     duplex = slowdown < 1.5
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-    link = Link("measured", round(bandwidth), round(latency, 9), duplex, shared=one_machine and not duplex)
+    shared = one_machine and not duplex
+    link = Link("measured", round(bandwidth), round(latency, 9), duplex, shared, round(max(taken, 0.0), 3))
     return Cluster("CPU", (Level(world_size, link),))
 
 

@@ -14,7 +14,6 @@ from the machine's measured roofline, scaled so that the program of one rank tak
 
 import argparse
 import os
-import pickle
 import statistics
 import sys
 import time
@@ -30,12 +29,11 @@ from torch import nn
 import fxpipe
 from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
 from benchmarks.network import LARGE, measured_cluster
-from cost_models.devices import device
+from fxpipe.analysis import shared_cost_model
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.run.launch import join
-from fxpipe.run.transport.distributed import from_rank_zero
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
 
@@ -47,7 +45,8 @@ def ways(ranks: int) -> dict[str, dict[str, Any]]:
     displaced = {"mode": "displaced", "warmup": WARM_UP}
     return {
         "exact rows": {"patches": ranks},
-        "displaced rows": {"patches": ranks, **displaced},
+        "displaced rows": {"patches": ranks, "advance": False, **displaced},
+        "advanced rows": {"patches": ranks, **displaced},
         "exact stages": {"stages": ranks},
         "PipeFusion": {"stages": ranks, "patches": 2 * ranks, **displaced},
     }
@@ -55,7 +54,7 @@ def ways(ranks: int) -> dict[str, dict[str, Any]]:
 
 def unet(tiny: bool) -> tuple[nn.Module, Example]:
     torch.manual_seed(0)
-    channels, side = ((16, 16, 16), 16) if tiny else ((64, 128, 128), 64)
+    channels, side = ((16, 16, 16), 16) if tiny else ((128, 256, 256), 64)
     model = UNet2DConditionModel(
         sample_size=side, block_out_channels=channels, layers_per_block=1, cross_attention_dim=64,
         attention_head_dim=16, norm_num_groups=16,
@@ -103,8 +102,8 @@ def measure(options: argparse.Namespace) -> None:
     table = Table(title=f"a step on {options.ranks} ranks, median seconds", title_justify="left")
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
         table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
-    join(options.ranks)  # rank 0 measures the machine for all: they plan alike
-    measured = pickle.loads(bytes.fromhex(from_rank_zero(lambda: pickle.dumps(device("measured")).hex(), 300)))
+    join(options.ranks)
+    measured = shared_cost_model("measured", launched=True)
     compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
     for rate in options.rates:
         if can_throttle():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,11 @@ from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,21 @@ class Roofline(CostModel):
                 raise CompileError(f"{name} must not be negative; got {getattr(self, name)}")
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise CompileError(f"compute_dtype must be a floating type; got {self.compute_dtype}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers and texts alone, for JSON."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.peak_flops, Mapping):
+            given["peak_flops"] = {str(dtype): peak for dtype, peak in self.peak_flops.items()}
+        return given | {"compute_dtype": self.compute_dtype and str(self.compute_dtype)}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> Roofline:
+        """What `as_dict` has given."""
+        peaks, computed = given["peak_flops"], given["compute_dtype"]
+        if isinstance(peaks, Mapping):
+            peaks = {_dtype(name): peak for name, peak in peaks.items()}
+        return Roofline(**{**given, "peak_flops": peaks, "compute_dtype": computed and _dtype(computed)})
 
     def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
         """Of every node, whatever graph it is of."""

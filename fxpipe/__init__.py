@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.compiler import compile
     from fxpipe.costs.model import CostModel, NodeSeconds
+    from fxpipe.models.pipeline_steps import tokenize, training_step
+    from fxpipe.models.pipeline_steps.step import PipelineStep
     from fxpipe.models.self_conditioning import SelfConditioning
     from fxpipe.plan.plan import Plan
     from fxpipe.plan.schedule import Schedule
@@ -41,6 +43,7 @@ __all__ = [
     "Loaded",
     "LocalBatch",
     "NodeSeconds",
+    "PipelineStep",
     "Plan",
     "Program",
     "RunError",
@@ -52,6 +55,8 @@ __all__ = [
     "compile",
     "compile_sampler",
     "load_checkpoint",
+    "tokenize",
+    "training_step",
 ]
 
 # Loaded on first use: `compile` pulls in torch, the passes and the cost models, and reading a plan should stay light.
@@ -61,6 +66,7 @@ _LAZY = {
     "Loaded": "fxpipe.run.saves.choice",
     "LocalBatch": "fxpipe.run.local_batch",
     "NodeSeconds": "fxpipe.costs.model",
+    "PipelineStep": "fxpipe.models.pipeline_steps.step",
     "Plan": "fxpipe.plan.plan",
     "Program": "fxpipe.program",
     "Schedule": "fxpipe.plan.schedule",
@@ -70,6 +76,8 @@ _LAZY = {
     "compile": "fxpipe.compiler",
     "compile_sampler": "fxpipe.sample_compiler",
     "load_checkpoint": "fxpipe.run.saves.choice",
+    "tokenize": "fxpipe.models.pipeline_steps",
+    "training_step": "fxpipe.models.pipeline_steps",
 }
 
 

@@ -8,6 +8,7 @@ costs       of every node, block and frozen layer, as functions of the batch
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch import nn
 
 from cost_models import devices, profile_files
 from cost_models.flops import cost_table
+from cost_models.roofline import Roofline
 from fxpipe.capture import Capture, private
 from fxpipe.capture.cache import cached_capture
 from fxpipe.capture.fingerprint import graph_fingerprint
@@ -35,6 +37,7 @@ from fxpipe.plan.block_graph import Block, BlockGraph, Component
 from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
+from fxpipe.run.launch import text_of_rank_zero
 from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
@@ -72,7 +75,7 @@ class Example:
 
 
 def example_of(
-    model: nn.Module,
+    model: Any,
     example_inputs: Any = None,
     batch_size: int | None = None,
     world_size: int = 1,
@@ -264,3 +267,10 @@ def given_cost_model(given: CostModel | str) -> CostModel:
     if given.endswith(".json"):
         return profile_files.load(Path(given), devices.device())
     return devices.device(given)
+
+
+def shared_cost_model(given: CostModel | str, launched: bool) -> CostModel:
+    """As `given_cost_model`; of a launch's ranks only rank 0 measures, so that all plan by the same numbers."""
+    if not launched or not isinstance(given, str) or not given.startswith(devices.MEASURED):
+        return given_cost_model(given)
+    return Roofline.from_dict(json.loads(text_of_rank_zero(lambda: json.dumps(devices.device(given).as_dict()))))

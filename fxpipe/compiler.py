@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
 from fxpipe.back_end import BackEnd
@@ -52,7 +51,7 @@ from passes.tuner.request import Request
 @progress()
 @torch.enable_grad()  # what surrounds the call is not part of the step
 def compile(
-    model: nn.Module,
+    model: Any,
     world_size: int,
     *,
     example_inputs: Any = None,
@@ -64,6 +63,7 @@ def compile(
     memory_limit: int | str | None = None,
     collocation: str | None = None,
     recompute: bool | None = None,
+    shard_optimizer: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
     precision: str | None = None,
@@ -80,8 +80,9 @@ def compile(
     Under torchrun with as many processes rank 0 makes the plan for all, and each lowers its own rank only.
 
     Args:
-        model: an `nn.Module` whose forward returns the loss, or a bare diffusers backbone (the step is then: predict,
-            mean squared error against `target`). On the meta device it compiles without weights.
+        model: an `nn.Module` whose forward returns the loss; a diffusers pipeline (the step is then that of
+            `fxpipe.training_step`); or a bare backbone (predict, mean squared error against `target`). On the meta
+            device it compiles without weights.
         world_size: number of ranks.
         example_inputs: one batch, a tuple of positional or a dict of keyword arguments of forward; may be left out for
             a backbone and for a model with a method `example_inputs(batch_size)`. A list of dicts, or of tuples, is
@@ -98,6 +99,9 @@ def compile(
             where left out, the faster one with "auto", else "hard".
         recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
             only if nothing fits otherwise.
+        shard_optimizer: whether each replica of a stage trains a share of its parameters, and tells the others, so that
+            an optimizer keeps state for that share alone (ZeRO-1), or all of them; where left out, a share, unless that
+            makes the step longer.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
         fill: where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this
             one's training has ended, "none" for this batch, as part of its step; "auto" takes the fastest.
@@ -124,9 +128,9 @@ def compile(
     first, *others = several(example_inputs)
     given: dict[str, Any] = dict(
         batch_size=batch_size, microbatches=microbatches, stages=stages, data_parallel=data_parallel,
-        schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute, budget=budget,
-        fill=fill, precision=precision, cluster=cluster, cost_model=cost_model, device=device, cache=cache,
-        observe=observe, plan=plan, shapes=shapes,
+        schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute,
+        shard_optimizer=shard_optimizer, budget=budget, fill=fill, precision=precision, cluster=cluster,
+        cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan, shapes=shapes,
     )  # fmt: skip
     asked = requested(model, world_size, example_inputs=first, **given)
 
@@ -156,7 +160,7 @@ def compile(
     return program
 
 
-def _another(model: nn.Module, world_size: int, example: Any, given: Mapping[str, Any]) -> Program:
+def _another(model: Any, world_size: int, example: Any, given: Mapping[str, Any]) -> Program:
     """The program for inputs of other shapes, with the same options as far as they have samples for them."""
     options = {**given, "batch_size": None, "plan": None, "shapes": "fixed"}
     samples = example_of(model, example, None, world_size).batch_size
@@ -220,7 +224,7 @@ class Requested:
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
 
-def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
+def requested(model: Any, world_size: int, **given: Any) -> Requested:
     """The options of `compile` by name, checked and completed; the same for whoever only plans.
 
     Raises:
@@ -230,8 +234,8 @@ def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
     bound.apply_defaults()
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
-    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill")}
-    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shapes")
+    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", "shard_optimizer")}
+    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shard_optimizer", "shapes")
     check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
@@ -249,6 +253,7 @@ def requested(model: nn.Module, world_size: int, **given: Any) -> Requested:
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"],
         given["recompute"], limit, example.conditioning, given["fill"], given["budget"],
+        shard_optimizer=given["shard_optimizer"],
     )  # fmt: skip
     if known is None:
         require_possible(request)

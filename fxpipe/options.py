@@ -14,6 +14,8 @@ from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import PredictionStep, is_backbone
+from fxpipe.models.pipeline_steps import training_step as pipeline_step
+from fxpipe.models.pipelines import is_pipeline
 from fxpipe.models.self_conditioning import SelfConditioning
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan
@@ -36,7 +38,15 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_others(
-    *, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shapes: Any = "any"
+    *,
+    cost_model: Any,
+    observe: Any,
+    recompute: Any,
+    budget: Any,
+    collocation: Any,
+    fill: Any,
+    shard_optimizer: Any,
+    shapes: Any = "any",
 ) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
@@ -51,6 +61,8 @@ def check_others(
         raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
     if recompute not in (None, True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
+    if shard_optimizer not in (None, True, False):
+        raise CompileError(f"shard_optimizer={shard_optimizer!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 
@@ -161,7 +173,7 @@ def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int
         )
     says = {
         "batch_size": known.batch_size, "microbatches": known.num_microbatches, "stages": known.staged.num_stages,
-        "data_parallel": known.staged.replicas,
+        "data_parallel": known.staged.replicas, "shard_optimizer": known.staged.sharded,
     }  # fmt: skip
     for name, value in asked.items():
         if value in (None, "auto") or value == says.get(name):
@@ -257,8 +269,11 @@ def asked_microbatches(
     return microbatches
 
 
-def unwrapped(model: nn.Module, schedule: str | Schedule) -> tuple[nn.Module, float | None]:
-    """The step, and the probability of its first pass where that is self-conditioning."""
+def unwrapped(model: Any, schedule: str | Schedule) -> tuple[nn.Module, float | None]:
+    """The step, of a pipeline its training step, and the probability of its first pass where that is
+    self-conditioning."""
+    if is_pipeline(model):
+        return pipeline_step(model), None
     if not isinstance(model, SelfConditioning):
         return model, None
     if isinstance(schedule, Schedule):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.analysis import Observe, given_cost_model
+from fxpipe.analysis import Observe, shared_cost_model
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
@@ -147,7 +147,8 @@ def compile_sampler(
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit)
     tracing = Tracing(rows_of, sizes, captures, observe)
-    lowering = SampleLowering(asked, tracing, where, given_cost_model(priced), observe, *texts, known, setting)
+    by = shared_cost_model(priced, launched)
+    lowering = SampleLowering(asked, tracing, where, by, observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}

@@ -87,7 +87,10 @@ def test_try_out_under_torchrun_shows_the_plan_once_and_trains(tmp_path: Path) -
     assert trains(launched.stdout)
 
 
-@pytest.mark.parametrize("spec", ["stable_diffusion:step", "unconditional_unet:step", "dit:model", "controlnet:step"])
+SPECS = ["stable_diffusion:step", "unconditional_unet:step", "dit:model", "controlnet:step", "toy_pipeline:pipe"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_factory_is_one_the_command_line_takes(spec: str) -> None:
     file, name = spec.split(":")
     model = load_model(f"{EXAMPLES / file}.py:{name}")

@@ -72,6 +72,36 @@ class OwnBuffers:
 
         return Pending(wait)
 
+    def reduce_scatter(
+        self, tensors: list[Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[Tensor]]:
+        of_others = [t.flatten() for t, owner in zip(tensors, owners, strict=True) if owner != self.rank]
+        own = sum(t.numel() for t, owner in zip(tensors, owners, strict=True) if owner == self.rank)
+        moved = torch.cat([torch.empty(0), *of_others]), torch.empty((len(ranks) - 1) * own)
+        with _disable_current_modes():
+            given = [t if owner == self.rank else t.clone() for t, owner in zip(tensors, owners, strict=True)]
+            pending = self._transport.reduce_scatter(given, owners, ranks, edge)
+
+        def wait() -> list[Tensor]:
+            with _disable_current_modes():
+                assert len(moved) == 2
+                return pending.wait()
+
+        return Pending(wait)
+
+    def broadcast(
+        self, tensors: list[Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[None]:
+        flat = torch.empty(sum(t.numel() for t in tensors))
+        pending = self._transport.broadcast(tensors, owners, ranks, edge)
+
+        def wait() -> None:
+            with _disable_current_modes():
+                assert flat.numel()
+                pending.wait()
+
+        return Pending(wait)
+
 
 def measured_peaks(
     program: fxpipe.Program, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, keeps_sent: bool = False
@@ -104,10 +134,10 @@ def measured_peaks(
 class Wide(nn.Module):
     """A residual network on flat vectors, activations larger than weights; views and an in-place-able tail."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.layers, self.tokens = nn.ModuleList(nn.Linear(16, 16) for _ in range(8)), tokens
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for layer in self.layers:
@@ -115,11 +145,12 @@ class Wide(nn.Module):
         return torch.nn.functional.mse_loss(x, target)
 
     def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
-        return {"x": torch.randn(batch_size, 8, 16), "target": torch.randn(batch_size, 8, 16)}
+        return {name: torch.randn(batch_size, self.tokens, 16) for name in ("x", "target")}
 
 
 MODELS: dict[str, Callable[[], Any]] = {
     "wide": Wide,
+    "heavy": lambda: Wide(1),
     "unet": lambda: TinyUNet("no_grad"),
     "sd": lambda: ZOO["sd"](torch.float32),
 }
@@ -127,22 +158,26 @@ IDLE_NETWORK = Cluster("A100-80GB", (Level(4, Link("idle", 1e18, 0.0)),))
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "schedule", "replicas"),
+    ("name", "ranks", "schedule", "replicas", "sharded"),
     [
-        ("wide", 1, "1f1b", 1),
-        ("wide", 2, "zero-bubble", 1),
-        ("unet", 1, "gpipe", 1),
-        ("unet", 2, "wave", 1),
-        ("sd", 2, "1f1b", 1),
-        ("wide", 2, "1f1b", 2),
-        ("wide", 4, "zero-bubble", 2),
+        ("wide", 1, "1f1b", 1, False),
+        ("wide", 2, "zero-bubble", 1, False),
+        ("unet", 1, "gpipe", 1, False),
+        ("unet", 2, "wave", 1, False),
+        ("sd", 2, "1f1b", 1, False),
+        ("wide", 2, "1f1b", 2, False),
+        ("wide", 4, "zero-bubble", 2, False),
+        ("wide", 4, "zero-bubble", 2, True),
+        ("heavy", 3, "1f1b", 3, True),
     ],
 )
 def test_prediction_against_run(
-    name: str, ranks: int, schedule: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+    name: str, ranks: int, schedule: str, replicas: int, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[name]()
-    program = fxpipe.compile(model, ranks, batch_size=6, microbatches=3, schedule=schedule, data_parallel=replicas)
+    program = fxpipe.compile(
+        model, ranks, batch_size=6, microbatches=3, schedule=schedule, data_parallel=replicas, shard_optimizer=sharded
+    )
     timeline = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
     measured = measured_peaks(program, model.example_inputs(6), monkeypatch)
     assert list(timeline.peak_bytes) == pytest.approx(measured, rel=0.1)

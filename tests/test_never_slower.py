@@ -71,8 +71,8 @@ def at_once_bytes(case: Case) -> int:
 
 
 def rivals(case: Case) -> list[Contestant]:
-    """The baselines that fit, ZeRO-3 aside: with states on one rank each it has room for more samples at once, and half
-    of its messages beside the forward, which no plan has."""
+    """The baselines that fit, ZeRO-3 aside: with weights and gradients on one rank each it has room for more samples at
+    once."""
     return [row for row in baselines(case) if row.fits and row.name != "ZeRO-3"]
 
 

@@ -23,7 +23,8 @@ WAVE, LINE = {"schedule": "wave"}, {"schedule": "1f1b"}
 
 
 def program(model: nn.Module, world_size: int, rows: int, layout: Layout) -> fxpipe.Program:
-    return fxpipe.compile(model, world_size, example_inputs=batch(0, rows), microbatches=2, **layout)
+    options = {"microbatches": 2} | layout
+    return fxpipe.compile(model, world_size, example_inputs=batch(0, rows), **options)
 
 
 def as_rank(program: fxpipe.Program, transport: Transport) -> Engine:
@@ -57,6 +58,12 @@ def one_device(trained: str, num_buckets: int) -> Trained:
         (4, [{"schedule": "1f1b", "data_parallel": 2}], "all"),
         (2, [LINE, WAVE], "all"),  # the second holds other layers on a rank
         (2, [{"schedule": "gpipe", "data_parallel": 2}, LINE], "adapters"),
+        (
+            4,
+            [{"schedule": "wave", "data_parallel": 2}, {"schedule": "gpipe", "data_parallel": 4, "microbatches": 4}],
+            "all",
+        ),
+        (2, [{"schedule": "gpipe", "data_parallel": 2, "shard_optimizer": False}, LINE], "all"),
     ],
 )
 def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:

@@ -67,12 +67,16 @@ def test_reductions_in_different_orders_are_told() -> None:
     assert "ranks [0, 1] reduce the stages [1, 0] (rank 0) and [0, 1] (rank 1) in different orders" in fault
 
 
-def test_a_lost_reduction_is_found_in_the_programs() -> None:
-    program = fxpipe.compile(unet(), 2, batch_size=4, microbatches=2, schedule="1f1b", data_parallel=2)
+@pytest.mark.parametrize("function", ops.COLLECTIVES)
+def test_a_lost_reduction_is_found_in_the_programs(function: object) -> None:
+    program = fxpipe.compile(
+        unet(), 2, batch_size=4, microbatches=2, schedule="1f1b", data_parallel=2,
+        shard_optimizer=function is not ops.all_reduce,
+    )  # fmt: skip
     step = program.step
     assert check_programs(step.programs, step.messages, step.reductions) == []
-    (node,) = step.programs[1].graph.find_nodes(op="call_function", target=ops.all_reduce)
-    node.args = (*node.args[:2], [0], node.args[3])
+    (node,) = step.programs[1].graph.find_nodes(op="call_function", target=function)  # type: ignore[arg-type]
+    node.args = (*node.args[:2], [0], *node.args[3:])
     faults = check_programs(step.programs, step.messages, step.reductions)
     assert any("rank 1 starts a reduction that is not planned" in fault for fault in faults)
 

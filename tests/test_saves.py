@@ -90,6 +90,16 @@ def test_another_layout_goes_on_exactly(saved: tuple[Path, Any], take_up: Callab
     torch.testing.assert_close(take_up(directory), (losses[4:], weights), rtol=1e-10, atol=1e-12)
 
 
+def test_shares_of_replicas_go_on_in_any_layout(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    _, (losses, weights) = saved
+    shares = {"schedule": "gpipe", "data_parallel": 2}
+    first, _ = on_ranks(2, shares, lambda run: uninterrupted(run, tmp_path))
+    torch.testing.assert_close(first, (losses, weights), rtol=1e-10, atol=1e-12)
+    for layout in (shares | {"shard_optimizer": False}, WAVE):
+        found, _ = on_ranks(2, layout, lambda run: taken_up(run, lambda run: run.load(tmp_path)))
+        torch.testing.assert_close(found, (losses[4:], weights), rtol=1e-10, atol=1e-12)
+
+
 def test_every_tensor_is_written_once(saved: tuple[Path, Any]) -> None:
     files = [parts.Part(path) for path in sorted((saved[0] / "step-4").glob("*.safetensors"))]
     keys = Counter(key for file in files for key in file.sums)

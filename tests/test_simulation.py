@@ -167,9 +167,9 @@ def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.P
     reduced = [0] * program.world_size
     for reduction in program.step.reductions:
         for rank in reduction.ranks:
-            reduced[rank] += reduction.num_bytes
+            reduced[rank] += (1 + bool(reduction.owners)) * reduction.num_bytes
     assert timeline.reduced_bytes == tuple(reduced)
-    assert {event.action for event in timeline.collectives} == {
+    assert {event.action for event in timeline.collectives if event.kind != "all_gather"} == {
         str(a) for actions in program.schedule.ranks for a in actions if a.kind == "R"
     }
     assert 0 < timeline.bubble_ratio < 1
@@ -180,7 +180,8 @@ def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.P
 
 
 def test_every_graph_that_programs_call_has_a_cost(program: fxpipe.Program) -> None:
-    called = {name for of_rank in program.step.programs for name in of_rank.modules}
+    nodes = (node for of_rank in program.step.programs for node in of_rank.graph.nodes)
+    called = {node.target for node in nodes if node.op == "call_module" and node.args}
     assert called <= set(program.step.calls)
 
 

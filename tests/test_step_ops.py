@@ -63,6 +63,7 @@ class Layout:
     microbatches: int
     replicas: int = 1
     recompute: str | tuple[Run, ...] = ()
+    sharded: bool = True
 
     def place(self, case: Case) -> Staged:
         """Its stages on ranks."""
@@ -71,7 +72,8 @@ class Layout:
         staged = place(case.graph, case.costs, times, wanted, case.cluster, self.microbatches)
         runs = {"stages": whole_stages(staged.boundaries), "blocks": tuple((b, b + 1) for b in case.blocks if b % 3)}
         recompute = runs[self.recompute] if isinstance(self.recompute, str) else self.recompute
-        return replace(staged, schedule=self.schedule, recompute=recompute)
+        sharded = self.sharded and self.replicas > 1
+        return replace(staged, schedule=self.schedule, recompute=recompute, sharded=sharded)
 
 
 @cache
@@ -133,6 +135,7 @@ CASES: list[tuple[str, Layout]] = [
     *(("unet", Layout(name, 2, 2 * policy.stages_per_rank[0], 4)) for name, policy in POLICIES.items()),
     ("unet", Layout("gpipe", 4, 2, 4, 2)),
     ("unet", Layout("wave", 4, 4, 8, 2)),
+    ("unet", Layout("wave", 4, 4, 8, 2, sharded=False)),
     ("unet", Layout("wave", 8, 4, 8, 4)),
     ("unet", Layout("zero-bubble", 3, 3, 3, 1, "stages")),
     ("unet", Layout("1f1b", 1, 1, 2)),

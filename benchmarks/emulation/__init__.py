@@ -71,10 +71,10 @@ def emulated(
     graph, root = copy.deepcopy(program.graph), nn.Module()
     results = {name: _results(of_stage) for name, of_stage in program.modules.items()}
     for index, (node, op) in enumerate(zip(list(graph.nodes), op_list, strict=True)):
-        if op.kind == "run":
+        if op.kind == "run" or node.op == "call_module":
             planned_seconds = op.seconds + (seconds[op.call] if op.call else 0.0)
             drawn = node.target is ops.draw
-            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(op.call), drawn))
+            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(str(node.target)), drawn))
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.call_module(f"sleep_{index}", node.args))
             graph.erase_node(node)

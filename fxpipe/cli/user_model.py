@@ -15,12 +15,19 @@ from torch import nn
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs as backbone_inputs
 from fxpipe.models.backbones import is_backbone
+from fxpipe.models.pipeline_steps import training_step
 from fxpipe.models.pipelines import is_pipeline
 
 
 def load_model(spec: str) -> nn.Module:
-    """The nn.Module that `file.py:factory` or `module:factory` names; CompileError where it names none."""
+    """The nn.Module that `file.py:factory` or `module:factory` names, of a pipeline its training step.
+
+    Raises:
+        CompileError: it names neither.
+    """
     made = _made(spec)
+    if is_pipeline(made):
+        return training_step(made)
     if not isinstance(made, nn.Module):
         raise CompileError(f"{spec} must be an nn.Module or return one, got {type(made).__name__}")
     return made

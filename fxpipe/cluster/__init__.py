@@ -111,6 +111,7 @@ class Cluster:
     concurrent_seconds = network.concurrent_seconds
     all_reduce_seconds = network.all_reduce_seconds
     all_gather_seconds = network.all_gather_seconds
+    taken_seconds = network.taken_seconds
 
 
 def _from_short(text: str) -> Cluster:
@@ -145,7 +146,7 @@ def _from_toml(text: str) -> Cluster:
 
 
 def _level(table: Mapping[str, Any]) -> Level:
-    given = {"bandwidth_bytes_per_second", "latency_seconds", "duplex", "shared"}
+    given = {"bandwidth_bytes_per_second", "latency_seconds", "duplex", "shared", "taken_share"}
     _known(table, {"size", "link"} | given, "a level")
     name, own = table.get("link", "custom"), {key: table[key] for key in given & set(table)}
     if not own:
@@ -177,5 +178,6 @@ def _toml(cluster: Cluster) -> str:
             f"latency_seconds = {link.latency_seconds!r}",
             f"duplex = {str(link.duplex).lower()}",
             f"shared = {str(link.shared).lower()}",
+            *([f"taken_share = {link.taken_share!r}"] if link.taken_share else []),
         ]
     return "\n".join(lines) + "\n"

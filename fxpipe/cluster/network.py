@@ -62,6 +62,14 @@ def transfer_seconds(cluster: Cluster, source: int, target: int, num_bytes: floa
     return link.latency_seconds + num_bytes / link.bandwidth_bytes_per_second
 
 
+def taken_seconds(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+    """Seconds of computation that a message costs its sender, and its receiver as much."""
+    if source == target:
+        return 0.0
+    link, _ = route(cluster, source, target)
+    return link.taken_share * num_bytes / link.bandwidth_bytes_per_second
+
+
 def fair_rates(routes: Mapping[int, tuple[Link, tuple[Port, ...]]]) -> dict[int, float]:
     """Bytes per second of every message under way, by progressive filling: the fullest port is shared out first.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fxpipe.plan.row_ops import Stretch, cut_rows, merge_moments
+from fxpipe.plan.row_ops import Stretch, cut_rows, merged_moments, shares
 from fxpipe.plan.transport import Pending
 
 UNUSABLE = 0.25  # of the merged variance: a corrected one below this is not used
@@ -38,16 +38,16 @@ def flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def kept_going(now: torch.Tensor, last: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
-    """How much of its last change a value has gone through again, in [0, 1]: by least squares; 0 where none was."""
+    """How much of its last change a flat value has gone through again, in [0, 1]: by least squares; else 0."""
     wide = torch.promote_types(now.dtype, torch.float32)
     change, before = (now - last).to(wide), (last - earlier).to(wide)
-    size = before.square().sum()
-    return torch.where(size > 0, ((change * before).sum() / size).clamp(0, 1), 0)
+    size = before.dot(before)
+    return torch.where(size > 0, (change.dot(before) / size).clamp_(0, 1), 0)
 
 
 def advanced(latest: torch.Tensor, earlier: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """A value moved on by this much of its last change."""
-    return latest + alpha.to(latest.dtype) * (latest - earlier)
+    return (latest - earlier).mul_(alpha.to(latest.dtype)).add_(latest)
 
 
 def done(value: torch.Tensor) -> Pending[torch.Tensor]:
@@ -77,23 +77,20 @@ def corrected_moments(
     Returns:
         The moments [2, samples, groups], and how many groups of samples fell back to the merged latest ones.
     """
-    shares = [counts[patch] / sum(counts[other] for other in fresh) for patch in fresh]
-    moved = [(share, latest[patch], old) for share, patch, old in zip(shares, fresh, before, strict=True)]
-    shift = torch.stack([share * (now[0] - old[0]) for share, now, old in moved]).sum(0)
-    parts = [part if patch in fresh else _moved(part, moved, shift) for patch, part in enumerate(latest)]
-    merged, corrected = merge_moments(latest, counts), merge_moments(parts, counts)
+    stale, told = torch.stack(list(latest)), torch.stack([latest[patch] for patch in fresh])
+    weights = shares(tuple(counts[patch] for patch in fresh), told.dtype, told.device)
+    mean_now, variance_now = told.unbind(1)
+    mean_old, variance_old = torch.stack(list(before)).unbind(1)
+    mean, variance = stale.unbind(1)
+    moved = weights * (mean_now - mean_old)
+    shift = moved.sum(0)
+    apart = (mean_now - mean.unsqueeze(1)) + (mean_old - mean.unsqueeze(1))  # [patches, fresh, samples, groups]
+    variance = variance + (weights * (variance_now - variance_old) + moved * apart).sum(1) - shift.square()
+    as_fresh = torch.stack([mean + shift, variance], 1)
+    parts = torch.stack([part if patch in fresh else as_fresh[patch] for patch, part in enumerate(latest)])
+    merged, corrected = merged_moments(torch.stack([stale, parts]), counts)
     usable = corrected[1] > UNUSABLE * merged[1]
     return torch.where(usable, corrected, merged), (~usable).sum()
-
-
-def _moved(
-    part: torch.Tensor, moved: Sequence[tuple[float, torch.Tensor, torch.Tensor]], shift: torch.Tensor
-) -> torch.Tensor:
-    mean, variance = part
-    for share, now, old in moved:
-        apart = (now[0] - mean) + (old[0] - mean)
-        variance = variance + share * (now[1] - old[1] + (now[0] - old[0]) * apart)
-    return torch.stack([mean + shift, variance - shift.square()])
 
 
 def own_rows(

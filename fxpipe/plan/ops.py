@@ -82,9 +82,33 @@ def all_reduce(
     return transport.all_reduce(gradients, tuple(ranks), edge)
 
 
+def reduce_scatter(
+    transport: Transport, gradients: list[torch.Tensor], ranks: Sequence[int], edge: int, owners: Sequence[int]
+) -> Pending[list[torch.Tensor]]:
+    """Start to sum these gradients over `ranks`, each on its owner; does not block."""
+    return transport.reduce_scatter(gradients, tuple(owners), tuple(ranks), edge)
+
+
 def wait_reduced(pending: Pending[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Block until all ranks have given their gradients: the sums, equal to the last bit on all of them."""
+    """Block until all ranks have given their gradients: the sums, equal to the last bit on all that have them."""
     return pending.wait()
+
+
+def broadcast(
+    transport: Transport, parameters: list[torch.Tensor], ranks: Sequence[int], edge: int, owners: Sequence[int]
+) -> Pending[None]:
+    """Start to bring the values that the owners of these parameters have to all `ranks`; does not block."""
+    return transport.broadcast(parameters, tuple(owners), tuple(ranks), edge)
+
+
+def wait_values(pending: Pending[None]) -> None:
+    """Block until the parameters have their owners' values."""
+    pending.wait()
+
+
+COLLECTIVES = (all_reduce, reduce_scatter, broadcast)
+"""Those that ranks start together; their ranks and edge are the third and fourth argument."""
+WAITS = (wait, wait_reduced, wait_values)
 
 
 def release(saved: list[Any]) -> None:

@@ -5,6 +5,7 @@
       stage  0 on rank 0: blocks 0-3  25.1%  unet.conv_in .. unet.down_blocks.0
       ...
       frozen 0 on all ranks: vae
+      optimizer states shared out over replicas
       step: 1.23412 s, 3.1% idle, 37713412096 bytes a rank, 1203423 bytes on wires
       note: next best of 14 ways: ...
     schedule wave: 4 stages, 4 micro-batches
@@ -213,6 +214,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     for number, name in enumerate(plan.components):
         where = on_ranks(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
         yield f"frozen {number} {where}: {name}"
+    if staged.sharded:
+        yield SHARDED
     if staged.recompute:
         yield f"recomputed: {', '.join(f'blocks {start}-{stop - 1}' for start, stop in staged.recompute)}"
     for form, prediction in plan.predicted.items():
@@ -221,6 +224,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
 
 
+SHARDED = "optimizer states shared out over replicas"
 _HEAD = re.compile(
     r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
     r"(, skips collocated)?"
@@ -232,7 +236,7 @@ _FORM = re.compile(r"(step|steady): (.*)")
 
 def _parse(text: str) -> Plan:
     summary, orders = text_parts(text)
-    read: Read = {"for": [], "stage": [], "frozen": [], "run": [], "form": [], "note": []}
+    read: Read = {"for": [], "stage": [], "frozen": [], "sharded": [], "run": [], "form": [], "note": []}
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or not orders:
         raise CompileError(f"this is no plan's text: it begins with {text[:60]!r}; `print(plan)` gives one")
@@ -249,6 +253,7 @@ def _parse(text: str) -> Plan:
         int(head[3]),
         tuple(read["run"]),
         tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
+        bool(read["sharded"]),
     )
     plan = Plan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
@@ -266,6 +271,8 @@ def _read(line: str, read: Read) -> None:
         return
     if found := _FROZEN.fullmatch(line):
         read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
+    elif line == SHARDED:
+        read["sharded"].append(True)
     elif line.startswith("recomputed: "):
         read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
     elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):

@@ -112,19 +112,24 @@ def _shape_faults(programs: Sequence[RankGraph], messages: Sequence[Message]) ->
 
 
 def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduction]) -> Iterator[str]:
-    """Every rank of a reduction starts it once, over the same ranks, and waits for it; the order is the schedule's."""
-    planned = {reduction.edge: reduction for reduction in reductions}
+    """Every rank of a reduction starts it once, over the same ranks and to the same owners, and waits for it; so for
+    the broadcast of what they have trained. The order is the schedule's."""
+    planned: dict[Any, tuple[Any, ...]] = {}  # by edge: what is done, by which ranks, to which owners
+    for of in reductions:
+        planned[of.edge] = (ops.reduce_scatter, of.ranks, of.owners) if of.owners else (ops.all_reduce, of.ranks)
+        if of.owners:
+            planned[of.values_edge] = ops.broadcast, of.ranks, of.owners
     for program in programs:
-        waited = {node.args[0] for node in program.graph.nodes if node.target is ops.wait_reduced}
-        started = [node for node in program.graph.nodes if node.target is ops.all_reduce]
+        waited = {node.args[0] for node in program.graph.nodes if node.target in (ops.wait_reduced, ops.wait_values)}
+        started = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
         for node in started:
-            reduction = planned.get(node.args[3])
-            if reduction is None or tuple(node.args[2]) != reduction.ranks or program.rank not in reduction.ranks:
+            found = node.target, *(tuple(ranks) for ranks in (node.args[2], *node.args[4:]))
+            if planned.get(node.args[3]) != found or program.rank not in found[1]:
                 yield f"rank {program.rank} starts a reduction that is not planned\n" + _at(program, node)
             if node not in waited:
                 yield f"rank {program.rank} never waits for a reduction\n" + _at(program, node)
         edges = sorted(node.args[3] for node in started)
-        wanted = sorted(reduction.edge for reduction in reductions if program.rank in reduction.ranks)
+        wanted = sorted(edge for edge, (_, ranks, *_) in planned.items() if program.rank in ranks)
         if edges != wanted:
             yield f"rank {program.rank} starts the reductions {edges}, planned are {wanted}"
 
@@ -137,9 +142,9 @@ def _early_faults(programs: Sequence[RankGraph], moments: Moments) -> Iterator[s
     for program in programs:
         latest = -1
         for node in program.graph.nodes:
-            if node.target in (ops.wait, ops.wait_reduced):
+            if node.target in ops.WAITS:
                 latest = max(latest, arrives[_edge(node.args[0])])
-            elif node.target in (ops.send, ops.all_reduce) and moments[_edge(node), program.rank] <= latest:
+            elif node.target in (ops.send, *ops.COLLECTIVES) and moments[_edge(node), program.rank] <= latest:
                 yield f"rank {program.rank} waits before it sends, for what may come later\n" + _at(program, node)
                 break
 
@@ -163,7 +168,7 @@ def _stuck(programs: Sequence[RankGraph]) -> Iterator[str]:
                 node = program_nodes[position[rank]]
                 if node.target is ops.send:
                     sent.add(node.args[3])
-                if node.target is ops.all_reduce:
+                if node.target in ops.COLLECTIVES:
                     given[node.args[3]] += 1
                 position[rank] += 1
                 moved = True
@@ -173,7 +178,7 @@ def _stuck(programs: Sequence[RankGraph]) -> Iterator[str]:
 
 
 def _can_run(node: fx.Node, sent: set[int], given: Mapping[int, int]) -> bool:
-    if node.target not in (ops.wait, ops.wait_reduced):
+    if node.target not in ops.WAITS:
         return True
     started = node.args[0]
     assert isinstance(started, fx.Node)

@@ -50,16 +50,29 @@ class Message:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The weight gradients of one stage, summed over the ranks of its replicas; `edge` is its compile-time id."""
+    """The weight gradients of one stage, summed over the ranks of its replicas; `edge` is its compile-time id.
+
+    With `owners`, one for each parameter, a sum is made on its owner alone, which trains the parameter; at the start of
+    the next step its value goes to the other replicas, under the id `values_edge`. Without, all of them have all sums.
+    """
 
     edge: int
     stage: int
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
     num_bytes: int
+    owners: tuple[int, ...] = ()
+    values_edge: int = -1
+
+    def owned(self, rank: int) -> tuple[str, ...]:
+        """The parameters whose sums a rank has."""
+        if not self.owners:
+            return self.parameters
+        return tuple(name for name, owner in zip(self.parameters, self.owners, strict=True) if owner == rank)
 
     def __str__(self) -> str:
-        return f"stage {self.stage} gradients over ranks {list(self.ranks)}, {self.num_bytes} bytes"
+        to = f" to {list(self.owners)}" if self.owners else ""
+        return f"stage {self.stage} gradients over ranks {list(self.ranks)}{to}, {self.num_bytes} bytes"
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class RankProgram:
 
     `graph` takes (transport, random, the model inputs in `inputs`) and returns (loss, gradients in the order of
     `gradients`); `modules` are the graphs it calls, which read their state by its original name; `state` maps those
-    names to shape and type.
+    names to shape and type. Of these the program brings the parameters in `refreshed` here itself, before it uses them.
 
     Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), and
     returns what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch
@@ -89,6 +102,7 @@ class RankProgram:
     carries: tuple[str, ...] = ()
     works_ahead: bool = False
     scaled: bool = False
+    refreshed: tuple[str, ...] = ()
     outputs: tuple[tuple[str, int], ...] = ()
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:

@@ -30,7 +30,8 @@ class Staged:
     Micro-batch m runs on stage_ranks[s][m % their number]. `schedule` names the order the placement was made for;
     `collocated` says that no skip crosses ranks by design. Of every run of blocks in `recompute`, each within a stage,
     only what comes into the run is kept for the backward, which computes the rest again. Frozen component c may run on
-    the ranks frozen_ranks[c], which hold its weights; on all where that is empty.
+    the ranks frozen_ranks[c], which hold its weights; on all where that is empty. Where it is `sharded`, each parameter
+    of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state.
     """
 
     boundaries: tuple[int, ...]
@@ -40,6 +41,7 @@ class Staged:
     world_size: int
     recompute: tuple[Run, ...] = ()
     frozen_ranks: tuple[tuple[int, ...], ...] = ()
+    sharded: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -65,7 +65,23 @@ class Transport(Protocol):
     def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         """Starts to sum each tensor over `ranks`; never blocks. The tensors must not be used before the wait.
 
-        All ranks of one group start their reductions in the same order.
+        All ranks of one group start their reductions and broadcasts in the same order.
+        """
+        ...
+
+    def reduce_scatter(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        """Starts to sum each tensor over `ranks` on its owner, one of them; never blocks. The wait gives this rank's
+        sums, in the memory of its own tensors; none of them must be used before it.
+        """
+        ...
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[None]:
+        """Starts to send each tensor's values from its owner to all `ranks`; never blocks. The wait writes them into
+        the tensors that this rank does not own.
         """
         ...
 

@@ -58,7 +58,7 @@ class Engine(Training):
         with told(transport):
             agree(transport, {"plan": plan.fingerprint}, "engine")
             self._take(plan)
-            self._shared = SharedModel(model, transport, self._trainable(), self._given_by(plan))
+            self._shared = self._shared_by(plan)
             self._shared_smaller: dict[int, SharedModel] = {}  # by the number of samples
             agree_on_state(transport, self._state)
             self._open(plan.channels, plan.groups)
@@ -84,10 +84,14 @@ class Engine(Training):
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         with told(self._transport):
-            if self._shared.borrows:
-                self._agree("step", {})
-                self._shared.borrow()
             return super()._step(batch, following)
+
+    def _bring_values(self, plan: StepPlan) -> None:
+        shared = self._shared_of(plan)
+        if shared.borrows:
+            if not self.check_batches:
+                self._agree("step", {})
+            shared.borrow()
 
     def _read(self, reader: ReadAhead) -> tuple[ReadBatch, ReadBatch | None] | None:
         with told(self._transport):
@@ -190,21 +194,23 @@ class Engine(Training):
             self._agree(call, parts)
 
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor], plan: StepPlan) -> None:
-        shared = self._shared_smaller.get(plan.batch_size, self._shared)
-        super()._add_gradients(shared.give(gradients), plan)
+        super()._add_gradients(self._shared_of(plan).give(gradients), plan)
 
-    def _given_by(self, plan: StepPlan) -> list[str]:
-        """The parameters whose gradients arise on this rank."""
-        return [self._shown(name) for name in plan.program(self.rank).gradients]
+    def _shared_of(self, plan: StepPlan) -> SharedModel:
+        return self._shared_smaller.get(plan.batch_size, self._shared)
+
+    def _shared_by(self, plan: StepPlan) -> SharedModel:
+        """The model as this form of the step shares it; of fewer samples, ranks may be idle and others train more."""
+        given = [self._shown(name) for name in plan.program(self.rank).gradients]
+        return SharedModel(self._model, self._transport, self._trainable(), self._refreshed_by(plan), given)
 
     def _prepare(self, forms: Sequence[StepPlan]) -> None:
         agree(self._transport, {"plan of this form of the step": [form.fingerprint for form in forms]}, "step")
         for form in forms:
             self._take(form)
-            if form.batch_size < self._plan.batch_size:  # where some ranks may be idle, and so give no gradients
-                args = self._model, self._transport, self._trainable(), self._given_by(form)
-                self._shared_smaller[form.batch_size] = SharedModel(*args)
-        self._shared.hold(self._trainable())
+            if form.batch_size < self._plan.batch_size:
+                self._shared_smaller[form.batch_size] = self._shared_by(form)
+        self._shared.hold(self._trainable(), self._refreshed_by(self._plan))
         agree_on_state(self._transport, self._state)
         channels = {channel for form in forms for channel in form.channels}
         groups = {group for form in forms for group in form.groups}
@@ -239,6 +245,10 @@ class Engine(Training):
     def _trainable(self) -> list[str]:
         """What this rank holds of the parameters that require gradients."""
         return [self._shown(n) for n, t in self._held.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+
+    def _refreshed_by(self, plan: StepPlan) -> list[str]:
+        """What its program brings here: of replicas that train it for this one."""
+        return [self._shown(name) for name in plan.program(self.rank).refreshed]
 
     def close(self) -> None:
         """As in `Training.close`. What other ranks train is not in this rank's model unless `sync_model` brought it."""

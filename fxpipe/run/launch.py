@@ -33,10 +33,8 @@ def made_by_rank_zero(make: Callable[[], Plan], asked: Mapping[str, object], ran
     """
     if rank is None:
         return make()
-    from fxpipe.run.transport.distributed import from_rank_zero
-
     mine = {name: str(value) for name, value in asked.items()}
-    there, plan = json.loads(from_rank_zero(lambda: json.dumps((mine, make().as_dict())), _PLAN_SECONDS))
+    there, plan = json.loads(text_of_rank_zero(lambda: json.dumps((mine, make().as_dict()))))
     for name in mine:
         if mine[name] != there[name]:
             raise RunError(
@@ -44,3 +42,14 @@ def made_by_rank_zero(make: Callable[[], Plan], asked: Mapping[str, object], ran
                 "start all ranks with the same options"
             )
     return Plan.from_dict(plan)
+
+
+def text_of_rank_zero(make: Callable[[], str]) -> str:
+    """Collective over the ranks of a launch: what `make` gives on rank 0, where alone it is called.
+
+    Raises:
+        RunError: rank 0 raised, or gave nothing in time.
+    """
+    from fxpipe.run.transport.distributed import from_rank_zero
+
+    return from_rank_zero(make, _PLAN_SECONDS)

@@ -52,7 +52,21 @@ class Observed:
     def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
         pending, start = self._transport.all_reduce(tensors, ranks, edge), self._now()
         size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} gradients"
-        return Pending(lambda: self._waited(pending, -1, edge, size, label, start))
+        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("reduce", start)))
+
+    def reduce_scatter(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        pending, start = self._transport.reduce_scatter(tensors, owners, ranks, edge), self._now()
+        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} gradients"
+        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("reduce_scatter", start)))
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[None]:
+        pending, start = self._transport.broadcast(tensors, owners, ranks, edge), self._now()
+        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} parameters"
+        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("all_gather", start)))
 
     def advance(self) -> None:
         self._end_action()
@@ -63,15 +77,22 @@ class Observed:
         self._transport.flush()
 
     def _waited(
-        self, pending: Pending[T], peer: int, edge: int, size: int, label: str, reduced_since: float | None = None
+        self,
+        pending: Pending[T],
+        peer: int,
+        edge: int,
+        size: int,
+        label: str,
+        collective: tuple[str, float] | None = None,
     ) -> T:
-        """Wait, and report it, and a reduction from its start on this rank to the end of the wait."""
+        """Wait, and report it, and a collective (its kind, its start on this rank) until the end of the wait."""
         start = self._now()
         value = pending.wait()
         end, what = self._now(), (peer, edge, size, label)
         self._observe(Event(self.rank, self._action, "wait", start, end, *what))
-        if reduced_since is not None:
-            self._observe(Event(self.rank, self._action, "reduce", reduced_since, end, *what))
+        if collective is not None:
+            kind, since = collective
+            self._observe(Event(self.rank, self._action, kind, since, end, *what))
         return value
 
     def _end_action(self) -> None:

@@ -4,8 +4,9 @@
     engine of program B     rank 0: conv_in             rank 1: mid, conv_out
 
 A step of B borrows `mid` for rank 1 before it begins and gives its gradient to rank 0 after it, so that an optimizer
-finds all of a parameter's gradients, and keeps its state, on one rank. Where a parameter is trained elsewhere this
-process has no gradient, and an outdated value: a module that holds such values is neither run nor saved.
+finds all of a parameter's gradients, and keeps its state, on one rank. Replicas of a stage own a share of its
+parameters each, and each step begins with the others' values. Where a parameter is trained elsewhere this process has
+no gradient, and an outdated value: a module that holds such values is neither run nor saved.
 """
 
 from collections.abc import Iterable, Iterator

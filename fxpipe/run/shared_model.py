@@ -4,7 +4,8 @@
     after it          gradients that arose where they are not trained                  giver -> owner
     on demand         the values of all owners, to one rank or to all; the norms of all gradients
 
-Where one program trains the model, the first two are empty.
+Where one program trains the model, the first two are empty: what replicas of a stage train for each other is exchanged
+within the program.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,25 +27,32 @@ class SharedModel:
     """A model and one engine's part in it.
 
     Args:
-        held: names of trainable parameters that this rank's program reads; `given` those it makes gradients of.
+        held: names of trainable parameters that this rank's program reads; `refreshed` those of them that it brings
+            here itself, `given` those it makes gradients of.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, held: Collection[str], given: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        transport: Transport,
+        held: Collection[str],
+        refreshed: Collection[str],
+        given: Collection[str],
+    ) -> None:
         self.parameters = dict(model.named_parameters())
         self._transport, self._rank = transport, transport.rank
-        self._known: _Routes | None = None
-        self._holders = _ranks(everyones(transport, sorted(held)))
         self._givers = _ranks(everyones(transport, sorted(given)))
         for name, ranks in self._givers.items():
             claim(self.parameters[name], ranks)
-        self.borrow()
+        self.hold(held, refreshed)
         watch(model, self._rank)
 
-    def hold(self, held: Collection[str]) -> None:
-        """Collective: this rank reads these from now on."""
+    def hold(self, held: Collection[str], refreshed: Collection[str]) -> None:
+        """Collective: this rank reads these from now on; they are new here."""
         self._holders = _ranks(everyones(self._transport, sorted(held)))
-        self._known = None
-        self.borrow()
+        self._borrowers = _ranks(everyones(self._transport, sorted({*held} - {*refreshed})))
+        self._known: _Routes | None = None
+        self._copy(self._to(self._holders))
 
     @property
     def trained_here(self) -> dict[str, nn.Parameter]:
@@ -123,7 +131,7 @@ class SharedModel:
             given = [(n, by[0], to) for n, by in self._givers.items() for to in had[n] if to not in by]
             owned = {name for name, ranks in had.items() if self._rank in ranks}
             foreign = [p for name, p in self.parameters.items() if had[name] and name not in owned]
-            self._known = _Routes(num_claims(), self._to(self._holders), given, frozenset(owned), foreign)
+            self._known = _Routes(num_claims(), self._to(self._borrowers), given, frozenset(owned), foreign)
         return self._known
 
 

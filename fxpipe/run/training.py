@@ -180,6 +180,7 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         made = carried.made if carried and self._serves(carried, batch) else None
         self._check(batch, following, made is not None)
         plan = self._of_size(batch.size)
+        self._bring_values(plan)
         if self._make_filled is None or (made is None and following is None):
             now = self.step_index
             loss, gradients, _ = self._execute(plan.drawn(self.seed, now), now, batch.given)
@@ -256,6 +257,9 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
     @abstractmethod
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
         """Called before a step with what it will run on, and whether its frozen work is done already."""
+
+    def _bring_values(self, plan: StepPlan) -> None:
+        """Called before a program runs: of what others have trained, it needs today's values."""
 
     @abstractmethod
     def _prepare(self, forms: Sequence[StepPlan]) -> None:

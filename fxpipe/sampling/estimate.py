@@ -11,12 +11,17 @@ are taken to work in step, as patches of one size do. A channel has one message 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import torch
 
 from fxpipe.cluster import Cluster
+from fxpipe.plan import displaced_ops, row_ops
 from fxpipe.plan.sample_plan import IN_TURN
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.links import Links
+from fxpipe.sampling.links import Busy, Links
 from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.seconds import own_seconds
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP
 from passes.sampling.cells import cells
 from passes.sampling.stages import Line, Stage, line_of, num_blocks
@@ -44,32 +49,35 @@ def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int) -> E
 
 def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[Told], bool]) -> tuple[float, float]:
     """When these items end, and the seconds in which links are busy with what they tell."""
-    clock = free = busy = 0.0
+    clock = free = busy = owed = 0.0
     told: dict[int, float] = {}
     for place, item in enumerate(items):
         for read in item.reads:
             exchange = items[read].told
             assert exchange is not None
-            clock = max(clock, told.get(read, 0.0)) + exchange.seconds
-        clock += item.seconds
+            there = max(clock, told.get(read, 0.0))
+            owed = max(0.0, owed - (there - clock))
+            clock = there + exchange.seconds
+        if item.seconds:
+            clock, owed = clock + item.seconds + owed, 0.0
         if item.told is not None and item.told.sent:
-            seconds, latency = links.of_patches(item.told, column)
-            busy += seconds
+            way = links.of_patches(item.told, column)
+            busy, owed = busy + way.seconds, owed + way.taken
             if waits(item.told):
-                told[place] = free = max(free, clock) + seconds + latency
+                told[place] = free = max(free, clock) + way.until_there
     return clock, busy
 
 
 def paced(
     line: Line, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
-    hop: Callable[[Stage, int, str, int], tuple[float, float]], shown: Callable[[Stage, int], float],
+    hop: Callable[[Stage, int, str, int], Busy], shown: Callable[[Stage, int], float],
     follows: bool,
 ) -> list[float]:  # fmt: skip
     """When each of some steps ends.
 
     Args:
         seconds: of a stage at a turn.
-        hop: link and latency seconds of a stage's value, at a turn, to a column.
+        hop: of a stage's value, at a turn, to a column.
         shown: seconds until the prediction of a turn is on all ranks.
         follows: whether a turn's next step begins when its prediction is there, not those of all turns.
     """
@@ -78,19 +86,22 @@ def paced(
     wires: dict[tuple[int, int], float] = {}
     begin, ends = [0.0] * num_turns, list[float]()
     for _ in range(num_steps):
-        arrived: dict[tuple[str, int, int], float] = {}
+        arrived: dict[tuple[str, int, int], tuple[float, float]] = {}
         for cell in order:
             stage, turn = cell.stage, cell.turn
             start = max(free[stage.column], begin[turn] if stage.index == 0 else 0.0)
-            start = max([start, *(arrived.get((value, turn, stage.column), 0.0) for value in stage.reads)])
+            come = [
+                arrived[value, turn, stage.column] for value in stage.reads if (value, turn, stage.column) in arrived
+            ]
+            start = max([start + sum(taken for _, taken in come), *(there for there, _ in come)])
             free[stage.column] = end = start + seconds(stage, turn)
             for value in stage.returns:
                 for column in line.readers(value):
                     if column != stage.column:
-                        busy, latency = hop(stage, turn, value, column)
-                        wire = stage.column, column
-                        wires[wire] = max(wires.get(wire, 0.0), end) + busy + latency
-                        arrived[value, turn, column] = wires[wire]
+                        way, wire = hop(stage, turn, value, column), (stage.column, column)
+                        wires[wire] = max(wires.get(wire, 0.0), end) + way.until_there
+                        arrived[value, turn, column] = wires[wire], way.taken
+                        free[stage.column] += way.taken
             if stage == line.stages[-1]:
                 begin[turn] = end + shown(stage, turn)
         ends.append(max(begin))
@@ -111,6 +122,19 @@ class _Layout:
         """Seconds of a kernel that reads and writes so many bytes."""
         return self.case.cost_model.moving_seconds(int(num_bytes), int(num_bytes))
 
+    def own(self, operation: Callable[..., Any], *arguments: Any) -> float:
+        """Seconds of one of a patch's own operations."""
+        return own_seconds(self.case.cost_model, operation, *arguments)
+
+    def correction(self, told: Told, num_patches: int, num_fresh: int) -> float:
+        """Seconds by which moments that are corrected take longer than those that are merged."""
+        if self.made.how.norms != "corrected":
+            return 0.0
+        part, counts = _of_bytes(told.own_bytes).view(2, 1, -1), [1] * num_patches
+        parts, fresh = [part] * num_patches, [*range(num_fresh)]
+        corrected = self.own(displaced_ops.corrected_moments, parts, parts[:num_fresh], fresh, counts)
+        return corrected - self.own(row_ops.merge_moments, parts, counts)
+
     def inputs_bytes(self) -> int:
         """Of the whole call; those that tell whether conditions have changed are there twice."""
         likes, of_call = self.case.likes, self.case.of_call
@@ -125,7 +149,12 @@ class _Rows(_Layout):
 
     @cached_property
     def work(self) -> PatchWork:
-        return self.case.work(self.size, self.made.bounds, 0, self.made.text_first)
+        return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first)
+
+    @cached_property
+    def inner(self) -> int:
+        """A patch with neighbours on both sides, where there is one."""
+        return min(1, max(self.grid.patches - 2, 0))
 
     def crosses(self, told: Told) -> bool:
         """Whether it is read a step later."""
@@ -172,12 +201,16 @@ class _Rows(_Layout):
         """Seconds of what a displaced step computes more than an exact one."""
         yield from self._packed(crossing)
         for told in crossing:
-            sources = [size for _, dst, size in told.sent if dst == 0]
+            sources = [size for _, dst, size in told.sent if dst == self.inner]
             if told.kind == "halo":
                 yield sum(map(self.moving, sources))
-            if self.made.how.advance and told.kind != "moments":
-                yield self.moving(sum(sources) if told.kind == "halo" else told.own_bytes) + self.moving(4)
-                yield sum(map(self.moving, sources))
+            if told.kind == "moments":
+                yield self.correction(told, self.grid.patches, 1)
+            elif self.made.how.advance:
+                own = _of_bytes(sum(sources) if told.kind == "halo" else told.own_bytes)
+                yield self.own(displaced_ops.flat, [own]) + self.own(displaced_ops.kept_going, own, own, own)
+                others = map(_of_bytes, sources)
+                yield sum(self.own(displaced_ops.advanced, other, other, _of_bytes(4)[0]) for other in others)
 
 
 class _Stages(_Layout):
@@ -223,11 +256,18 @@ class _Stages(_Layout):
             places = [place for place, item in enumerate(work.items) if item.name in stage.nodes]
             wait = fresh or not self.in_turn
             taken = clocked(_renumbered(work.items, places), self.links, stage.column, lambda told: wait)[0]
+            if not wait:
+                taken += sum(self._kept(told) for place in places if (told := work.items[place].told))
             if early:
                 names = self.column_names[stage.column] & self.line.early - self.case.once(self.run)
                 taken += sum(item.seconds for item in work.items if item.name in names)
             self._seconds[key] = taken
         return self._seconds[key]
+
+    def _kept(self, told: Told) -> float:
+        """Seconds of what a patch in turn does more than one beside others."""
+        num = len(self.patch_works)
+        return self.correction(told, num, (num + 1) // 2) if told.kind == "moments" else 0.0
 
     @cached_property
     def _seconds(self) -> dict[tuple[int, PatchWork, bool], float]:
@@ -236,7 +276,7 @@ class _Stages(_Layout):
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
         turns = self.num_runs * (1 if fresh or not self.in_turn else len(self.made.bounds) - 1)
 
-        def hop(stage: Stage, turn: int, value: str, column: int) -> tuple[float, float]:
+        def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
             return self.links.between(stage.column, column, self.work(turn, fresh).bytes_of(value))
 
         def shown(stage: Stage, turn: int) -> float:
@@ -294,6 +334,11 @@ class _Stages(_Layout):
             between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)
             found.append(weights + alive + between + caches * self.num_runs)
         return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
+
+
+def _of_bytes(num_bytes: int) -> torch.Tensor:
+    """Any value of this size."""
+    return torch.empty(max(num_bytes // 4, 1), device="meta")
 
 
 def _free(item: Item) -> Item:

@@ -1,14 +1,25 @@
 """Seconds of what ranks of a grid tell each other at once, every group of samples the same at the same time."""
 
+from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Transfer, route
 from fxpipe.plan.sample_grid import Grid
 from passes.sampling.work import Told
 
-Busy = tuple[float, float]
-"""Seconds in which links are busy, and the latency after them."""
+
+class Busy(NamedTuple):
+    """Seconds in which links are busy, the latency after them, and those that the busiest rank loses."""
+
+    seconds: float
+    latency: float
+    taken: float
+
+    @property
+    def until_there(self) -> float:
+        return self.seconds + self.latency
 
 
 class Links:
@@ -38,20 +49,18 @@ class Links:
         """A prediction from a column's first patch of every group to all other ranks."""
         sources = [self._rank(group, column, 0) for group in range(self.grid.groups)]
         ranks = range(self.grid.world_size)
-        return sum(self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst))
+        return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst).until_there
 
     def of_groups(self, num_bytes: int) -> float:
         """Every group's prediction to the others."""
         groups, patches = range(self.grid.groups), range(self.grid.patches)
-        return sum(
-            self._at_once(
-                (self._rank(a, 0, patch), self._rank(b, 0, patch), num_bytes)
-                for a in groups
-                for b in groups
-                if a != b
-                for patch in patches
-            )
-        )
+        return self._at_once(
+            (self._rank(a, 0, patch), self._rank(b, 0, patch), num_bytes)
+            for a in groups
+            for b in groups
+            if a != b
+            for patch in patches
+        ).until_there
 
     def _rank(self, group: int, column: int, patch: int) -> int:
         return (group * self.grid.stages + column) * self.grid.patches + patch
@@ -60,5 +69,9 @@ class Links:
         sent = tuple(transfer for transfer in transfers if transfer[2])
         if sent not in self._known:
             latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
-            self._known[sent] = max(self.cluster.concurrent_seconds(sent), default=latency) - latency, latency
+            seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
+            taken = Counter[int]()
+            for src, dst, size in sent:
+                taken.update(dict.fromkeys((src, dst), self.cluster.taken_seconds(src, dst, size)))
+            self._known[sent] = Busy(seconds, latency, max(taken.values(), default=0.0))
         return self._known[sent]

@@ -1,17 +1,28 @@
-"""Seconds of a denoiser's operations, forward."""
+"""Seconds of a denoiser's operations, forward.
+
+One of ATen's is a kernel by its FLOPs and bytes. One of a patch's own (`row_ops`, `displaced_ops`) is the kernels that
+it is made of, each of which moves bytes: at small patches their number is what counts.
+"""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.flops import node_costs
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 from fxpipe.plan import displaced_ops, ops, row_ops
+from passes.sampling import exchanges
 
-_VIEWS = (operator.getitem, ops.slice_batch, row_ops.edge_rows)
+_VIEWS = (operator.getitem, ops.slice_batch, row_ops.edge_rows, displaced_ops.unpack, displaced_ops.done)
+_OWN = (row_ops.__name__, displaced_ops.__name__)
+_META = torch.device("meta")
 
 
 def operation_seconds(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Node, float]:
@@ -24,6 +35,64 @@ def operation_seconds(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Nod
     found = dict(zip(costs, node_seconds(model, CostTable.of(costs.values()), 1).forward.tolist(), strict=True))
     for node in operations:
         value = (node.args[1] if node.target is displaced_ops.put else node).meta.get("val")  # type: ignore[union-attr]
-        if node not in found and isinstance(value, torch.Tensor):
+        if node in found:
+            continue
+        if node.target is exchanges.merged_moments:
+            operand, num_groups = node.args
+            found[node] = own_seconds(model, row_ops.moments, operand.meta["val"], num_groups)  # type: ignore[union-attr]
+            found[node] += own_seconds(model, row_ops.merge_moments, [value, value], [1, 1])
+        elif (kernels := _kernels(node)) is not None:
+            found[node] = sum(model.moving_seconds(*moved) for moved in kernels)
+        elif isinstance(value, torch.Tensor):
             found[node] = model.moving_seconds(value.nbytes, value.nbytes)
     return found
+
+
+def own_seconds(model: CostModel, operation: Callable[..., Any], *arguments: Any) -> float:
+    """Of one of a patch's own operations on these arguments, tensors on any device."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    likes = tuple(_Like.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return sum(model.moving_seconds(*moved) for moved in _kernels_of(operation, likes, spec))
+
+
+def _kernels(node: fx.Node) -> tuple[tuple[int, int], ...] | None:
+    """Bytes that each kernel of one of a patch's own operations reads and writes; None where values are not known."""
+    if getattr(node.target, "__module__", "") not in _OWN or node.kwargs:
+        return None
+    values = {operand: operand.meta.get("val") for operand in node.all_input_nodes}
+    likes = {operand: _Like.of(value) for operand, value in values.items() if isinstance(value, torch.Tensor)}
+    if len(likes) < len(values):
+        return None
+    leaves, spec = pytree.tree_flatten(fx.map_arg(node.args, lambda operand: likes[operand]))
+    return _kernels_of(node.target, tuple(leaves), spec)
+
+
+class _Like(tuple[Any, ...]):
+    """Shape and type of a tensor."""
+
+    @staticmethod
+    def of(value: torch.Tensor) -> "_Like":
+        return _Like((tuple(value.shape), value.dtype))
+
+
+@cache
+def _kernels_of(target: Any, leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> tuple[tuple[int, int], ...]:
+    made = [torch.empty(one[0], dtype=one[1], device=_META) if isinstance(one, _Like) else one for one in leaves]
+    with _Counted() as counted, torch.no_grad():
+        target(*pytree.tree_unflatten(made, spec))
+    return tuple(counted.moved)
+
+
+class _Counted(TorchDispatchMode):
+    """Bytes read and written by every operation that is no view."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moved: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in (args, result))
+        if not func.is_view and made:
+            self.moved.append((sum(t.nbytes for t in given), sum(t.nbytes for t in made)))
+        return result

@@ -51,7 +51,7 @@ def _statement(node: fx.Node, bodies: Mapping[str, fx.Graph], unpacked: set[fx.N
     if node.target is ops.begin:
         action = str(node.args[1])
         return ["", f"begin({_value(node.args[0])}, {_value(action)}){_meaning(action)}"]
-    assigned = "" if node.target in (ops.send, ops.release) else f"{node.name} = "
+    assigned = "" if node.target in (ops.send, ops.release, ops.wait_values) else f"{node.name} = "
     return [f"{assigned}{_expression(node)}{_comment(node)}"]
 
 

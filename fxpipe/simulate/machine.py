@@ -6,7 +6,8 @@
 
 Every rank is one compute stream that keeps the order of its ops. Sends never block, nor does the issue of a collective;
 a wait ends when its message has arrived, or its collective is over. `wires` says how long messages take that share
-links, `collectives` when a collective runs.
+links, `collectives` when a collective runs. Where messages take time from computation (`Link.taken_share`), a rank owes
+it from a send, or the wait for a receive, on; it pays while it waits, or else with what it computes next.
 """
 
 import heapq
@@ -27,7 +28,9 @@ class Machine:
     """Clocks of ranks. `_ready` holds (time, rank) of the ranks that can go on."""
 
     def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
-        self._ops, self._seconds = op_lists, seconds
+        self._ops, self._seconds, self._cluster = op_lists, seconds, cluster
+        self._takes = any(level.link.taken_share for level in cluster.levels)
+        self._owed = [0.0] * len(op_lists)
         self._wires, self._collectives = Wires(cluster), Collectives(cluster)
         self._position = [0] * len(op_lists)
         self._ready = [(0.0, rank) for rank in range(len(op_lists))]
@@ -79,7 +82,8 @@ class Machine:
         """When the op ends that begins at `clock`; None if nobody knows yet."""
         kind = op.kind
         if kind == "run":
-            return clock + op.seconds + (self._seconds[op.call] if op.call else 0.0)
+            owed, self._owed[rank] = self._owed[rank], 0.0
+            return clock + op.seconds + (self._seconds[op.call] if op.call else 0.0) + owed
         if kind == "begin":
             self.begins[rank].append(clock)
             self._begin(rank, op.call, clock)
@@ -100,13 +104,22 @@ class Machine:
         if awaited.edge not in self.arrival_seconds:
             self._waiting.setdefault(awaited.edge, []).append((rank, clock))
             return None
-        return max(clock, self.arrival_seconds[awaited.edge])
+        end = max(clock, self.arrival_seconds[awaited.edge])
+        if op.message is not None:
+            self._owe(rank, op.message)
+        self._owed[rank] = max(0.0, self._owed[rank] - (end - clock))
+        return end
+
+    def _owe(self, rank: int, message: Transfer) -> None:
+        if self._takes:
+            self._owed[rank] += self._cluster.taken_seconds(*message.channel, message.num_bytes)
 
     def _begin(self, rank: int, action: str, clock: float) -> None:
         pass
 
     def _send(self, rank: int, message: Transfer, clock: float) -> None:
         self._wires.send(clock, message.edge, message.channel, message.num_bytes)
+        self._owe(rank, message)
 
     def _issue(self, rank: int, collective: Collective, clock: float) -> tuple[float, float] | None:
         span = self._collectives.issue(clock, rank, collective)

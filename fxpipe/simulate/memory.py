@@ -10,7 +10,7 @@ Counted are tensors by storage. What kernels and the allocator need beside is no
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -121,8 +121,11 @@ class _Walk:
             ops.recv: self._filled,
             ops.wait: lambda node: self._values[node.all_input_nodes[0]],
             ops.accumulate: self._total,
-            ops.all_reduce: self._flat,
-            ops.wait_reduced: lambda node: self._values[node.all_input_nodes[0]],
+            ops.all_reduce: lambda node: self._flat(node, "gradients"),
+            ops.reduce_scatter: self._scattering,
+            ops.broadcast: lambda node: self._flat(node, "transfers"),
+            ops.wait_reduced: self._reduced,
+            ops.wait_values: lambda node: None,
             ops.add_weighted: partial(self._like, "activations"),
             ops.add_numbers: self._numbers,
             ops.number: self._numbers,
@@ -239,7 +242,33 @@ class _Walk:
         total, new = (self._values[argument] for argument in node.args)  # type: ignore[index]
         return total or new
 
-    def _flat(self, node: fx.Node) -> list[Buffer]:
-        """Gradients are copied into one tensor to be summed, and the sums are parts of it."""
+    def _flat(self, node: fx.Node, category: str) -> list[Buffer]:
+        """Gradients are copied into one tensor to be summed, and the sums are parts of it; so are parameters."""
         reduction: Reduction = node.meta["reduction"]
-        return [Buffer(self._meter, "gradients", reduction.num_bytes)] * len(reduction.parameters)
+        return [Buffer(self._meter, category, reduction.num_bytes)] * len(reduction.parameters)
+
+    def _scattering(self, node: fx.Node) -> "_Scattering":
+        """What others sum is copied into one tensor, and what they send comes into another; sums are where this rank's
+        own gradients were."""
+        reduction: Reduction = node.meta["reduction"]
+        given: Any = node.args[1]
+        gradients = self._values[given] if isinstance(given, fx.Node) else [self._values[item] for item in given]
+        own = [g for g, owner in zip(gradients, reduction.owners, strict=True) if owner == self._program.rank]
+        num_bytes = scattered_bytes(reduction.num_bytes, sum(g.num_bytes for g in own), len(reduction.ranks))
+        return _Scattering(own, Buffer(self._meter, "transfers", num_bytes))
+
+    def _reduced(self, node: fx.Node) -> list[Buffer]:
+        found: list[Buffer] | _Scattering = self._values[node.all_input_nodes[0]]
+        return found.sums if isinstance(found, _Scattering) else found
+
+
+class _Scattering(NamedTuple):
+    """A sum that is under way: this rank's part of it, and what goes over wires."""
+
+    sums: list[Buffer]
+    moved: Buffer
+
+
+def scattered_bytes(num_bytes: int, own_bytes: int, num_ranks: int) -> int:
+    """What a rank copies to sum gradients of which some are its own: those of others, and what all others send it."""
+    return num_bytes - own_bytes + (num_ranks - 1) * own_bytes

@@ -106,13 +106,17 @@ def _op(
     draw_seconds: Mapping[int, float],
 ) -> Op:
     if node.op == "call_module":
-        return Op("run", call=str(node.target))
+        name = str(node.target)
+        computes = any(inner.op == "call_function" for inner in program.modules[name].nodes)
+        return Op("run", call=name) if computes else Op("none")  # a list of parameters
     if (shared := message_op(node, by_edge)) is not None:
         return shared
-    if node.target is ops.all_reduce:
-        return Op("reduce", collective=_reduction(node))
-    if node.target is ops.wait_reduced:
-        return Op("wait_reduce", collective=_reduction(node.all_input_nodes[0]))
+    if node.target in ops.COLLECTIVES:
+        collective = _collective(node)
+        return Op(collective.kind, collective=collective)
+    if node.target in (ops.wait_reduced, ops.wait_values):
+        collective = _collective(node.all_input_nodes[0])
+        return Op(f"wait_{collective.kind}", collective=collective)
     if node.target is ops.draw:
         return Op("run", seconds=draw_seconds.get(node.args[1], 0.0))  # type: ignore[arg-type]
     if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
@@ -133,9 +137,11 @@ def message_op(node: fx.Node, by_edge: Mapping[int, Message]) -> Op | None:
     return None
 
 
-def _reduction(node: fx.Node) -> Collective:
+def _collective(node: fx.Node) -> Collective:
     reduction: Reduction = node.meta["reduction"]
-    return Collective(reduction.edge, "reduce", reduction.ranks, reduction.num_bytes)
+    kind = {ops.reduce_scatter: "reduce_scatter", ops.broadcast: "all_gather"}.get(node.target, "reduce")  # type: ignore[arg-type]
+    edge = reduction.values_edge if node.target is ops.broadcast else reduction.edge
+    return Collective(edge, kind, reduction.ranks, reduction.num_bytes)
 
 
 def value_bytes(node: fx.Node, program: RankProgram) -> int:

@@ -16,6 +16,7 @@ A step has four forms: a "step" has its frozen work among its actions; where tha
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from fxpipe.plan.actions import Action, Work
@@ -23,13 +24,14 @@ from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
-from passes.lowering.layout import Layout, closing, plan_reductions, tied_gradients
+from passes.lowering.layout import Layout, closing, own_parameters, plan_reductions, tied_gradients
 from passes.lowering.moments import moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
 from passes.lowering.step_graphs import StepGraphs
 from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.messages import Routes
+from passes.step_ops.sharding import owners
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
 
@@ -113,16 +115,23 @@ class _Form:
 
     def lower(self, wanted: Sequence[int] | None) -> Lowered:
         frozen = None if self.form == "step" else FrozenWork.of(self.step, self.schedule, self.whole.schedule)
-        reductions = plan_reductions(self.layout, 0) if self.trains else ()
+        reductions = plan_reductions(self.layout, 0, self._owners) if self.trains else ()
         reduced = {name for reduction in reductions for name in reduction.parameters}
         tied = tied_gradients(self.layout, reduced) if self.trains else []
         messages = self._messages(tied, frozen)
-        reductions = tuple(replace(r, edge=len(messages) + i) for i, r in enumerate(reductions))
+        reductions = plan_reductions(self.layout, len(messages), self._owners) if self.trains else ()
         mail = sorted_mail(messages, range(len(self.schedule.ranks)) if wanted is None else wanted)
         programs = tuple(self._program(rank, mine, tied, reductions, frozen) for rank, mine in mail.items())
         order = moments(self.schedule, self._work(), self.layout, messages, reductions, tied)
         require_programs(programs, messages, reductions, order)
         return Lowered(programs, messages, reductions)
+
+    @cached_property
+    def _owners(self) -> dict[str, int] | None:
+        """Which replica trains a parameter, the same in a step with all stages and one without some."""
+        if not self.step.staged.sharded:
+            return None
+        return owners(own_parameters(self.whole), self.whole.schedule.stage_ranks)
 
     def _work(self) -> Work:
         """What the actions wait for."""

@@ -83,7 +83,6 @@ class FrozenWriter:
 
     def run(self, piece: Action) -> None:
         """Call the piece's layers one after the other, and send what others read."""
-        self.writer.begin(str(piece))
         start, stop = piece.samples
         for layer in self.work.step.layers_of(piece):
             border = self.work.step.border(layer, piece.num_samples)

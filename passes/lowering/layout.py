@@ -67,22 +67,35 @@ class Layout:
         return tuple(dict.fromkeys(self.rank_of[unit, m] for m in range(len(self.sizes))))
 
 
-def plan_reductions(layout: Layout, first_edge: int) -> tuple[Reduction, ...]:
-    """One per stage with replicas: the gradients of the parameters that no other stage holds."""
+def plan_reductions(layout: Layout, first_edge: int, of: Mapping[str, int] | None) -> tuple[Reduction, ...]:
+    """One per stage with replicas: the gradients of the parameters that no other stage holds; where these have owners,
+    `of` the parameters that have one."""
+    reductions: list[Reduction] = []
+    own = own_parameters(layout)
+    for stage, sizes in own.items():
+        names = tuple(name for name in sizes if of is None or name in of)
+        if names:
+            number, ranks = len(reductions), tuple(sorted(layout.schedule.stage_ranks[stage]))
+            owned = () if of is None else tuple(of[name] for name in names)
+            edges = first_edge + number, first_edge + len(own) + number
+            size = sum(sizes[name] for name in names)
+            reductions.append(Reduction(edges[0], stage, ranks, names, size, owned, edges[1] if owned else -1))
+    return tuple(reductions)
+
+
+def own_parameters(layout: Layout) -> dict[int, dict[str, int]]:
+    """Bytes, by stage with replicas, of the trained parameters that no other stage holds."""
     holders: dict[str, set[int]] = {}
     for key in layout.units:
         for name in layout.border(key, 0).state if key[0] == "F" else ():
             holders.setdefault(name, set()).add(key[1])
-    reductions: list[Reduction] = []
+    found: dict[int, dict[str, int]] = {}
     for stage, ranks in enumerate(layout.schedule.stage_ranks):
-        if len(ranks) < 2:
-            continue
-        border = layout.border(("F", stage), 0)
-        names = tuple(name for name in border.weight_grads if len(holders[name]) == 1)
-        if names:
-            size = sum(border.state[name].num_bytes for name in names)
-            reductions.append(Reduction(first_edge + len(reductions), stage, tuple(sorted(ranks)), names, size))
-    return tuple(reductions)
+        if len(ranks) > 1:
+            border = layout.border(("F", stage), 0)
+            names = (name for name in border.weight_grads if len(holders[name]) == 1)
+            found[stage] = {name: border.state[name].num_bytes for name in names}
+    return found
 
 
 def tied_gradients(layout: Layout, reduced: Collection[str]) -> list[TiedGradient]:

@@ -47,6 +47,7 @@ class ProgramWriter:
         self.weights = writer.step.loss_weights
         self.reductions = {reduction.stage: reduction for reduction in reductions}
         self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
+        self.refreshing: dict[int, fx.Node] = {}  # by stage: its parameters, on their way from who trains them
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
         self.loss: fx.Node | None = None
@@ -63,7 +64,10 @@ class ProgramWriter:
         writer = self.writer
         training = [action for action in actions if not action.is_piece]
         position = 0
-        for action in actions:
+        for place, action in enumerate(actions):
+            writer.begin(str(action))
+            if not place and trains:
+                self._refresh()
             if action.is_piece:
                 assert self.frozen is not None
                 self.frozen.run(action)
@@ -86,21 +90,35 @@ class ProgramWriter:
         names = {name: writer.step.state[name] for name in sorted(held)}
         nexts = writer.next_batch.inputs if writer.next_batch else ()
         carried = tuple(carried_name(*key) for key in writer.carried)
+        mine = [reduction for reduction in self.reductions.values() if writer.rank in reduction.ranks]
+        refreshed = tuple(n for of in mine for n in of.parameters if n not in of.owned(writer.rank))
         return RankProgram(
             writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
-            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled, tuple(self.parts),
+            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled, refreshed, tuple(self.parts),
         )  # fmt: skip
 
     def _act(self, action: Action, ahead: Sequence[Action]) -> None:
         emit = {"F": self._forward, "T": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
         emit["R"] = self._reduce
-        self.writer.begin(str(action))
         for following in ahead:
             self.writer.post_all(following)
         emit[action.kind](action)
 
+    def _refresh(self) -> None:
+        """Start to bring the parameters of this rank's stages from the replicas that train them, first stages first."""
+        for stage, reduction in sorted(self.reductions.items()):
+            if self.writer.rank not in reduction.ranks or not reduction.owners:
+                continue
+            values = self.writer.parameters(f"stage_{stage}_parameters", reduction.parameters)
+            args = (self.writer.transport, values, [*reduction.ranks], reduction.values_edge, [*reduction.owners])
+            self.refreshing[stage] = self.writer.call(ops.broadcast, args, f"refreshing_{stage}")
+            self.refreshing[stage].meta["reduction"] = reduction
+
     def _forward(self, action: Action) -> None:
         key = action.kind, action.stage
+        if action.kind == "F" and action.stage in self.refreshing:
+            refreshing = self.refreshing.pop(action.stage)
+            self.writer.call(ops.wait_values, (refreshing,), f"refreshed_{action.stage}")
         border = self.layout.border(key, action.microbatch)
         args = tuple(self.writer.read(name, action.microbatch) for name in border.unit.reads)
         returns, saved = self._call(key, "forward", args, ("returns", "saved"), action)
@@ -214,7 +232,8 @@ class ProgramWriter:
             items = dict(self._named(key, self.totals[key]))
             given = [items[name] for name in reduction.parameters]
         args = (self.writer.transport, given, list(reduction.ranks), reduction.edge)
-        self.reducing[key] = self.writer.call(ops.all_reduce, args, f"reducing_{action.stage}")
+        function, owners = (ops.reduce_scatter, ([*reduction.owners],)) if reduction.owners else (ops.all_reduce, ())
+        self.reducing[key] = self.writer.call(function, (*args, *owners), f"reducing_{action.stage}")
         self.reducing[key].meta["reduction"] = reduction
 
     def _named(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
@@ -222,14 +241,16 @@ class ProgramWriter:
             yield name, self.writer.item(gradients, index, f"grad_{name.replace('.', '_')}")
 
     def _weight_gradients(self, state: Mapping[str, torch.Tensor]) -> dict[str, fx.Node]:
-        """The gradient of every parameter of this rank, summed over its stages, and over replicas where reduced."""
+        """The gradient of every parameter that this rank trains, summed over its stages, and over replicas where
+        reduced."""
         parts: dict[str, list[fx.Node]] = {}
         for key, total in self.totals.items():
             reduced: tuple[str, ...] = ()
             if key in self.reducing:
-                reduced = self.reducing[key].meta["reduction"].parameters
+                reduction: Reduction = self.reducing[key].meta["reduction"]
+                reduced = reduction.parameters
                 sums = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
-                for name, node in self._named((key[0], reduced), sums):
+                for name, node in self._named((key[0], reduction.owned(self.writer.rank)), sums):
                     parts.setdefault(name, []).append(node)
             if reduced != key[1]:
                 for name, node in self._named(key, total):

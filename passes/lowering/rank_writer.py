@@ -93,6 +93,15 @@ class RankWriter(Exchange[Message, fx.Node]):
         self.modules[name] = body
         return self.graph.create_node("call_module", name, args)
 
+    def parameters(self, label: str, names: Sequence[str]) -> fx.Node:
+        """A list of parameters."""
+        body = fx.Graph()
+        found = [body.create_node("get_attr", name) for name in names]
+        for node in found:
+            node.meta["val"] = self.step.state[str(node.target)]
+        body.output((found,))
+        return self.item(self.call_module(label, body, ()), 0, f"{label}_list")
+
     def item(self, node: fx.Node, index: int, name: str) -> fx.Node:
         return self.call(operator.getitem, (node, index), name)
 

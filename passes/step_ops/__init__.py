@@ -12,10 +12,12 @@ seconds       what an action lasts                           step          what 
 ahead, pieces frozen work of the next batch                  closing       what follows the last action
 whole_batch   inputs, draws, what is computed at once        copies        equal pipelines
 exchange      receives, sums of gradients, the loss: of plans and programs
+sharding      which replica trains a parameter: of both, too
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.memory import ADAMW_BYTES
@@ -52,9 +54,15 @@ def step_ops(
         optimizer_bytes: of optimizer state, per element of a weight that is trained.
     """
     step = step_of(case, staged, schedule, sizes, relayed)
-    ranks = list(_ranks(step, Closing(step)))
-    of_units = {units: _held(step, units, optimizer_bytes) for units in set(step.units_of)}
-    return StepOps(ranks, [of_units[units] for units in step.units_of])
+    closing = Closing(step)
+    ranks = list(_ranks(step, closing))
+    of_units = {units: _weights(step, units) for units in set(step.units_of)}
+    held = []
+    for rank, units in enumerate(step.units_of):
+        num_bytes, trained = of_units[units]
+        elements = sum(w.num_elements for w in trained if closing.owners.get(w.name, rank) == rank)
+        held.append({"state": num_bytes, "optimizer": elements * optimizer_bytes})
+    return StepOps(ranks, held)
 
 
 def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int], relayed: bool = False) -> Step:
@@ -74,13 +82,12 @@ def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
         yield done[rank]
 
 
-def _held(step: Step, units: Collection[UnitKey], optimizer_bytes: int) -> Mapping[str, int]:
-    """Weights and optimizer states of what a rank runs."""
+def _weights(step: Step, units: Collection[UnitKey]) -> tuple[int, list[Weight]]:
+    """Bytes of the weights of what a rank runs, and those of them that are trained."""
     case, staged = step.case, step.units.staged
     blocks = {block for kind, stage in units if kind == "F" for block in staged.blocks(stage)}
     components = {component for kind, component in units if kind == "T"}
     of_blocks = case.costs.weights_of(blocks)
     of_components = [w for w in case.costs.weights if w.components and not components.isdisjoint(w.components)]
     held = {weight.name: weight.num_bytes for weight in (*of_blocks, *of_components)}
-    trained = sum(weight.num_elements for weight in of_blocks if weight.trained)
-    return {"state": sum(held.values()), "optimizer": trained * optimizer_bytes}
+    return sum(held.values()), [weight for weight in of_blocks if weight.trained]

@@ -1,6 +1,7 @@
 """What follows the last action: sums of gradients over replicas and tied weights, and the loss, told to every rank.
 
-Replicas of a stage reduce the gradients that no other stage has; those of
+Replicas of a stage reduce the gradients that no other stage has, to all of them, or each to the one that trains it,
+whose weights then begin the next step; those of
 tied weights go to the first rank that has one, are added there, and go back to all that hold the weight.
 """
 
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.simulate.collectives import Collective
+from fxpipe.simulate.memory import scattered_bytes
 from passes.step_ops.exchange import TiedGradient, closing_sends
 from passes.step_ops.messages import PlannedMessage
+from passes.step_ops.sharding import owners
 from passes.step_ops.step import Step
 
 
@@ -21,15 +24,39 @@ class Closing:
     step: Step
 
     @cached_property
+    def _own(self) -> dict[int, dict[str, int]]:
+        """By stage, where it has replicas: bytes of the trained weights that no other stage has, by name."""
+        ranks_of = enumerate(self.step.schedule.stage_ranks)
+        found = {stage: self.step.own_gradients(stage) for stage, ranks in ranks_of if len(ranks) > 1}
+        return {stage: sizes for stage, sizes in found.items() if sum(sizes.values())}
+
+    @cached_property
     def reductions(self) -> dict[int, Collective]:
         """By stage, where it has replicas: the gradients of the weights that no other stage has."""
-        found: dict[int, Collective] = {}
-        for stage, ranks in enumerate(self.step.schedule.stage_ranks):
-            size = sum(self.step.own_gradients(stage)) if len(ranks) > 1 else 0
-            if size:
-                edge = len(self.step.messages) + len(self.messages) + len(found)
-                found[stage] = Collective(edge, "reduce", tuple(sorted(ranks)), size)
-        return found
+        return self._collectives("reduce_scatter" if self.owners else "reduce", 0)
+
+    @cached_property
+    def broadcasts(self) -> dict[int, Collective]:
+        """By stage, where each of these weights is trained by one replica: their values, to all."""
+        return self._collectives("all_gather", len(self._own)) if self.owners else {}
+
+    def _collectives(self, kind: str, start: int) -> dict[int, Collective]:
+        first_edge, ranks_of = len(self.step.messages) + len(self.messages) + start, self.step.schedule.stage_ranks
+        return {
+            stage: Collective(edge, kind, tuple(sorted(ranks_of[stage])), sum(sizes.values()))
+            for edge, (stage, sizes) in enumerate(self._own.items(), first_edge)
+        }
+
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """The rank that trains a weight, where it is one of several replicas."""
+        return owners(self._own, self.step.schedule.stage_ranks) if self.step.units.staged.sharded else {}
+
+    def scattered(self, stage: int, rank: int) -> tuple[int, int]:
+        """Bytes of the sums that a rank has of a stage's gradients, and of what is moved for them."""
+        reduction = self.reductions[stage]
+        own = sum(size for name, size in self._own[stage].items() if self.owners[name] == rank)
+        return own, scattered_bytes(reduction.num_bytes, own, len(reduction.ranks))
 
     @cached_property
     def tied(self) -> list[TiedGradient]:

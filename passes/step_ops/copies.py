@@ -35,7 +35,8 @@ def copied(step: Step, closing: Closing, ops: Sequence[Op], model: int, rank: in
     messages = _paired(_messages(step, closing, model), _messages(step, closing, rank), microbatches)
     if messages is None or not alike:
         return None
-    return list(_renamed(ops, messages, list(map(str, mine))))
+    renamed = _renamed(ops, messages, list(map(str, mine)))
+    return [_resized(closing, op, model, rank) for op in renamed] if closing.owners else list(renamed)
 
 
 def _messages(step: Step, closing: Closing, rank: int) -> list[PlannedMessage]:
@@ -75,3 +76,18 @@ def _renamed(ops: Sequence[Op], messages: dict[int, PlannedMessage], actions: Se
             call = next(begun, call)
         new = None if message is None else messages[message.edge]
         yield Op(kind, call, seconds, new, collective, memory)
+
+
+def _resized(closing: Closing, op: Op, model: int, rank: int) -> Op:
+    """Sums of gradients over replicas take what is this rank's own."""
+    stages = {of.edge: stage for stage, of in closing.reductions.items()}
+    if op.collective is None or op.memory is None or op.collective.edge not in stages:
+        return op
+    stage = stages[op.collective.edge]
+    (_, before), (own, moved) = closing.scattered(stage, model), closing.scattered(stage, rank)
+    taken, freed, sent, *most = op.memory
+    if op.kind == "reduce_scatter":
+        gains = tuple(item for item in (("gradients", own), ("transfers", moved)) if item[1])
+        return op._replace(memory=Bytes(gains, freed, sent, moved, moved))
+    less = tuple((what, moved if (what, size) == ("transfers", before) else size) for what, size in freed)
+    return op._replace(memory=Bytes(taken, less, sent, *most))

@@ -82,11 +82,13 @@ class Step:
         """The stages and frozen components that every rank runs."""
         return [frozenset([(a.kind, a.stage) for a in of_rank if a.kind in "FT"]) for of_rank in self.schedule.ranks]
 
-    def own_gradients(self, stage: int) -> list[int]:
-        """Bytes of the trained weights that no other stage has."""
-        staged, costs = self.units.staged, self.case.costs
-        weights = costs.weights_of(staged.blocks(stage))
-        return [w.num_bytes for w in weights if w.trained and {staged.stage_of_block[b] for b in w.blocks} == {stage}]
+    def own_gradients(self, stage: int) -> dict[str, int]:
+        """Bytes of the trained weights that no other stage has, by name."""
+        staged, trained = self.units.staged, (w for w in self._weights_of(stage) if w.trained)
+        return {w.name: w.num_bytes for w in trained if {staged.stage_of_block[b] for b in w.blocks} == {stage}}
+
+    def _weights_of(self, stage: int) -> Sequence[Weight]:
+        return self.case.costs.weights_of(self.units.staged.blocks(stage))
 
     @cached_property
     def last_stage(self) -> int:

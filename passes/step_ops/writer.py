@@ -41,6 +41,8 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
         self.reduced: dict[int, int] = {}
+        self.moved: dict[int, int] = {}  # by stage: what sums over its replicas are made of, until they are there
+        self.refreshing: dict[int, int] = {}  # by stage: weights on their way from the replicas that train them
         self._backwards: list[tuple[int, int, int, str, dict[str, int]]] = []  # place, stage, samples, part, kept
 
     def write(self) -> list[Op]:
@@ -51,6 +53,8 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self._given()
         for place, action in enumerate(actions):
             self.ops.begin(str(action))
+            if not place:
+                self._refresh()
             if action.is_piece:
                 self.pieces.run(action, self.receive)
             else:
@@ -130,7 +134,17 @@ class RankWriter(Exchange[PlannedMessage, int]):
     def fetch(self, name: str, microbatch: int) -> int:
         return self.batch.samples(name, *self.step.samples[microbatch])
 
+    def _refresh(self) -> None:
+        """Start to bring the weights of this rank's stages from the replicas that train them, first stages first."""
+        for stage, broadcast in self.closing.broadcasts.items():
+            if self.rank in broadcast.ranks:
+                self.ops.issue(broadcast)
+                self.refreshing[stage] = self.ops.make("transfers", broadcast.num_bytes)
+
     def _forward(self, action: Action) -> None:
+        if action.kind == "F" and action.stage in self.refreshing:
+            self.ops.wait_for(self.closing.broadcasts[action.stage])
+            self.ops.use(self.refreshing.pop(action.stage))
         unit, microbatch, size = (action.kind, action.stage), action.microbatch, self.step.sizes[action.microbatch]
         of, found = self.step.units.table[unit], self.step.calls.forward(unit, size)
         read = {name: self.read(name, microbatch) for name in (*of.makers, *self.step.sources[unit])}
@@ -256,13 +270,20 @@ class RankWriter(Exchange[PlannedMessage, int]):
         if total is not None and not self.step.tied_of(stage):
             self.ops.use(total)
             self.totals[stage] = None
-        self.reduced[stage] = self.ops.make("gradients", reduction.num_bytes)
+        if not self.closing.owners:
+            self.reduced[stage] = self.ops.make("gradients", reduction.num_bytes)
+            return
+        own, moved = self.closing.scattered(stage, self.rank)
+        self.reduced[stage], self.moved[stage] = self.ops.make("gradients", own), self.ops.make("transfers", moved)
+        self.ops.see(self.ops.position, moved, moved)
 
     def _close(self) -> None:
         for stage, total in self.totals.items():
             if stage in self.reduced:
                 self.ops.wait_for(self.closing.reductions[stage])
                 self.ops.keep(self.reduced[stage])
+                if stage in self.moved:
+                    self.ops.use(self.moved[stage])
                 if total is not None:  # in one list with gradients of tied weights
                     self.ops.use(total)
             elif total is not None:

@@ -26,6 +26,8 @@ from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units
 
+_ROUNDING = 1e-9
+
 
 def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, again_seconds: float = 0.0) -> float:
     """The busiest rank's work, and one micro-batch's way through the pipeline.
@@ -68,9 +70,8 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     for actions in schedule.ranks:
         flying |= _fullest(actions, of_stage)
     count = [flying[staged.stage_of_block[block]] for block in case.blocks]
-    over = sum(
-        w.num_bytes + w.trained * (w.num_bytes + ADAMW_BYTES * w.num_elements) for w in costs.weights if w.blocks
-    )
+    states = ADAMW_BYTES / (staged.replicas if staged.sharded else 1)
+    over = sum(w.num_bytes + w.trained * (w.num_bytes + states * w.num_elements) for w in costs.weights if w.blocks)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
     seconds, total = costs.at(num_samples).forward_seconds, 0.0
     freed = {block: count[block] * (saved[block] - kept[block]) for block in case.blocks}
@@ -163,19 +164,56 @@ def way_seconds(seconds: ActionSeconds, units: Units, num_samples: int) -> float
 def reduction_seconds(case: Case, staged: Staged) -> float:
     """Of the port, or the ranks, with most to do for sums of gradients, each of which has them for itself."""
     busy: dict[Port | tuple[int, ...], float] = {}
-    weights = [{staged.stage_of_block[b] for b in w.blocks} if w.trained else set() for w in case.costs.weights]
-    own = [0] * staged.num_stages
-    for weight, stages in zip(case.costs.weights, weights, strict=True):
-        if len(stages) == 1:
-            own[stages.pop()] += weight.num_bytes
-    for ranks, size in zip(staged.stage_ranks, own, strict=True):
-        if len(ranks) > 1 and size:
-            group = tuple(sorted(ranks))
-            seconds = case.cluster.all_reduce_seconds(group, size)
-            uses: list[Port | tuple[int, ...]] = [group, *ring_ports(case.cluster, group)]
-            for use in uses:
-                busy[use] = busy.get(use, 0.0) + seconds
+    for _, group, size in _summed(case, staged):
+        seconds = _exchange_seconds(case, staged, group, size)
+        for use in _uses(case, group):
+            busy[use] = busy.get(use, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:
+    """Whether a step may be longer if each replica trains a share: few bytes are summed faster for all at once, and
+    values may come later than the first micro-batch, of so many samples, wants them.
+    """
+    gather, seconds = case.cluster.all_gather_seconds, ActionSeconds(case, staged)
+    arrives, free = dict[int, float](), dict[Port | tuple[int, ...], float]()
+    for stage, group, size in _summed(case, staged):
+        if case.cluster.all_reduce_seconds(group, size) < (2 - _ROUNDING) * gather(group, size):
+            return True
+        uses = _uses(case, group)
+        arrives[stage] = gather(group, size) + max(free.get(use, 0.0) for use in uses)
+        free.update(dict.fromkeys(uses, arrives[stage]))
+    first, *others = (stage for stage in range(staged.num_stages) if staged.blocks(stage))
+    now = arrives.get(first, 0.0) + seconds.of(Action(first, "F", 0), num_samples)
+    for stage in others:
+        if arrives.get(stage, 0.0) > now:
+            return True
+        now += seconds.of(Action(stage, "F", 0), num_samples)
+    return False
+
+
+def _uses(case: Case, group: tuple[int, ...]) -> list[Port | tuple[int, ...]]:
+    """What only one collective has at a time."""
+    return [group, *ring_ports(case.cluster, group)]
+
+
+def _summed(case: Case, staged: Staged) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Every stage with replicas, their ranks, and the bytes of gradients that they sum."""
+    own = [0] * staged.num_stages
+    for weight in case.costs.weights:
+        stages = {staged.stage_of_block[block] for block in weight.blocks}
+        if weight.trained and len(stages) == 1:
+            own[stages.pop()] += weight.num_bytes
+    for stage, (ranks, size) in enumerate(zip(staged.stage_ranks, own, strict=True)):
+        if len(ranks) > 1 and size:
+            yield stage, tuple(sorted(ranks)), size
+
+
+def _exchange_seconds(case: Case, staged: Staged, ranks: Sequence[int], num_bytes: int) -> float:
+    """Of gradients over replicas, and where they are sharded of what is trained by them."""
+    if staged.sharded:
+        return 2 * case.cluster.all_gather_seconds(ranks, num_bytes)
+    return case.cluster.all_reduce_seconds(ranks, num_bytes)
 
 
 def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: ActionTimes) -> Iterator[float]:
@@ -196,7 +234,8 @@ def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: Act
         if len(ranks) > 1 and size:
             uses: tuple[int | Port, ...] = (*ranks, *ring_ports(case.cluster, tuple(sorted(ranks))))
             start = max(last[stage], *(free.get(use, 0.0) for use in uses))
-            end = start + case.cluster.all_reduce_seconds(ranks, size)
+            scatter, whole = case.cluster.all_gather_seconds, case.cluster.all_reduce_seconds
+            end = start + (scatter if staged.sharded else whole)(ranks, size)
             free.update(dict.fromkeys(uses, end))
             yield end
 

@@ -79,6 +79,7 @@ def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
     count = schedule.num_microbatches
     times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
     staged = place_schedule(case.graph, times, schedule, case.cluster)
+    staged = replace(staged, sharded=request.shard_optimizer is not False and staged.replicas > 1)
     require(schedule, case.work.of(staged, count), staged.world_size)
     step = simulate(case, staged, schedule, microbatch_sizes(request.batch_size, count))
     _require_room(case, step)

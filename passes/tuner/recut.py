@@ -46,7 +46,10 @@ def cut_by_memory(
         except CompileError:
             return None
         recompute = whole_stages(found.boundaries) if whole else staged.recompute
-        cut = replace(found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks)
+        cut = replace(
+            found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks,
+            sharded=staged.sharded,
+        )  # fmt: skip
         if max(ordered(cut)[1]) <= limit_bytes:
             return cut
         if cut == staged:
@@ -65,9 +68,8 @@ def _stage_memory(
     """
     costs, shape = case.costs, candidate.shape
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
-    held = [
-        costs.parameter_bytes[b] + costs.trained_bytes[b] + ADAMW_BYTES * costs.trained_elements[b] for b in case.blocks
-    ]
+    states = ADAMW_BYTES / (len(shape.pipelines) if staged.sharded else 1)
+    held = [costs.parameter_bytes[b] + costs.trained_bytes[b] + states * costs.trained_elements[b] for b in case.blocks]
     saved = _saved(case, staged, num_samples)
     schedule, needed = ordered(staged)
     most = in_flight(schedule.ranks)

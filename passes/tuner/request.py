@@ -11,7 +11,7 @@ class Request:
 
     `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
     out; `divisible` says that the batch may be cut. Orders are searched for in `budget_seconds` where the schedule is
-    open. `fill` is one of `fxpipe.options.FILLS`.
+    open. `fill` is one of `fxpipe.options.FILLS`. `shard_optimizer`: each replica of a stage trains a share of it.
     """
 
     schedule: str | Schedule
@@ -27,6 +27,7 @@ class Request:
     fill: str = "auto"
     budget_seconds: float = 2.0
     divisible: bool = True
+    shard_optimizer: bool | None = None
 
     @property
     def is_open(self) -> bool:

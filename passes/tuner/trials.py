@@ -31,7 +31,7 @@ from passes.placement import buckets
 from passes.placement.frozen_ranks import home_ranks
 from passes.placement.place import Shape, balanced, place
 from passes.step_ops import step_ops
-from passes.tuner.bounds import again_seconds, compute_seconds, filled_seconds, placed_seconds
+from passes.tuner.bounds import again_seconds, compute_seconds, filled_seconds, placed_seconds, shares_may_slow
 from passes.tuner.candidates import Candidate
 from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, thriftier_stages
 from passes.tuner.orders import Orders
@@ -201,9 +201,17 @@ class Trials:
             if not shape.hard and staged.collocated and self.request.collocation != "soft":
                 continue  # free skips that all stay on their ranks: the hard placement
             recompute = whole_stages(staged.boundaries) if self.request.recompute else ()
-            staged = replace(staged, schedule=shape.schedule, recompute=recompute)
-            bound = placed_seconds(case, staged, trial.sizes(case))
-            yield replace(trial, staged=staged, bound_seconds=max(trial.bound_seconds, bound))
+            for sharded in self._shardings(staged, trial.sizes(case)[-1]):
+                found = replace(staged, schedule=shape.schedule, recompute=recompute, sharded=sharded)
+                bound = placed_seconds(case, found, trial.sizes(case))
+                yield replace(trial, staged=found, bound_seconds=max(trial.bound_seconds, bound))
+
+    def _shardings(self, staged: Staged, num_samples: int) -> Sequence[bool]:
+        """Whether each replica of a stage trains a share of it; both where that is open and may be slower."""
+        asked = self.request.shard_optimizer
+        if staged.replicas == 1 or asked is not None:
+            return (bool(asked) and staged.replicas > 1,)
+        return (True, False) if shares_may_slow(self.case, staged, num_samples) else (True,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
         """The stages of the trial's shape: as `place` has them; lines also balanced by time alone, single ranks also in

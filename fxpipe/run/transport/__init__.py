@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ def describe(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def num_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
+
+
+def owned(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+    """The tensors of every owner that there is, in order."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        found.setdefault(owner, []).append(tensor)
+    return found
 
 
 class InProcessTransport:
@@ -73,23 +81,68 @@ class InProcessTransport:
         return tensor
 
     def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
-        assert self.rank in ranks, f"rank {self.rank} reduces over {ranks}"
-        given, others = [tensor.detach() for tensor in tensors], [rank for rank in ranks if rank != self.rank]
-        for rank in others:
-            self._put(rank, ranks, Mail(self._step, edge, given))
-        numbers = {rank: self._post(rank, ranks) for rank in others}
+        given = [tensor.detach() for tensor in tensors]
+        numbers = self._give(dict.fromkeys(ranks, given), ranks, edge)
 
         def wait() -> list[torch.Tensor]:
-            what, parts = f"the gradients of ranks {list(ranks)}", {self.rank: given}
-            for rank, number in numbers.items():
-                message = self._take(rank, number, ranks, what)
-                if message.edge != edge:
-                    raise RunError(f"rank {self.rank} sums {what} as edge {edge}, rank {rank} as edge {message.edge}")
-                parts[rank] = message.payload
+            parts = dict(zip(numbers, self._given(numbers, ranks, edge, "gradients"), strict=True))
+            parts[self.rank] = given
             # Every rank adds up what all have given, in the order of ranks.
             return [sum(of[1:], start=of[0]) for of in zip(*(parts[rank] for rank in ranks), strict=True)]
 
         return Pending(wait)
+
+    def reduce_scatter(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        of = owned(tensors, owners)
+        numbers = self._give({rank: [tensor.detach() for tensor in of.get(rank, ())] for rank in ranks}, ranks, edge)
+
+        def wait() -> list[torch.Tensor]:
+            sums = of.get(self.rank, [])
+            for given in self._given(numbers, ranks, edge, "gradients"):
+                for total, tensor in zip(sums, given, strict=True):
+                    total.add_(tensor)
+            return sums
+
+        return Pending(wait)
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[None]:
+        """Ranks on one and the same model have nothing to copy."""
+        of = owned(tensors, owners)
+        numbers = self._give(dict.fromkeys(ranks, of.get(self.rank, [])), ranks, edge)
+
+        def wait() -> None:
+            for rank, given in zip(numbers, self._given(numbers, ranks, edge, "parameters"), strict=True):
+                for mine, tensor in zip(of.get(rank, ()), given, strict=True):
+                    if mine is not tensor:
+                        with torch.no_grad():
+                            mine.copy_(tensor)
+
+        return Pending(wait)
+
+    def _give(self, tensors: dict[int, list[torch.Tensor]], ranks: tuple[int, ...], edge: int) -> dict[int, int]:
+        """To every other rank of a group its tensors; the numbers of what they give in turn."""
+        assert self.rank in ranks, f"rank {self.rank} takes no part in what {ranks} do"
+        others = [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            self._put(rank, ranks, Mail(self._step, edge, tensors[rank]))
+        return {rank: self._post(rank, ranks) for rank in others}
+
+    def _given(
+        self, numbers: dict[int, int], ranks: tuple[int, ...], edge: int, what: str
+    ) -> Iterator[list[torch.Tensor]]:
+        """What the other ranks of a group have given, in order."""
+        for rank, number in numbers.items():
+            message = self._take(rank, number, ranks, f"the {what} of ranks {list(ranks)}")
+            if message.edge != edge:
+                raise RunError(
+                    f"rank {self.rank} exchanges the {what} of ranks {list(ranks)} as edge {edge}, rank {rank} as edge "
+                    f"{message.edge}"
+                )
+            yield message.payload
 
     def advance(self) -> None:
         self._mail.check()
@@ -178,8 +231,12 @@ class RankThreads:
         self._transports = [InProcessTransport(self._mail, rank) for rank in range(world_size)]
 
     def run(self, fn: Callable[[Transport], T]) -> list[T]:
-        """Runs `fn(transport)` in one thread per rank; the results in rank order."""
+        """Runs `fn(transport)` in one thread per rank; the results in rank order. A rank alone runs in the caller's."""
         mail, results = self._mail, list[Any]([None] * len(self._transports))
+        if len(self._transports) == 1:
+            mail.begin()
+            mail.check()
+            return [self._run_alone(fn)]
 
         def body(transport: InProcessTransport) -> None:
             torch.set_num_threads(1)
@@ -206,12 +263,24 @@ class RankThreads:
             raise RunError(mail.failure) from mail.cause
         return results
 
+    def _run_alone(self, fn: Callable[[Transport], T]) -> T:
+        """Memory that other threads allocate goes back to the system more often: a step took 2 % more there."""
+        (transport,) = self._transports
+        try:
+            return fn(transport)
+        except Exception as error:
+            transport.abort(error)
+            raise RunError(self._mail.failure) from error
+        finally:
+            transport.close()
+
 
 def run_ranks(world_size: int, fn: Callable[[Transport], T], timeout_seconds: float = 300.0) -> list[T]:
     """Runs `fn(transport)` in one thread per rank; the results in rank order.
 
     The first rank to raise ends the others at their next action, send, receive or wait. Its exception is the cause of
     the RunError raised here, which names the rank and its action; what the others raise on the way out is dropped.
-    Every rank computes with one intra-op thread, so sums are added up as in a process with OMP_NUM_THREADS=1.
+    Where there are several, each computes with one intra-op thread, so sums are added up as in a process with
+    OMP_NUM_THREADS=1.
     """
     return RankThreads(world_size, timeout_seconds).run(fn)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.plan.transport import Channel, Pending, T
-from fxpipe.run.transport import describe, num_bytes
+from fxpipe.run.transport import describe, num_bytes, owned
 from fxpipe.run.transport.watchdog import Watchdog
 
 MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
@@ -249,6 +249,58 @@ class DistributedTransport:
 
         return Pending(wait)
 
+    def reduce_scatter(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        """Each rank sends the others what is theirs, in one exchange by dtype, and adds what it gets to its own, in
+        their order: as many bytes as a ring of equal shares sends, for shares of any sizes."""
+        group, peer = self._reducing[ranks], ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+        what, started = f"the gradients of ranks {list(ranks)} (edge {edge})", []
+        for of in _by_dtype(tensors, owners):
+            sums = of.get(self.rank, [])
+            given = [of.get(rank, []) if rank != self.rank else [] for rank in ranks]
+            flat = _flat([tensor for of_rank in given for tensor in of_rank], next(iter(of.values()))[0])
+            sizes = [_num_elements(sums) if rank != self.rank else 0 for rank in ranks]
+            taken = flat.new_empty(sum(sizes))
+            with self._named(what, peer):
+                work = dist.all_to_all_single(
+                    taken, flat, sizes, [_num_elements(of_rank) for of_rank in given], group=group, async_op=True
+                )
+            assert work is not None
+            started.append((work, flat, taken, sums))
+
+        def wait() -> list[torch.Tensor]:
+            for work, _, taken, sums in started:
+                self._wait(work, what, peer)
+                for row in taken.view(len(ranks) - 1, _num_elements(sums)):
+                    for total, part in zip(sums, row.split([tensor.numel() for tensor in sums]), strict=True):
+                        total.add_(part.view(total.shape))
+            return owned(tensors, owners).get(self.rank, [])
+
+        return Pending(wait)
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[None]:
+        """Each owner's as flat tensors, a collective for every dtype."""
+        what, started = f"the parameters of ranks {list(ranks)} (edge {edge})", []
+        for of in _by_dtype([tensor.detach() for tensor in tensors], owners):
+            for owner, values in sorted(of.items()):
+                flat = _flat(values, values[0]) if owner == self.rank else values[0].new_empty(_num_elements(values))
+                with self._named(what, owner):
+                    work = dist.broadcast(flat, owner, group=self._reducing[ranks], async_op=True)
+                assert work is not None
+                started.append((work, flat, owner, values))
+
+        def wait() -> None:
+            for work, flat, owner, values in started:
+                self._wait(work, what, owner)
+                if owner != self.rank:
+                    for tensor, part in zip(values, flat.split([tensor.numel() for tensor in values]), strict=True):
+                        tensor.copy_(part.view(tensor.shape))
+
+        return Pending(wait)
+
     def advance(self) -> None:
         """Lets go of what was sent in the step before. Equal tags arrive in the order of their posts, of any steps."""
         self._await_sends(self._sends_before)
@@ -370,6 +422,22 @@ class DistributedTransport:
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """The tensors of every owner, one dtype after the other."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        mine = [(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True) if tensor.dtype == dtype]
+        yield owned([tensor for tensor, _ in mine], [owner for _, owner in mine])
+
+
+def _flat(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A copy, one tensor after the other; where there is none, nothing."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)
+
+
+def _num_elements(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _resolve(device: torch.device | str | None) -> torch.device:
