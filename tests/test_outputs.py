@@ -21,7 +21,7 @@ from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
 from tests.test_self_conditioned import Step
 
-SEED, STEPS, EXACT = 3, 3, 1e-10
+SEED, SIZES, EXACT = 3, (7, 7, 5), 1e-10
 NUMBERS = {"mean", "total", "hits", "late", "early", "frozen", "given", "constant", "again"}
 
 
@@ -47,15 +47,23 @@ class Returning(FrozenStep):
         }  # fmt: skip
 
 
+class Apart(Returning):
+    """Without the mean over an input, for which every rank reads all of that."""
+
+    def forward(self, pixels: Tensor, tokens: Tensor, time: Tensor) -> Any:
+        loss, beside = super().forward(pixels, tokens, time)
+        return loss, {name: value for name, value in beside.items() if name != "given"}
+
+
 def outputs_on_one_device(batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
     found = one_device(Returning(), (), batch, SeededDraws(SEED, step, torch.device("cpu"))).outputs
     return {name: value for name, value in found.items() if name != "std"}
 
 
-def compiled(world_size: int, **options: Any) -> fxpipe.Program:
+def compiled(world_size: int, model: nn.Module | None = None, **options: Any) -> fxpipe.Program:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*also returns std, which engines leave out")
-        return fxpipe.compile(Returning(), world_size, batch_size=7, cost_model=SLOW, **options)
+        return fxpipe.compile(model or Returning(), world_size, batch_size=7, cost_model=SLOW, **options)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +111,25 @@ def test_outputs_cost_no_backward() -> None:
 
 
 def batches() -> list[dict[str, Tensor]]:
-    return [Returning().example_inputs(7, seed) for seed in range(STEPS)]
+    return [Returning().example_inputs(size, seed) for seed, size in enumerate(SIZES)]
 
 
 def train(schedule: str, data_parallel: str, world_size: str) -> list[tuple[dict[str, Tensor], Any]]:
-    """Every step's outputs, as this rank has them; frozen work is done a step ahead."""
+    """Every step's outputs, as this rank has them; processes have their samples alone, and do no frozen work ahead."""
     local = "WORLD_SIZE" not in os.environ
     program = compiled(
-        int(world_size), schedule=schedule, microbatches=3 if data_parallel == "1" else 4,
-        data_parallel=int(data_parallel),
+        int(world_size), Returning() if local else Apart(), schedule=schedule, data_parallel=int(data_parallel),
+        microbatches=3 if data_parallel == "1" else 4, fill="auto" if local else "none",
     )  # fmt: skip
-    assert program.plan.steady is not None
+    assert (program.plan.steady is not None) == local
     engine = program.local_engine(seed=SEED) if local else program.engine(seed=SEED)
-    given, found = batches(), []
+
+    def part(batch: dict[str, Tensor]) -> fxpipe.LocalBatch:
+        own = engine.samples(size := len(batch["time"]))
+        assert len(own) < size
+        return fxpipe.LocalBatch({name: value[list(own)] for name, value in batch.items()}, size)
+
+    given, found = [batch if local else part(batch) for batch in batches()], []
     for batch, following in zip(given, [*given[1:], None], strict=True):
         engine.step(batch, following)
         found.append((engine.outputs, engine.gather_outputs(dst=1)))
@@ -123,23 +137,42 @@ def train(schedule: str, data_parallel: str, world_size: str) -> list[tuple[dict
     return found
 
 
-def assert_one_devices(found: list[tuple[dict[str, Tensor], Any]], gathers: bool) -> None:
+def assert_one_devices(found: list[tuple[dict[str, Tensor], Any]], gathers: bool, without: str = "") -> None:
     for index, (batch, (numbers, everything)) in enumerate(zip(batches(), found, strict=True)):
-        expected = outputs_on_one_device(batch, index)
-        assert numbers.keys() == NUMBERS
+        expected = {name: value for name, value in outputs_on_one_device(batch, index).items() if name != without}
+        assert numbers.keys() == NUMBERS - {without}
         assert (everything is not None) == gathers
         assert everything is None or everything.keys() == expected.keys()
         for name, value in {**numbers, **(everything or {})}.items():
             torch.testing.assert_close(value, expected[name], rtol=EXACT, atol=EXACT, msg=name)
 
 
-def test_filled_steps_return_the_same() -> None:
-    assert_one_devices(train("1f1b", "2", "4"), gathers=True)
+def test_filled_and_smaller_steps_return_the_same() -> None:
+    assert_one_devices(train("wave", "1", "2"), gathers=True)
 
 
-def test_outputs_over_gloo_are_one_devices() -> None:
-    for rank, found in enumerate(run_processes(2, train, "wave", "1", "2")):
-        assert_one_devices(found, gathers=rank == 1)
+def test_outputs_of_parts_over_gloo_are_one_devices() -> None:
+    for rank, found in enumerate(run_processes(2, train, "gpipe", "2", "2")):
+        assert_one_devices(found, rank == 1, "given")
+
+
+def test_outputs_in_float16_are_not_scaled_with_the_loss() -> None:
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in batches()[0].items()}
+    options = {"schedule": "gpipe", "microbatches": 3, "precision": "fp16", "example_inputs": batch}
+    program = compiled(2, model=Returning().float(), **options)
+    found = program.verify(**batch, seed=SEED)
+    assert found.ok, found
+    assert found.nearness is not None
+    assert {"prediction", "latents", "by_row"} <= found.nearness.ours.outputs.keys()
+    far = replace(found.nearness.ours, outputs={**found.nearness.ours.outputs, "prediction": 1.0})
+    assert "output prediction: 1.00e+00" in str(replace(found, nearness=replace(found.nearness, ours=far)))
+    engine = program.local_engine(seed=SEED)
+    seen = []
+    for scaler in (None, engine.scaler(init_scale=2.0**6)):
+        engine.step_index = 0
+        seen.append((engine.step(batch, scaler=scaler), engine.gather_outputs()))
+    assert scaler.is_enabled()
+    torch.testing.assert_close(*seen, rtol=0, atol=0)
 
 
 class Conditioned(Step):
