@@ -9,7 +9,7 @@ the work takes as long as the ramp, the n_1/2 of Hockney and Jesshope, "Parallel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -100,6 +100,12 @@ class Roofline(CostModel):
         """As of a kernel without FLOPs; there are as many of these as gradients, so no table is made of each."""
         num_bytes = np.array(bytes_read + bytes_written, dtype=np.float64)
         return float(self._kernels(np.zeros(()), num_bytes, np.ones(())))
+
+    def chain_seconds(self, moved: Sequence[tuple[int, int]]) -> float:
+        """The largest moves its bytes; what the others read is in the cache still, and they cost their launch."""
+        if not moved:
+            return 0.0
+        return self.moving_seconds(*max(moved, key=sum)) + (len(moved) - 1) * self.launch_seconds
 
     def _kernels(self, flops: Floats, num_bytes: Floats, rate: Floats) -> Floats:
         """Seconds of kernels; `rate` is the FLOP/s that a large one of each kind reaches."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
 SHAPES = ("disc", "square")
@@ -77,35 +77,14 @@ def _beside(folder: Path) -> Iterator[tuple[Path, Path]]:
             yield path, text
 
 
-class Shuffled:
-    """Indices of every batch from the `first` one on: each epoch in an order of its own, the same in every process."""
+def collate(tokenize: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Callable[[list[Sample]], dict[str, Tensor]]:
+    """What makes a training step's batch of samples."""
 
-    def __init__(self, num_samples: int, batch_size: int, first: int, last: int, seed: int) -> None:
-        if num_samples < batch_size:
-            raise SystemExit(f"{num_samples} images are no batch of {batch_size}: give a smaller --train-batch-size")
-        self.per_epoch, self.num_samples, self.batch_size = num_samples // batch_size, num_samples, batch_size
-        self.numbers, self.seed = range(first, last), seed
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in self.numbers:
-            epoch, place = divmod(number, self.per_epoch)
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
-            yield order[place * self.batch_size :][: self.batch_size].tolist()
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-
-def batches(
-    images: Dataset[Sample], indices: Shuffled, tokenize: Callable[[Sequence[str]], Mapping[str, Tensor]]
-) -> Any:
-    """A loader of a training step's batches."""
-
-    def collate(samples: list[Sample]) -> dict[str, Tensor]:
+    def collated(samples: list[Sample]) -> dict[str, Tensor]:
         pixels, captions = zip(*samples, strict=True)
         return {"pixel_values": torch.stack(pixels), **tokenize(captions)}
 
-    return DataLoader(images, batch_sampler=indices, collate_fn=collate)
+    return collated
 
 
 def grid(images: Sequence[Any], columns: int) -> Any:

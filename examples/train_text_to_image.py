@@ -15,6 +15,8 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from diffusers.training_utils import EMAModel
 
 import fxpipe
 from examples import toy_pipeline
-from examples.captioned_images import CaptionedImages, DrawnImages, Shuffled, batches, grid
+from examples.captioned_images import CaptionedImages, DrawnImages, collate, grid
 
 ADAPTED = ["to_q", "to_k", "to_v", "to_out.0"]
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -55,6 +57,8 @@ def parsed() -> argparse.Namespace:
     add("--validation-prompts", nargs="*", default=["a red disc", "a blue square"])
     add("--validation-steps", type=int, help="updates between grids of samples; one at the end where left out")
     add("--num-inference-steps", type=int, default=10)
+    add("--precision", choices=["bf16", "fp16"], help="of the forward, by autocast")
+    add("--dataloader-num-workers", type=int, default=0, help="processes that read images, of every rank")
     add("--seed", type=int, default=0)
     add("--world-size", type=int, default=2, help="ranks, all in this process; under torchrun its own number")
     add("--device", default="cpu", help="cpu, or cuda for a GPU each")
@@ -81,14 +85,13 @@ def main() -> None:
     step = fxpipe.training_step(pipe, snr_gamma=options.snr_gamma, caption_dropout=options.caption_dropout)
     side = options.resolution or step.image_size[0]
     images: Any = CaptionedImages(options.data, side) if options.data else DrawnImages(64, side)
-    total = options.max_train_steps * options.gradient_accumulation_steps
-
-    def loader(first: int, last: int = total) -> Any:
-        indices = Shuffled(len(images), options.train_batch_size, first, last, options.seed)
-        return batches(images, indices, lambda captions: fxpipe.tokenize(pipe, captions))
+    if len(images) < options.train_batch_size:
+        raise SystemExit(f"{len(images)} images are no batch: give --train-batch-size {len(images)}, or fewer")
+    collated = collate(partial(fxpipe.tokenize, pipe))
+    first = collated([images[index] for index in range(options.train_batch_size)])
 
     program = fxpipe.compile(
-        step, int(os.environ.get("WORLD_SIZE", options.world_size)), example_inputs=next(iter(loader(0, 1))),
+        step, int(os.environ.get("WORLD_SIZE", options.world_size)), example_inputs=first, precision=options.precision,
         schedule=options.schedule, stages=options.stages, microbatches=options.microbatches, device=options.device,
         data_parallel=options.data_parallel, memory_limit=options.memory_limit, cluster=options.cluster,
         plan=options.plan,
@@ -104,21 +107,30 @@ def main() -> None:
     )  # fmt: skip
     average = None if options.ema is None else EMAModel(weights, decay=options.ema)
     saved = options.output_dir / "checkpoints"
-    run: dict[str, Any] = {"scheduler": schedule, "extra": {"average": average} if average else {}}
+    scaler = engine.scaler()  # does nothing but with --precision fp16
+    run: dict[str, Any] = {"scheduler": schedule, "extra": {"scaler": scaler}}
+    if average is not None:
+        run["extra"]["average"] = average
     if options.resume and fxpipe.checkpoints(saved):
         engine.load(saved, optimizer, **run)
+    loader = engine.dataloader(
+        images, shuffle=True, seed=options.seed, collate_fn=collated, num_workers=options.dataloader_num_workers
+    )
 
     log = Log(options.output_dir)
-    for batch, following in pairs(loader(engine.step_index)):
-        loss = engine.step(batch, following)  # the next batch is encoded in this step's idle time
+    total = options.max_train_steps * options.gradient_accumulation_steps
+    for batch, following in islice(pairs(loader), total - engine.step_index):
+        loss = engine.step(batch, following, scaler)  # the next batch is encoded in this step's idle time
         update, left = divmod(engine.step_index, options.gradient_accumulation_steps)
         if left:
             continue
+        scaler.unscale_(optimizer)
         for parameter in engine.parameters():
             if parameter.grad is not None:
                 parameter.grad /= options.gradient_accumulation_steps
         norm = engine.clip_grad_norm_(options.max_grad_norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         optimizer.zero_grad()
         if average is not None:
@@ -136,14 +148,15 @@ def main() -> None:
     engine.close()
 
 
-def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Every batch with the one after it, the last with none."""
-    found, nothing = iter(batches), object()
-    batch = next(found, nothing)
-    while batch is not nothing:
-        following = next(found, nothing)
-        yield batch, None if following is nothing else following
-        batch = following
+def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Every batch with the one after it, an epoch's last with none; epoch after epoch."""
+    while True:
+        found = iter(loader)
+        batch = next(found)
+        for following in found:
+            yield batch, following
+            batch = following
+        yield batch, None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ table, 8 samples    ->    forward          [2.1e-3, 4e-5, ...]     a number per 
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -73,6 +74,10 @@ class CostModel(Protocol):
         """
         moved = NodeCost(bytes_read=sympy.Integer(bytes_read), bytes_written=sympy.Integer(bytes_written))
         return float(self.seconds(CostTable.of([moved]), 1).forward[0])
+
+    def chain_seconds(self, moved: Sequence[tuple[int, int]]) -> float:
+        """Seconds of kernels that only move memory, each what the one before has made: bytes read and written."""
+        return sum(self.moving_seconds(*kernel) for kernel in moved)
 
     def drawing_seconds(self, target: str, num_bytes: int) -> float:
         """Seconds to draw so many bytes of random numbers by an operation: on GPUs hardly any."""

@@ -42,7 +42,7 @@ def operation_seconds(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Nod
             found[node] = own_seconds(model, row_ops.moments, operand.meta["val"], num_groups)  # type: ignore[union-attr]
             found[node] += own_seconds(model, row_ops.merge_moments, [value, value], [1, 1])
         elif (kernels := _kernels(node)) is not None:
-            found[node] = sum(model.moving_seconds(*moved) for moved in kernels)
+            found[node] = model.chain_seconds(kernels)
         elif isinstance(value, torch.Tensor):
             found[node] = model.moving_seconds(value.nbytes, value.nbytes)
     return found
@@ -52,7 +52,7 @@ def own_seconds(model: CostModel, operation: Callable[..., Any], *arguments: Any
     """Of one of a patch's own operations on these arguments, tensors on any device."""
     leaves, spec = pytree.tree_flatten(arguments)
     likes = tuple(_Like.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return sum(model.moving_seconds(*moved) for moved in _kernels_of(operation, likes, spec))
+    return model.chain_seconds(_kernels_of(operation, likes, spec))
 
 
 def _kernels(node: fx.Node) -> tuple[tuple[int, int], ...] | None:
