@@ -10,20 +10,18 @@ import hashlib
 import inspect
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, given_cost_model, planned_cut
+from fxpipe.back_end import BackEnd
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
-from fxpipe.collector import held_collector
 from fxpipe.costs import uncosted_ops
-from fxpipe.costs.call_costs import CallCost
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.options import (
@@ -36,21 +34,15 @@ from fxpipe.options import (
     given_precision,
     given_schedule,
 )
-from fxpipe.plan.fewer_samples import first_samples
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_check import require as require_plan
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.schedule_check import require as require_schedule
 from fxpipe.plan.staged import PlannedCut
-from fxpipe.plan.step import StepPlan
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
+from fxpipe.shapes import Shapes, several
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
-from passes.lowering import Form, Lowered, lower_form
-from passes.lowering.call_costs import call_costs, piece_costs
-from passes.lowering.step_graphs import StepGraphs
-from passes.placement.cascade import first_stages
 from passes.tuner.candidates import require_possible
 from passes.tuner.plans import make_plan
 from passes.tuner.request import Request
@@ -81,6 +73,7 @@ def compile(
     cache: bool | str | Path = True,
     observe: Observe | None = None,
     plan: Plan | str | Path | None = None,
+    shapes: str = "any",
 ) -> Program:
     """Compile one training step for `world_size` ranks.
 
@@ -92,7 +85,8 @@ def compile(
             device it compiles without weights.
         world_size: number of ranks.
         example_inputs: one batch, a tuple of positional or a dict of keyword arguments of forward; may be left out for
-            a backbone and for a model with a method `example_inputs(batch_size)`.
+            a backbone and for a model with a method `example_inputs(batch_size)`. A list of dicts, or of tuples, is
+            several batches of other shapes: all are compiled, and a step takes the program of its batch's shapes.
         batch_size: samples in one step, over all micro-batches; the example's where left out.
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of the ranks of a pipeline.
@@ -122,6 +116,7 @@ def compile(
         observe: called with (step's name, its result) after every step of the compiler.
         plan: one that was made before, a `Plan` or the file it was saved in: nothing is planned. What is asked for
             beside it must be what it says; `memory_limit` is held against what it needs.
+        shapes: of batches that are no example's: "any" compiles them when they come, "fixed" refuses them.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -130,23 +125,20 @@ def compile(
     see = followed(observe)
 
     # options: checked before anything is captured, as far as they can be known then
-    asked = requested(
-        model, world_size, example_inputs=example_inputs, batch_size=batch_size, microbatches=microbatches,
-        stages=stages, data_parallel=data_parallel, schedule=schedule, memory_limit=memory_limit,
-        collocation=collocation, recompute=recompute, shard_optimizer=shard_optimizer, budget=budget, fill=fill,
-        precision=precision,
-        cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan,
+    first, *others = several(example_inputs)
+    given: dict[str, Any] = dict(
+        batch_size=batch_size, microbatches=microbatches, stages=stages, data_parallel=data_parallel,
+        schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute,
+        shard_optimizer=shard_optimizer, budget=budget, fill=fill, precision=precision, cluster=cluster,
+        cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan, shapes=shapes,
     )  # fmt: skip
+    asked = requested(model, world_size, example_inputs=first, **given)
 
     # analyse: captured, cut into blocks, costed
     rank = join(world_size)
     step = asked.analysed(see)
-    if step.captured.extras and not rank:
-        warnings.warn(
-            f"forward also returns {', '.join(step.captured.extras)}: engines return the loss alone, so log these from "
-            "the model on one device, or leave them out",
-            stacklevel=4,
-        )
+    if not rank:
+        _tell_left_out(step)
 
     # plan: who computes what, in which order; nothing is decided after it
     chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, rank)
@@ -154,12 +146,36 @@ def compile(
     see("plan", chosen)
 
     # lower: this process's rank, or all of them in one process
-    back = _BackEnd(step, chosen, asked.device, asked.example.conditioning)
+    back = BackEnd(step, chosen, asked.device, asked.example.conditioning)
     back.require_schedules()
-    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,))
+    known = Shapes(lambda example: _another(model, world_size, example, given), shapes == "fixed")
+    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known)
+    known.add(program)
     see("programs", program.step.programs)
     see("stage graphs", back.graphs)
+
+    # other shapes: the same again for each
+    for batch in others:
+        known.add(_another(model, world_size, batch, given))
     return program
+
+
+def _another(model: Any, world_size: int, example: Any, given: Mapping[str, Any]) -> Program:
+    """The program for inputs of other shapes, with the same options as far as they have samples for them."""
+    options = {**given, "batch_size": None, "plan": None, "shapes": "fixed"}
+    samples = example_of(model, example, None, world_size).batch_size
+    if given["microbatches"] is not None:
+        options["microbatches"] = min(given["microbatches"], samples)
+    if given["data_parallel"] is not None and given["data_parallel"] > samples:
+        options |= {"data_parallel": 1, "stages": None}
+    return compile(model, world_size, example_inputs=example, **options)
+
+
+def _tell_left_out(step: CostedStep) -> None:
+    """Warn of what forward returns beside the loss that no step will."""
+    reasons = dict.fromkeys(step.captured.left_out, "it is no tensor whose size is known before it runs")
+    for name, why in {**reasons, **step.batch.left_out}.items():
+        warnings.warn(f"forward also returns {name}, which engines leave out: {why}", stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +235,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
     choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", "shard_optimizer")}
-    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shard_optimizer")
+    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shard_optimizer", "shapes")
     check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
@@ -255,63 +271,3 @@ def _require_fresh(plan: Plan, step: CostedStep) -> None:
             f"{priced} have changed; make a new plan (fxpipe tune --save)"
         )
     require_plan(plan, len(step.graph.blocks), [component.name for component in step.graph.components])
-
-
-@dataclass(frozen=True, eq=False)
-class _BackEnd:
-    """A costed step and its plan, to be made into programs, form by form."""
-
-    costed: CostedStep
-    plan: Plan
-    device: torch.device
-    conditioning: float | None
-
-    @cached_property
-    def graphs(self) -> StepGraphs:
-        """The graphs of stages, components and layers, each traced when a rank that runs it is lowered."""
-        plan, costed = self.plan, self.costed
-        return StepGraphs(
-            costed.captured, costed.batch, costed.work, plan.staged, plan.microbatch_sizes, costed.frozen.nodes,
-            self.device,
-        )  # fmt: skip
-
-    def require_schedules(self) -> None:
-        """Refuse orders that are not correct, with their faults marked."""
-        plan, work = self.plan, self.costed.work.of(self.plan.staged, self.plan.num_microbatches)
-        require_schedule(plan.step, work, plan.staged.world_size)
-        if plan.steady is not None:
-            ahead = replace(
-                work, num_components=0, frozen_edges=frozenset(),
-                ahead_layers=self.costed.frozen.num_layers, ahead_samples=plan.batch_size,
-            )  # fmt: skip
-            require_schedule(plan.steady, ahead, plan.staged.world_size)
-
-    @held_collector()
-    def lower(self, form: Form, ranks: Sequence[int] | None, batch_size: int | None = None) -> StepPlan:
-        """The programs of one form of the step, of these ranks; of a smaller batch where its size is given."""
-        plan, costed, graphs = self.plan, self.costed, self.graphs
-        order = {"step": plan.step, "prologue": plan.prologue, "steady": plan.steady, "epilogue": plan.epilogue}[form]
-        if order is None:
-            raise ValueError(f"the plan has no form {form!r}")
-        if batch_size is not None:
-            order, sizes = first_samples(order, plan.microbatch_sizes, batch_size)
-            graphs = replace(graphs, sizes=sizes)
-            require_schedule(order, graphs.work, plan.staged.world_size)
-        optional = frozenset[int]()
-        if self.conditioning is not None:
-            optional = first_stages(costed.graph, costed.blocks, plan.staged.boundaries)
-        lowered = lower_form(graphs, order, form, ranks, optional, plan.steady)
-        calls = {**call_costs(graphs), **piece_costs(graphs, order)}
-        return self._step_plan(order, lowered, calls, graphs.batch_size)
-
-    def _step_plan(self, order: Schedule, lowered: Lowered, calls: Mapping[str, CallCost], batch_size: int) -> StepPlan:
-        """One form, and where it has a first pass also the form without it."""
-        captured = self.costed.captured
-        placeholders = captured.graph.find_nodes(op="placeholder")
-        names = {n.name: n.meta["input"] for n in placeholders if n.meta["kind"] == "input"}
-        draws = {draw.index: draw for draw in captured.draws.values()}
-        without = self._step_plan(order, lowered.without, calls, batch_size) if lowered.without else None
-        return StepPlan(
-            captured.inputs, names, batch_size, captured.fewest, draws, order, lowered.programs, lowered.messages,
-            lowered.reductions, self.device, self.plan.fingerprint, calls, without, self.conditioning or 0.0,
-        )  # fmt: skip

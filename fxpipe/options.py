@@ -38,7 +38,15 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_others(
-    *, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shard_optimizer: Any
+    *,
+    cost_model: Any,
+    observe: Any,
+    recompute: Any,
+    budget: Any,
+    collocation: Any,
+    fill: Any,
+    shard_optimizer: Any,
+    shapes: Any = "any",
 ) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
@@ -49,6 +57,8 @@ def check_others(
         raise CompileError(f"collocation={collocation!r}; give 'hard' or 'soft', or leave it out")
     if fill not in FILLS:
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
+    if shapes not in ("any", "fixed"):
+        raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
     if recompute not in (None, True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
     if shard_optimizer not in (None, True, False):

@@ -23,11 +23,13 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.engine import Engine
+from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.nearness import Distance, Nearness
 from fxpipe.run.observe import Observe
-from fxpipe.run.one_device import Found, one_device, one_device_in_float32
-from fxpipe.run.verification import Tolerance, Verification, compare, tolerance_of
+from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
+from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, tolerance_of
+from fxpipe.shapes import Shapes
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.prediction import Costing, predict
 
@@ -39,19 +41,12 @@ Lower = Callable[[Form, Sequence[int] | None, int | None], StepPlan]
 """The programs of one form of the step, of some ranks or of all; of a smaller batch where its size is given."""
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One step of all ranks: the whole batch's loss, the gradient of every trainable parameter that has one."""
-
-    loss: torch.Tensor
-    gradients: Mapping[str, torch.Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward.
 
-    `ranks` are those whose programs this process holds, all where None; what needs the others makes them.
+    `ranks` are those whose programs this process holds, all where None; what needs the others makes them. `shapes` has
+    the programs for batches of other shapes; what is given a batch takes the one for it.
     """
 
     costed: "CostedStep"
@@ -59,6 +54,7 @@ class Program:
     cluster: Cluster
     lower: Lower
     ranks: tuple[int, ...] | None = None
+    shapes: Shapes | None = None
 
     @cached_property
     def step(self) -> StepPlan:
@@ -161,12 +157,17 @@ class Program:
         arguments of these names.
         """
         seed, step = self._draws(kwargs)
-        return self._run_local(args, kwargs, seed, step)
+        return self.of(args, kwargs)._run_local(args, kwargs, seed, step)
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Program":
+        """The program for a call: this one, or that for other shapes."""
+        return self if self.shapes is None else self.shapes.of(args, kwargs)
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         tensors, size = self.step.tensors(args, kwargs)
         plan = self.whole.smaller(size)
-        return StepResult(*LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown).run(tensors, step))
+        engine = LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown)
+        return StepResult(*engine.run(tensors, step), engine.gather_outputs() or {})
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
         own = self.step.inputs.signature.parameters
@@ -174,32 +175,38 @@ class Program:
         return seed, step
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
-        """One step of all ranks in this process against the uncompiled model, with the same random draws.
+        """One step of all ranks in this process against the uncompiled model, with the same random draws: the loss,
+        every gradient, and what forward returns beside the loss.
 
         Where it computes in bfloat16 or float16, both are also set against the model in float32, and judged by that.
         `seed` and `step` as in `run_local`.
         """
         seed, step = self._draws(kwargs)
+        return self.of(args, kwargs)._verify(args, kwargs, seed, step)
+
+    def _verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> Verification:
         result = self._run_local(args, kwargs, seed, step)
-        draws = SeededDraws(seed, step, self.step.device)
-        own = self._shown_step(one_device(self.model, args, kwargs, draws, self.costed.example.autocast))
-        ours = result.loss, result.gradients
-        found = compare(*ours, (*own, draws.count), len(self.capture.draws), self.tolerance)
+        draws, autocast = SeededDraws(seed, step, self.step.device), self.costed.example.autocast
+        own = self._shown_step(one_device(self.model, args, kwargs, draws, autocast))
+        reference = own.loss, own.gradients, draws.count
+        found = compare(result.loss, result.gradients, reference, len(self.capture.draws), self.tolerance)
+        errors = compare_outputs(result.outputs, own.outputs, self.step.outputs)
+        limit = tolerance_of(self.capture.graph, self.blocks.local, outputs=True)
+        found = replace(found, outputs=errors, output_tolerance=limit.value)
         if not self.tolerance.is_low:
             return found
         wide = self._shown_step(one_device_in_float32(self.model, args, kwargs, draws))
-        return replace(found, nearness=Nearness(Distance.of(*ours, wide), Distance.of(*own, wide)))
+        expected = replace(wide, outputs={name: wide.outputs[name] for name in errors})
+        return replace(found, nearness=Nearness(Distance.of(result, expected), Distance.of(own, expected)))
 
-    def _shown_step(self, step: Found) -> Found:
-        loss, gradients = step
-        return loss, {self._shown(name): gradient for name, gradient in gradients.items()}
+    def _shown_step(self, step: StepResult) -> StepResult:
+        return replace(step, gradients={self._shown(name): gradient for name, gradient in step.gradients.items()})
 
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         whole = self.whole
-        return LocalEngine(
-            whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling, whole.smaller
-        )
+        given = whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling, whole.smaller
+        return LocalEngine(*given, self._kinds(whole=True))
 
     def engine(
         self,
@@ -228,9 +235,20 @@ class Program:
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        return Engine(
-            self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling, self.smaller
-        )
+        given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
+        return Engine(*given, self.smaller, self._kinds(whole=False))
+
+    def _kinds(self, whole: bool) -> Kinds | None:
+        """How an engine finds the programs for batches of other shapes."""
+        if self.shapes is None:
+            return None
+        shapes = self.shapes
+
+        def made(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+            program = shapes.of(args, kwargs).whole if whole else shapes.of(args, kwargs)
+            return Kind(program.step, program.state, program._filling, program.smaller)
+
+        return Kinds(next(iter(shapes.programs)), shapes.key, made)
 
     @property
     def _filling(self) -> Callable[[], FilledPlan] | None:
@@ -297,7 +315,9 @@ class Program:
     def __str__(self) -> str:
         traffic = self.traffic()
         moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic.kinds.items() if size)
-        return "\n".join([str(self.capture), self.plan.summary(), f"traffic per step: {moved or 'none'}"])
+        others = list(self.shapes.programs)[1:] if self.shapes is not None else []
+        lines = [str(self.capture), self.plan.summary(), f"traffic per step: {moved or 'none'}"]
+        return "\n".join(lines + [f"also for batches of {shapes}" for shapes in others])
 
     def _shown(self, name: str) -> str:
         """A parameter's name as the user knows it: without the step that wraps a bare backbone."""

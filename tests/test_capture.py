@@ -143,7 +143,8 @@ GOOD = {"x": noise(6, 4), "y": noise(6, 4)}
         ({"mode": "b"}, "input mode was compiled as 'a', called with 'b'"),
         ({"weight": noise(6, 4)}, r"input weight was compiled as None, called with a tensor \[6, 4\]"),
         ({"extra": noise(6, 4)}, r"inputs \['x', 'extra', .*\] are not the compiled ones"),
-        ({"x": noise(6, 5)}, r"input x must be \['batch', 4\] torch.float64, got \[6, 5\]"),
+        ({"x": noise(6, 5)}, r"a batch of x \[6, 5\], y \[6, 4\]: compiled are batches of x \[6, 4\], y \[6, 4\];"),
+        ({"x": noise(6, 5, 4)}, r"input x must be \['batch', 4\] torch.float64, got \[6, 5, 4\]"),
         ({"x": noise(6, 4).float()}, r"got \[6, 4\] torch.float32"),
         ({"x": None}, "input x must be a tensor, got NoneType"),
         ({"x": noise(5, 4)}, "inputs disagree on the batch size"),
@@ -151,7 +152,7 @@ GOOD = {"x": noise(6, 4), "y": noise(6, 4)}
     ],
 )
 def test_calls_that_differ_from_the_compiled_one(change: dict[str, Any], says: str) -> None:
-    program = fxpipe.compile(Options(), 1, example_inputs=GOOD)
+    program = fxpipe.compile(Options(), 1, example_inputs=GOOD, shapes="fixed")
     with pytest.raises(CompileError, match=says):
         program.run_local(**GOOD | change)
     with pytest.raises(CompileError, match="missing a required"):

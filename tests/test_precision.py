@@ -15,6 +15,7 @@ from fxpipe.errors import CaptureError, CompileError, RunError
 from fxpipe.plan.rank_program import RankProgram
 from fxpipe.program import Program
 from fxpipe.run.nearness import Distance, Nearness
+from fxpipe.run.one_device import StepResult
 from fxpipe.run.verification import Verification
 from tests.distributed import run_processes
 from tests.test_memory import IDLE_NETWORK, Wide, measured_peaks
@@ -143,6 +144,10 @@ def test_a_wrong_gradient_is_farther_from_float32_than_one_device() -> None:
     wide = {name: torch.randn(8, 8) for name in ("a.weight", "b.weight")}
     loss = torch.tensor(1.0)
     own = {name: (g * (1 + 0.01 * torch.randn(8, 8))) for name, g in wide.items()}
+
+    def distance(gradients: dict[str, Tensor]) -> Distance:
+        return Distance.of(StepResult(loss, gradients), StepResult(loss, wide))
+
     for name, change, faults in (
         ("a.weight", lambda g: g * 1.01, []),
         ("a.weight", lambda g: 2 * g, ["a.weight"]),
@@ -150,12 +155,12 @@ def test_a_wrong_gradient_is_farther_from_float32_than_one_device() -> None:
         ("b.weight", lambda g: g * torch.nan, ["b.weight"]),
     ):
         ours = {**wide, name: change(wide[name])}
-        distances = Nearness(Distance.of(loss, ours, (loss, wide)), Distance.of(loss, own, (loss, wide)))
+        distances = Nearness(distance(ours), distance(own))
         assert list(distances.farther) == faults
-        text = str(Verification(1.0, 1.0, 0.0, {}, 5e-2, "", distances))
+        text = str(Verification(1.0, 1.0, 0.0, {}, 5e-2, nearness=distances))
         assert ("FARTHER FROM float32" in text) == bool(faults)
         assert all(f"  {fault}: " in text for fault in faults)
-    missing = Nearness(Distance.of(loss, {"a.weight": own["a.weight"]}, (loss, wide)), distances.own)
+    missing = Nearness(distance({"a.weight": own["a.weight"]}), distances.own)
     assert list(missing.farther) == ["b.weight"]
 
 

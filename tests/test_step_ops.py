@@ -36,6 +36,7 @@ from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate as simulate_plan
 from tests.models import ZOO
 from tests.test_block_costs import Tied
+from tests.test_outputs import Returning
 from tests.unet import TinyUNet
 
 BUS = Cluster("A100-80GB", (Level(8, Link("bus", 2e9, 2e-6, duplex=False, shared=True)),))
@@ -78,7 +79,8 @@ class Layout:
 @cache
 def costed(name: str) -> CostedStep:
     torch.manual_seed(0)
-    model = {"unet": lambda: TinyUNet("no_grad"), "tied": Tied}.get(name, ZOO.get(name))()  # type: ignore[misc]
+    own = {"unet": lambda: TinyUNet("no_grad"), "tied": Tied, "returning": Returning}
+    model = own.get(name, ZOO.get(name))()  # type: ignore[misc]
     return costed_step(example_of(model, None, BATCH_SIZE), device("A100-80GB"), Cut(NUM_BLOCKS, None, 4))
 
 
@@ -139,6 +141,7 @@ CASES: list[tuple[str, Layout]] = [
     ("unet", Layout("1f1b", 1, 1, 2)),
     ("tied", Layout("1f1b", 3, 3, 5)),
     ("tied", Layout("1f1b", 8, 2, 4, 4)),
+    ("returning", Layout("wave", 2, 4, 4)),
     ("sd", Layout("zb-v", 2, 4, 3)),
     ("unet2d", Layout("zb-v", 2, 4, 4, 1, "blocks")),
     ("uvit", Layout("1f1b", 2, 2, 5, 1, "stages")),

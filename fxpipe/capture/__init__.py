@@ -10,6 +10,7 @@ random draws and parameters are placeholders, `no_grad` regions and autocast reg
 
 inputs, trees    a call's tensors by name         export        torch.export, watched: what it would lose is refused
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
+outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
 cache            captures on disk (stored, model_digest, files, expressions)   private   torch's private names
 fingerprint      which graph this is              sizes         symbolic sizes at a number of samples
@@ -31,6 +32,7 @@ from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.surroundings import Surroundings
@@ -44,8 +46,8 @@ class Capture:
 
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
-    had to be given up, `extras` names what a training step's forward returns beside the loss. Smaller batches than the
-    call's, down to `fewest` samples, are computed by the same graph.
+    had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
+    Smaller batches than the call's, down to `fewest` samples, are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -59,7 +61,7 @@ class Capture:
     unused: tuple[str, ...]
     notes: tuple[str, ...]
     fewest: int
-    extras: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -73,16 +75,31 @@ class Capture:
 
     def rewritten(self) -> None:
         """Whoever changes the graph says so here."""
-        for name in ("nodes", "places", "result"):
+        for name in ("nodes", "places", "result", "outputs"):
             vars(self).pop(name, None)
 
     @cached_property
     def result(self) -> fx.Node:
         """What the graph returns: a training step's loss, a denoiser's prediction."""
         (output,) = self.graph.find_nodes(op="output")
-        node = output.args[0]
+        node = output.args[0][0] if isinstance(output.args[0], tuple) else output.args[0]
         assert isinstance(node, fx.Node)
         return node
+
+    @cached_property
+    def outputs(self) -> Mapping[str, fx.Node]:
+        """What a training step's forward returns beside the loss, by name: the nodes that hand it over."""
+        return sinks(self.graph)
+
+    @property
+    def numbers(self) -> list[fx.Node]:
+        """Those of the outputs that travel with the loss."""
+        return [node for node in self.outputs.values() if is_number(node)]
+
+    @property
+    def loss_bytes(self) -> int:
+        """Of the loss and the numbers beside it, as ranks tell them to each other."""
+        return 8 * (1 + len(self.numbers)) if self.numbers else int(self.result.meta["val"].nbytes)
 
     def __str__(self) -> str:
         counts = {kind: 0 for kind in ("parameter", "buffer", "constant", "input", "draw")}
@@ -113,20 +130,6 @@ def loss_of(output: Any) -> torch.Tensor:
     return value.reshape(())
 
 
-def extras_of(output: Any) -> tuple[str, ...]:
-    """By name or place, what a model's output holds beside the loss; see `loss_of`."""
-    if isinstance(output, Mapping) and "loss" in output:
-        named = {str(name): value for name, value in output.items()}
-    elif isinstance(getattr(output, "loss", None), torch.Tensor):
-        fields = getattr(output, "_fields", getattr(output, "__dict__", ()))
-        named = {name: getattr(output, name) for name in fields if not name.startswith("_")}
-    elif isinstance(output, tuple | list):
-        named = {"loss" if place == 0 else f"[{place}]": value for place, value in enumerate(output)}
-    else:
-        return ()
-    return tuple(name for name, value in named.items() if name != "loss" and value is not None)
-
-
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node counts though nobody reads it. Attention does not: what it might have drawn is an input by now."""
     drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -151,18 +154,20 @@ def capture(
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
     check_weights(model)
-    extras: list[tuple[str, ...]] = []
+    found: list[Found] = []
 
-    def result(output: Any) -> torch.Tensor:
-        extras.append(extras_of(output) if result_of is loss_of else ())
-        return result_of(output)
+    def result(output: Any) -> tuple[torch.Tensor, ...]:
+        found.append(outputs_of(output) if result_of is loss_of else ({}, ()))
+        return (result_of(output), *found[-1][0].values())
 
-    captured = captured_from(model, export_step(model, inputs, examples, result, surroundings))
-    return replace(captured, extras=extras[-1])
+    exported = export_step(model, inputs, examples, result, surroundings)
+    outputs, others = found[-1]
+    captured = captured_from(model, exported, list(outputs))
+    return replace(captured, left_out=(*others, *captured.left_out))
 
 
-def captured_from(model: nn.Module, exported: Exported) -> Capture:
-    """The capture that a trace of `model` is."""
+def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] = ()) -> Capture:
+    """The capture that a trace of `model` is; `outputs` names what it returns after its result."""
     inputs = exported.inputs
     tensors, constants = _name_placeholders(model, exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
@@ -178,8 +183,11 @@ def captured_from(model: nn.Module, exported: Exported) -> Capture:
     functionalise.refuse_hidden_writes(overwritten)
     expand_attention_dropout(graph)
     draws = hoist_draws(graph, constants)
+    outputs, left_out = drop_unknown(graph, outputs)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
     _refuse_values(graph)
+    _mark_requires_grad(graph, wanted, tensors)
+    separate(graph, outputs)
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
@@ -192,7 +200,10 @@ def captured_from(model: nn.Module, exported: Exported) -> Capture:
     graph.lint()
     batch = _batch(graph, exported)
     notes = () if batch else _notes(exported)
-    return Capture(graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest)
+    return Capture(
+        graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
+        tuple(left_out),
+    )  # fmt: skip
 
 
 def _notes(exported: Exported) -> tuple[str, ...]:

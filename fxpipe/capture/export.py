@@ -29,6 +29,7 @@ from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError
 
 ResultOf = Callable[[Any], torch.Tensor]
+ResultsOf = Callable[[Any], torch.Tensor | tuple[torch.Tensor, ...]]
 Trace = Callable[..., torch.export.ExportedProgram]
 
 
@@ -47,13 +48,14 @@ class Exported:
 
 
 class Step(nn.Module):
-    """The model, taking its tensor leaves positionally and returning its result alone: of a training step, the loss."""
+    """The model, taking its tensor leaves positionally and returning its result alone: of a training step, the loss,
+    and after that the tensors beside it."""
 
     def __init__(
         self,
         model: nn.Module,
         inputs: InputSpec,
-        result_of: ResultOf,
+        result_of: ResultsOf,
         one_batch: bool,
         surroundings: Surroundings | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Step(nn.Module):
         self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
         self.written: list[Written] = []
 
-    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         batched = [t for t, leaf in zip(leaves, _tensors(self._inputs), strict=True) if leaf.batched]
         for tensor in batched[1:] if self._one_batch else ():
             torch._check(tensor.shape[0] == batched[0].shape[0])
@@ -97,7 +99,7 @@ def export_step(
     model: nn.Module,
     inputs: InputSpec,
     examples: Sequence[torch.Tensor],
-    result_of: ResultOf,
+    result_of: ResultsOf,
     surroundings: Surroundings | None = None,
 ) -> Exported:
     """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is.

@@ -195,8 +195,8 @@ def flatten_regions(module: fx.GraphModule) -> fx.Graph:
         elif node.target is _exit_autocast:
             autocasts.pop(node.args[0])
         elif node.op == "output":
-            (result,) = node.args[0]
-            flat.output(env[result]).meta = dict(node.meta)
+            results = [env[result] for result in node.args[0]]
+            flat.output(tuple(results) if len(results) > 1 else results[0]).meta = dict(node.meta)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CaptureError(f"{where(node)}: {node.target.name()} cannot be compiled; write it as plain operations")
         elif node.op != "get_attr":  # only the submodules of higher order operations

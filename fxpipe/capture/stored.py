@@ -24,7 +24,9 @@ from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
 
 _MOST_CONSTANT_BYTES = 1 << 22  # of all constants that are not the model's own: a capture is some MB
-_META = {"val", "path", "kind", "state", "input", "requires_grad", "no_grad", "autocast", "of"}
+_META = {"val", "path", "kind", "state", "input", "requires_grad", "no_grad", "autocast", "of"} | {
+    "extra", "detaches", "output",
+}  # fmt: skip
 _ON_NUMBERS: dict[str, Any] = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in (
@@ -60,7 +62,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         "unused": list(captured.unused),
         "notes": list(captured.notes),
         "fewest": captured.fewest,
-        "extras": list(captured.extras),
+        "left_out": list(captured.left_out),
     }
 
 
@@ -81,7 +83,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         unused=tuple(data["unused"]),
         notes=tuple(data["notes"]),
         fewest=int(data["fewest"]),
-        extras=tuple(data["extras"]),
+        left_out=tuple(data["left_out"]),
     )
 
 

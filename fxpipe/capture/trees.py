@@ -112,8 +112,20 @@ def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:
         parts = [str(head.key)]
     else:
         parts = [positional[head.idx] if head.idx < len(positional) else f"args_{head.idx}"]
-    parts += [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path[2:]]
-    return ".".join(parts)
+    return ".".join([*parts, *map(_key_name, path[2:])])
+
+
+def _key_name(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+
+
+def named_leaves(value: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """A value's leaves, each with its path; of classes whose keys torch does not know, by their places."""
+    try:
+        paths, _ = pytree.tree_flatten_with_path(_apart(value))
+    except ValueError:
+        return [((str(place),), leaf) for place, leaf in enumerate(pytree.tree_leaves(_apart(value)))]
+    return [(tuple(map(_key_name, path)), leaf) for path, leaf in paths]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ class BlockGraph:
     """Blocks, components and local operations hold every operation of the capture; edges every tensor between owners.
 
     `block_seconds` and `component_seconds` are what the analysis balanced by; `unused` are weights nothing reads. The
-    first `first_pass` blocks run a backbone under no_grad whose prediction a second pass is fed.
+    first `first_pass` blocks run a backbone under no_grad whose prediction a second pass is fed. `kept` are values that
+    the step returns, and ranks keep to its end.
     Placeholders (weights, inputs, draws) are no edges: every rank can make its own.
     """
 
@@ -91,6 +92,7 @@ class BlockGraph:
     component_seconds: tuple[float, ...]
     unused: tuple[str, ...]
     first_pass: int = 0
+    kept: tuple[str, ...] = ()
 
     @cached_property
     def owners(self) -> Mapping[str, Owner]:

@@ -135,3 +135,15 @@ def accumulate(total: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch
 def add_weighted(total: torch.Tensor | None, loss: torch.Tensor, weight: float) -> torch.Tensor:
     """The loss so far plus one micro-batch's loss times its weight."""
     return loss * weight if total is None else total + loss * weight
+
+
+def add_numbers(total: torch.Tensor | None, numbers: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The loss and the numbers beside it so far, float64, plus one micro-batch's, each times its weight."""
+    pairs = zip(numbers, weights, strict=True)
+    new = torch.stack([n.double() * w if w else torch.zeros_like(n, dtype=torch.float64) for n, w in pairs])
+    return new if total is None else total + new
+
+
+def number(total: torch.Tensor, index: int, dtype: torch.dtype) -> torch.Tensor:
+    """One of the whole batch's numbers; the loss is the first."""
+    return total[index].to(dtype)

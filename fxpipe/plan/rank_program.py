@@ -87,7 +87,8 @@ class RankProgram:
     returns what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch
     before (`carried`), it takes them as a further argument: a dict that it empties. Where gradients are in float16
     (`scaled`) it takes, last, what the loss is multiplied with before its backward. A program without training (a
-    *prologue*) returns None as its loss.
+    *prologue*) returns None as its loss. What the step returns beside the loss comes last, in the order of `outputs`:
+    (name, micro-batch), see `fxpipe.plan.outputs`.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class RankProgram:
     works_ahead: bool = False
     scaled: bool = False
     refreshed: tuple[str, ...] = ()
+    outputs: tuple[tuple[str, int], ...] = ()
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
         """The runnable module: stage graphs read `state` (parameters are shared, not copied)."""

@@ -12,6 +12,7 @@ from fxpipe.capture.randomness import Draw
 from fxpipe.costs.call_costs import CallCost
 from fxpipe.errors import CompileError
 from fxpipe.models.self_conditioning import conditioned
+from fxpipe.plan.outputs import Output
 from fxpipe.plan.rank_program import Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 
@@ -23,7 +24,7 @@ class StepPlan:
     `programs` are those of all ranks, or of this process's alone; messages and reductions are all ranks'. `calls` says
     what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph from
     `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
-    `probability` that of one.
+    `probability` that of one. `outputs` are what it returns beside the loss.
     """
 
     inputs: InputSpec
@@ -40,6 +41,7 @@ class StepPlan:
     calls: Mapping[str, CallCost]
     without: "StepPlan | None" = None
     probability: float = 1.0
+    outputs: tuple[Output, ...] = ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
@@ -52,6 +54,10 @@ class StepPlan:
         """The same for any number of samples, and that number."""
         tensors, size = self.inputs.bind(args, kwargs)
         return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}, size
+
+    def takes(self, size: int) -> bool:
+        """Whether a batch of so many samples is this step's, or its micro-batches' first ones."""
+        return self.fewest <= size <= self.batch_size
 
     def require_size(self, size: int) -> None:
         """Raises CompileError where a batch is larger than this step's, or has too few samples for the same graph."""

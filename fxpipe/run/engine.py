@@ -4,16 +4,18 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.reads import batched_inputs, samples_read
 from fxpipe.plan.step import FilledPlan, StepPlan
-from fxpipe.plan.transport import Transport
+from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
@@ -43,9 +45,12 @@ class Engine(Training):
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
         smaller: Callable[[int], StepPlan] | None = None,
+        kinds: Kinds | None = None,
+        opened: tuple[set[Channel], set[tuple[int, ...]]] | None = None,
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
-        super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller)
+        self._opened = opened or (set(), set())  # channels and groups, by all engines on the transport
+        super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller, kinds)
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         self._own_samples: tuple[int, ...] | None = None
@@ -56,8 +61,17 @@ class Engine(Training):
             self._shared = self._shared_by(plan)
             self._shared_smaller: dict[int, SharedModel] = {}  # by the number of samples
             agree_on_state(transport, self._state)
-            self._channels, self._groups = {*plan.channels}, {*plan.groups}
-            transport.open_channels(plan.channels, plan.groups)
+            self._open(plan.channels, plan.groups)
+
+    def _open(self, channels: Iterable[Channel], groups: Iterable[tuple[int, ...]]) -> None:
+        """Those that no engine on this transport has opened."""
+        self._transport.open_channels(sorted({*channels} - self._opened[0]), sorted({*groups} - self._opened[1]))
+        self._opened[0].update(channels)
+        self._opened[1].update(groups)
+
+    def _another(self, kind: Kind) -> "Engine":
+        given = self._model, kind.state, self._transport, self.seed, self._shown, self._observe
+        return Engine(kind.plan, *given, kind.filled, kind.smaller, None, self._opened)
 
     def step(self, batch: Any, next_batch: Any = None, scaler: GradScaler | None = None) -> torch.Tensor:
         """One training step on a batch, whole or in parts, on every rank: returns the loss, adds to `.grad`.
@@ -93,7 +107,8 @@ class Engine(Training):
         if not self.check_batches:
             return
         scale = None if self._loss_scale is None else float(self._loss_scale)
-        parts: dict[str, Any] = {"seed or step index": (self.seed, self.step_index), "scale of losses": scale}
+        parts: dict[str, Any] = {"shape of the batch": self._kind}
+        parts |= {"seed or step index": (self.seed, self.step_index), "scale of losses": scale}
         parts |= self._told_of("batch", batch)
         parts["number of batches"] = 1 if following is None else 2
         if following is not None:
@@ -142,6 +157,18 @@ class Engine(Training):
             self._agree("sync_model" if dst is None else "gather_state_dict", {"dst or trainable_only": (dst, asked)})
             self._shared.bring(range(self._plan.world_size) if dst is None else [dst])
 
+    def _gathered(self, parts: Parts, dst: int) -> Parts:
+        with told(self._transport):
+            self._agree("gather_outputs", {"dst": dst})
+            mine = {key: part for key, part in parts.items() if key[1] != WHOLE}
+            found = everyones(self._transport, {key: (tuple(part.shape), part.dtype) for key, part in mine.items()})
+            place = self.device if self.rank == dst else torch.device("meta")
+            wanted = {key: (src, *of) for src, of_rank in enumerate(found) for key, of in of_rank.items() if src != dst}
+            values = {key: torch.empty(shape, dtype=dtype, device=place) for key, (_, shape, dtype) in wanted.items()}
+            values |= mine
+            self._transport.copy_values([(values[key], src, dst) for key, (src, *_) in wanted.items()], "outputs")
+        return {**values, **parts}
+
     def _is_at(self, rank: int) -> bool:
         return self.rank == rank
 
@@ -185,11 +212,9 @@ class Engine(Training):
                 self._shared_smaller[form.batch_size] = self._shared_by(form)
         self._shared.hold(self._trainable(), self._refreshed_by(self._plan))
         agree_on_state(self._transport, self._state)
-        channels = {channel for form in forms for channel in form.channels} - self._channels
-        groups = {group for form in forms for group in form.groups} - self._groups
-        self._transport.open_channels(sorted(channels), sorted(groups))
-        self._channels |= channels
-        self._groups |= groups
+        channels = {channel for form in forms for channel in form.channels}
+        groups = {group for form in forms for group in form.groups}
+        self._open(channels, groups)
 
     def _execute(
         self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None
@@ -200,6 +225,7 @@ class Engine(Training):
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
             self._observe, nexts, carried, self._loss_scale,
         )  # fmt: skip
+        self._parts = result.outputs
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
 
     def _take(self, plan: StepPlan) -> None:

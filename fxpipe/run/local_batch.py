@@ -59,7 +59,10 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
         raise CompileError(f"this rank reads {said(own)} of a batch of {size}, and was given {what}; {_REMEDY}")
     if not own:
         return ReadBatch.of({}, size, batch)
-    tensors, count = plan.tensors(*call_of(batch.batch))
+    try:
+        tensors, count = plan.tensors(*call_of(batch.batch))
+    except CompileError as error:
+        raise CompileError(f"{error}; a LocalBatch has the shape that was compiled first") from None
     if count != len(own):
         raise CompileError(
             f"this rank reads {said(own)} of a batch of {size}, {len(own)} in all, and was given {count}; {_REMEDY}"

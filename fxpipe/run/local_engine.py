@@ -1,13 +1,15 @@
 """All ranks as threads of this process."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
+from fxpipe.plan.outputs import Parts
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
+from fxpipe.run.kinds import Kind
 from fxpipe.run.ownership import require_new
 from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
 from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
@@ -21,6 +23,16 @@ class LocalEngine(Training):
     rank = 0
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
+
+    def _another(self, kind: Kind) -> "LocalEngine":
+        given = self._model, kind.state, self.seed, self._shown, self._observe
+        return LocalEngine(kind.plan, *given, kind.filled, kind.smaller)
+
+    def _by_kind(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
+        loss = super()._by_kind(batch, following)
+        if batch.kind in self._others:
+            self.sent_bytes = cast(LocalEngine, self._others[batch.kind]).sent_bytes
+        return loss
 
     def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
@@ -49,6 +61,7 @@ class LocalEngine(Training):
         for result, _ in results:
             for name, gradient in result.gradients.items():
                 gradients.setdefault(self._shown(name), gradient)
+        self._parts = {key: part for result, _ in results for key, part in result.outputs.items()}
         return results[0][0].loss, gradients, [result.carries for result, _ in results]
 
     def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
@@ -67,6 +80,9 @@ class LocalEngine(Training):
 
     def _bring(self, dst: int | None, *asked: object) -> None:
         pass
+
+    def _gathered(self, parts: Parts, dst: int) -> Parts:
+        return parts
 
     def _is_at(self, rank: int) -> bool:
         return True

@@ -10,11 +10,11 @@ that one device rounds at the end; a gradient that is missing, doubled or of ano
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-Gradients = Mapping[str, torch.Tensor]
+from fxpipe.run.one_device import StepResult
 
 FACTOR = 3.0
 """How much farther than one device a step may be. Its roundings are as many and as large, but others: a gradient's
@@ -26,23 +26,27 @@ NOISE_SHARE = 1e-4
 
 @dataclass(frozen=True)
 class Distance:
-    """To the float32 step, relative: of the loss, of every gradient by name, and of all gradients together."""
+    """To the float32 step, relative: of the loss, of every gradient by name, and of all gradients together; and of what
+    forward returns beside the loss."""
 
     loss: float
     gradients: Mapping[str, float]
     together: float
+    outputs: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(loss: torch.Tensor, gradients: Gradients, wide: tuple[torch.Tensor, Gradients]) -> "Distance":
-        """By root mean squares."""
-        wide_loss, expected = wide
+    def of(step: StepResult, wide: StepResult) -> "Distance":
+        """By root mean squares. Of outputs those of many values: one number's distance is chance, a count's is none."""
+        gradients, expected = step.gradients, wide.gradients
         floor = NOISE_SHARE * max((_rms(g) for g in expected.values()), default=0.0)
         names = sorted({*gradients, *expected})
         found = {name: _distance(gradients.get(name), expected.get(name), floor) for name in names}
         squares = {name: (_rms(g) ** 2) * g.numel() for name, g in expected.items()}
         apart = sum((found[name] * max(_rms(g), floor)) ** 2 * g.numel() for name, g in expected.items())
         together = math.sqrt(apart / total) if (total := sum(squares.values())) else 0.0
-        return Distance(_distance(loss, wide_loss, 0.0), found, together)
+        judged = {name: value for name, value in wide.outputs.items() if value.numel() > 1 and _is_inexact(value)}
+        beside = {name: _distance(step.outputs.get(name), value, 0.0) for name, value in judged.items()}
+        return Distance(_distance(step.loss, wide.loss, 0.0), found, together, beside)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Nearness:
         most = {name: FACTOR * max(own, self.own.together) for name, own in self.own.gradients.items()}
         pairs = {name: (ours, most.get(name, 0.0)) for name, ours in self.ours.gradients.items()}
         pairs["the loss"] = self.ours.loss, FACTOR * max(self.own.loss, self.own.together)
+        for name, ours in self.ours.outputs.items():
+            pairs[f"output {name}"] = ours, FACTOR * max(self.own.outputs[name], self.own.together)
         return {name: pair for name, pair in pairs.items() if not pair[0] <= pair[1]}  # a NaN is too far
 
     def __str__(self) -> str:
@@ -65,6 +71,10 @@ class Nearness:
             f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
             f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
         )
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _rms(tensor: torch.Tensor) -> float:

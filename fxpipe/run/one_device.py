@@ -6,6 +6,7 @@ one_device_in_float32   every operation in float32 that would be in a lower prec
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import loss_of, private
 from fxpipe.capture.calls import Calls
+from fxpipe.capture.outputs import outputs_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.randomness import SeededDraws, is_random
 from fxpipe.capture.surroundings import LOW, Surroundings
 from fxpipe.capture.transforms import exact_transforms
 
-Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""The loss, and gradients by (first) parameter name."""
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, of all ranks or of one device: the whole batch's loss, the gradient of every trainable parameter that
+    has one, by its (first) name, and what forward returns beside the loss."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def reference_step(
@@ -33,10 +42,11 @@ def reference_step(
     step: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], int]:
     """One device's loss and gradients, and the number of random draws made; `autocast` as in `one_device`."""
     draws = SeededDraws(seed, step, device)
-    return *one_device(model, args, kwargs, draws, autocast), draws.count
+    found = one_device(model, args, kwargs, draws, autocast)
+    return found.loss, found.gradients, draws.count
 
 
 def one_device(
@@ -46,8 +56,8 @@ def one_device(
     draws: SeededDraws,
     autocast: torch.dtype | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
-) -> Found:
-    """One device's loss and gradients.
+) -> StepResult:
+    """One device's own step.
 
     Args:
         draws: the source of random numbers; it has noted the draws then.
@@ -71,15 +81,17 @@ def one_device(
                 torch.func.functional_call(model, dict(state), args, dict(kwargs)) if state else model(*args, **kwargs)
             )
         loss = loss_of(output)
+        beside = {name: value.detach() for name, value in outputs_of(output)[0].items()}
         if not loss.requires_grad:
-            return loss, {}
+            return StepResult(loss, {}, beside)
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return loss.detach(), {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+    given = {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+    return StepResult(loss.detach(), given, beside)
 
 
 def one_device_in_float32(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: SeededDraws
-) -> Found:
+) -> StepResult:
     """The same in float32; `draws` are those of the step as it is, whose random numbers are drawn again."""
     again = SeededDraws(draws.seed, draws.step, draws.device)
     args, kwargs = pytree.tree_map(_widened, (args, dict(kwargs)))

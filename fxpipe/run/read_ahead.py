@@ -30,6 +30,7 @@ class ReadBatch:
         part: what was given, where `tensors` are one rank's samples alone; it is known by that object, since a rank may
             have none of its values.
         given: the tensors as programs take them.
+        kind: of its shapes, which says what engine takes it, see `fxpipe.run.kinds`.
     """
 
     tensors: Tensors
@@ -37,6 +38,7 @@ class ReadBatch:
     size: int
     part: Any
     given: Inputs
+    kind: str = ""
 
     @staticmethod
     def of(tensors: Tensors, size: int, part: Any = None, given: Inputs | None = None) -> "ReadBatch":

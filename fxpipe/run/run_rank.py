@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.errors import RunError
+from fxpipe.plan.outputs import Parts
 from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
@@ -26,11 +27,13 @@ class NextBatch:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The loss of the whole batch (None in a prologue), this rank's gradients, and what it made for the next step."""
+    """The loss of the whole batch (None in a prologue), this rank's gradients, what it made for the next step, and what
+    the step returns beside the loss."""
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     carries: dict[str, torch.Tensor]
+    outputs: Parts = field(default_factory=dict)
 
 
 def run_rank(
@@ -63,8 +66,9 @@ def run_rank(
     with torch.no_grad():
         loss, gradients, *rest = module(*arguments)
     transport.flush()
-    carries = dict(zip(program.carries, rest[0], strict=True)) if rest else {}
-    return RankResult(loss, dict(zip(program.gradients, gradients, strict=True)), carries)
+    carries = dict(zip(program.carries, rest.pop(0), strict=True)) if program.works_ahead else {}
+    outputs = dict(zip(program.outputs, rest[0], strict=True)) if rest else {}
+    return RankResult(loss, dict(zip(program.gradients, gradients, strict=True)), carries, outputs)
 
 
 class Draws:

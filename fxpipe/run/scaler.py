@@ -7,12 +7,15 @@ A rank sees the gradients of what it trains alone. Were only those with an overf
 the model would be of different steps, and scales would differ from then on.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fxpipe.capture import private
+from fxpipe.errors import RunError
+from fxpipe.plan.step import StepPlan
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -46,3 +49,45 @@ class GradScaler(torch.amp.GradScaler):
         if self.is_enabled() and not private.is_unscaled(self, optimizer):
             self.unscale_(optimizer)  # fused optimizers would look at this rank's gradients alone
         return super().step(optimizer, *args, **kwargs)
+
+
+class EngineScaler(ABC):
+    """`_loss_scale` is what losses are multiplied with now."""
+
+    device: torch.device
+    _plan: StepPlan
+    _loss_scale: torch.Tensor | None
+
+    def scaler(self, **options: Any) -> GradScaler:
+        """A `torch.amp.GradScaler` whose verdict is that of all ranks, enabled where gradients are in float16.
+
+        Disabled, in other steps, it is torch's: `scaler.step(optimizer)` steps the optimizer, and nothing is scaled.
+
+        Args:
+            options: those of torch's; `enabled=False` leaves it out.
+
+        Raises:
+            RunError: it is to be enabled where no gradient is in float16.
+        """
+        self._require_open("scaler")
+        scaled = any(program.scaled for program in self._plan.programs)
+        if options.get("enabled") and not scaled:
+            raise RunError("no gradient of this step is in float16, so that none is scaled: leave enabled out")
+        return GradScaler(self.device, self._on_any, **{"enabled": scaled, **options})
+
+    def _scale_losses(self, scaler: GradScaler | None) -> None:
+        """What losses are multiplied with from now on."""
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise RunError(
+                f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, which sees the overflows of one rank "
+                "alone; use engine.scaler(), with the same options"
+            )
+        self._loss_scale = None if scaler is None else scaler.now
+
+    @abstractmethod
+    def _on_any(self, mine: bool) -> bool:
+        """Collective: whether it is so on any rank."""
+
+    @abstractmethod
+    def _require_open(self, call: str) -> None:
+        """RunError after `close`."""

@@ -23,12 +23,13 @@ from fxpipe.capture.inputs import Batch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.engine_data import EngineData
+from fxpipe.run.kinds import EngineKinds, Kinds
 from fxpipe.run.loader import Loader
-from fxpipe.run.local_batch import bound
 from fxpipe.run.observe import Observe
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
-from fxpipe.run.scaler import GradScaler
+from fxpipe.run.scaler import EngineScaler, GradScaler
+from fxpipe.run.step_outputs import StepOutputs
 from fxpipe.run.trained_model import TrainedModel
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class _Carried:
     made: Any
 
 
-class Training(TrainedModel, EngineData, EngineSaves):
+class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler, StepOutputs):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -74,7 +75,9 @@ class Training(TrainedModel, EngineData, EngineSaves):
         observe: Observe | None = None,
         filled: Callable[[], FilledPlan] | None = None,
         smaller: Callable[[int], StepPlan] | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
+        self._kinds, self._kind, self._others = kinds, "" if kinds is None else kinds.first, {}
         self._plan, self._model, self._state, self._make_filled = plan, model, state, filled
         self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
@@ -84,6 +87,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
         self._modules: dict[int, Any] = {}  # by form: what runs it
         self._loss_scale: torch.Tensor | None = None
         self._filled: FilledPlan | None = None
+        self._parts, self._returned = {}, plan.outputs
         self._carried: _Carried | None = None
         self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
@@ -92,7 +96,10 @@ class Training(TrainedModel, EngineData, EngineSaves):
         """One training step: returns the loss, a scalar, and adds the gradients to `.grad`.
 
         A batch is the whole one, the same on every rank, or a `LocalBatch` of this rank's samples, as those of a
-        `dataloader` are.
+        `dataloader` are. It may have fewer samples than were compiled for; whole batches of other shapes have programs
+        of their own, see `shapes` of `fxpipe.compile`. What forward returns beside the loss is in `outputs` and
+        `gather_outputs`.
+
         With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
         again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
@@ -101,7 +108,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
         """
         self._require_open("step")
         self._scale_losses(scaler)
-        return self._step(self._bind(batch), None if next_batch is None else self._bind(next_batch))
+        return self._by_kind(self._bind(batch), None if next_batch is None else self._bind(next_batch))
 
     def train(
         self,
@@ -129,7 +136,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
         while (pair := self._read(reader)) is not None:
             self._scale_losses(scaler)
             try:
-                loss = self._step(*pair)
+                loss = self._by_kind(*pair)
             except RunError as error:
                 if reader.failure is not None:
                     error.add_note(f"before that, this rank's loader raised {reader.failure!r}")
@@ -147,32 +154,6 @@ class Training(TrainedModel, EngineData, EngineSaves):
             optimizer.zero_grad()
             yield loss
         self._readers.pop(id(batches), None)
-
-    def scaler(self, **options: Any) -> GradScaler:
-        """A `torch.amp.GradScaler` whose verdict is that of all ranks, enabled where gradients are in float16.
-
-        Disabled, in other steps, it is torch's: `scaler.step(optimizer)` steps the optimizer, and nothing is scaled.
-
-        Args:
-            options: those of torch's; `enabled=False` leaves it out.
-
-        Raises:
-            RunError: it is to be enabled where no gradient is in float16.
-        """
-        self._require_open("scaler")
-        scaled = any(program.scaled for program in self._plan.programs)
-        if options.get("enabled") and not scaled:
-            raise RunError("no gradient of this step is in float16, so that none is scaled: leave enabled out")
-        return GradScaler(self.device, self._on_any, **{"enabled": scaled, **options})
-
-    def _scale_losses(self, scaler: GradScaler | None) -> None:
-        """What losses are multiplied with from now on."""
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise RunError(
-                f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, which sees the overflows of one rank "
-                "alone; use engine.scaler(), with the same options"
-            )
-        self._loss_scale = None if scaler is None else scaler.now
 
     def close(self) -> None:
         """Leave the network; every rank calls it when it is done. What is trained stays in the model.
@@ -195,7 +176,7 @@ class Training(TrainedModel, EngineData, EngineSaves):
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         if following is not None and min(batch.size, following.size) < self._plan.batch_size:
             following = None  # frozen work is done a step early for whole batches alone, and beside those
-        carried, self._carried = self._carried, None
+        carried, self._carried, self._parts = self._carried, None, {}
         made = carried.made if carried and self._serves(carried, batch) else None
         self._check(batch, following, made is not None)
         plan = self._of_size(batch.size)
@@ -253,16 +234,15 @@ class Training(TrainedModel, EngineData, EngineSaves):
             self._prepare((self._smaller[size],))
         return self._smaller[size]
 
-    def _bind(self, batch: Batch) -> ReadBatch:
-        return bound(self._plan, batch, self.samples, self.device)
-
     def _is_ahead(self, loader: object) -> bool:
         known = isinstance(loader, Loader)  # whose position is behind what was trained on
         ahead = self._last_read is not None and self._last_read[0] is loader and self._last_read[1].is_ahead
         return ahead and not known
 
     def _forget_batches(self) -> None:
-        self._carried = self._last_read = None
+        for engine in (self, *self._others.values()):
+            engine._carried = None
+        self._last_read = None
         self._readers.clear()
 
     def _require_open(self, call: str) -> None:
@@ -273,10 +253,6 @@ class Training(TrainedModel, EngineData, EngineSaves):
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    @abstractmethod
-    def _on_any(self, mine: bool) -> bool:
-        """Collective: whether it is so on any rank."""
 
     @abstractmethod
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
@@ -293,4 +269,4 @@ class Training(TrainedModel, EngineData, EngineSaves):
     def _execute(
         self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
-        """Run one form at a step; it empties `carried`."""
+        """Run one form at a step; it empties `carried`, and leaves what the step returns in `_parts`."""

@@ -1,14 +1,15 @@
-"""Verification: a compiled step against the uncompiled model, loss and every gradient."""
+"""Verification: a compiled step against the uncompiled model: loss, every gradient, and what else forward returns."""
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from fxpipe.capture import private
 from fxpipe.errors import CompileError
+from fxpipe.plan.outputs import Output
 from fxpipe.run.nearness import Nearness
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.
@@ -37,12 +38,16 @@ class Tolerance:
         return f"{self.value:.0e}" + (f", for {self.widened_by}" if self.widened_by else "")
 
 
-def tolerance_of(graph: fx.Graph, local: Collection[str] = ()) -> Tolerance:
-    """By the least precise type that the graph computes in; the nodes `local` are left out (cheap, on every unit)."""
+def tolerance_of(graph: fx.Graph, local: Collection[str] = (), outputs: bool = False) -> Tolerance:
+    """By the least precise type that the graph computes in; the nodes `local` are left out (cheap, on every unit).
+
+    With `outputs` also what is computed for what forward returns beside the loss alone.
+    """
     found: dict[torch.dtype, list[fx.Node]] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op == "call_function" and node.name not in local and isinstance(value, torch.Tensor):
+        counts = node.name not in local and (outputs or not node.meta.get("extra"))
+        if node.op == "call_function" and counts and isinstance(value, torch.Tensor):
             if value.is_floating_point() or value.is_complex():
                 found.setdefault(value.dtype.to_real(), []).append(node)
     values = {dtype: TOLERANCES.get(dtype, _LOOSEST) for dtype in found}
@@ -56,7 +61,8 @@ def tolerance_of(graph: fx.Graph, local: Collection[str] = ()) -> Tolerance:
 
 @dataclass(frozen=True)
 class Verification:
-    """Relative errors against one device. A gradient's error is its largest difference over its largest value.
+    """Relative errors against one device. A gradient's error is its largest difference over its largest value; so is
+    that of an output, what forward returns beside the loss.
 
     A step that computes in a lower precision than float32 is judged by its `nearness` to float32 alone.
     """
@@ -67,31 +73,35 @@ class Verification:
     gradients: Mapping[str, float]
     tolerance: float
     widened_by: str = ""
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    output_tolerance: float = 0.0
     nearness: Nearness | None = None
 
     @property
     def max_grad_error(self) -> float:
-        errors = list(self.gradients.values())
-        return math.nan if any(math.isnan(e) for e in errors) else max(errors, default=0.0)
+        return _largest(self.gradients.values())
 
     @property
     def ok(self) -> bool:
         if self.nearness is not None:
             return not self.nearness.farther
         # Written so that a NaN fails.
-        return self.loss_error <= self.tolerance and all(e <= self.tolerance for e in self.gradients.values())
+        trained = all(error <= self.tolerance for error in (self.loss_error, *self.gradients.values()))
+        return trained and all(error <= self.output_tolerance for error in self.outputs.values())
 
     def __str__(self) -> str:
         if self.nearness is not None:
             return self._by_nearness(self.nearness)
         verdict = "exact" if self.ok else "NOT EXACT"
         losses = f"loss {self.loss:.12g} against {self.reference_loss:.12g} on one device"
+        others = f"{len(self.outputs)} outputs within {_largest(self.outputs.values()):.1e}, " if self.outputs else ""
         lines = [
             f"{verdict}: {losses} (error {self.loss_error:.1e}), "
-            f"{len(self.gradients)} gradients within {self.max_grad_error:.1e}, "
+            f"{len(self.gradients)} gradients within {self.max_grad_error:.1e}, {others}"
             f"tolerance {Tolerance(self.tolerance, self.widened_by)}"
         ]
         bad = sorted(((e, n) for n, e in self.gradients.items() if not e <= self.tolerance), reverse=True)
+        bad += [(e, f"output {n}") for n, e in self.outputs.items() if not e <= self.output_tolerance]
         return "\n".join(lines + [f"  {name}: {error:.2e}  <-- HERE" for error, name in bad[:10]])
 
     def _by_nearness(self, nearness: Nearness) -> str:
@@ -101,6 +111,11 @@ class Verification:
         lines = [f"  {name}: {ours:.2e}, allowed {most:.2e}  <-- HERE" for ours, most, name in bad[:10]]
         computed = f", {self.widened_by}" if self.widened_by else ""
         return "\n".join([f"{verdict}: {losses}{computed}", f"  {nearness}", *lines])
+
+
+def _largest(errors: Iterable[float]) -> float:
+    found = list(errors)
+    return math.nan if any(math.isnan(error) for error in found) else max(found, default=0.0)
 
 
 def compare(
@@ -125,6 +140,23 @@ def compare(
     limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
     loss_error = _error(loss, reference_loss, 0.0)
     return Verification(float(loss), float(reference_loss), loss_error, errors, limit.value, limit.widened_by)
+
+
+def compare_outputs(
+    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], wanted: Sequence[Output]
+) -> dict[str, float]:
+    """The relative error of every output that a step should have."""
+    real = {name: torch.view_as_real(value) if value.is_complex() else value for name, value in found.items()}
+    return {output.name: _output_error(real.get(output.name), reference[output.name]) for output in wanted}
+
+
+def _output_error(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
+    theirs = torch.view_as_real(theirs) if theirs.is_complex() else theirs
+    if ours is None or ours.dtype != theirs.dtype:
+        return math.inf
+    if torch.equal(ours, theirs.to(ours.device)):  # infinities among them
+        return 0.0
+    return _error(ours, theirs, 0.0) if ours.dtype.is_floating_point else math.inf
 
 
 def _error(ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float) -> float:

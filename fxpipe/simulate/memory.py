@@ -127,6 +127,8 @@ class _Walk:
             ops.wait_reduced: self._reduced,
             ops.wait_values: lambda node: None,
             ops.add_weighted: partial(self._like, "activations"),
+            ops.add_numbers: self._numbers,
+            ops.number: self._numbers,
             torch.ops.aten.add.Tensor: partial(self._like, "gradients"),
             operator.getitem: lambda node: self._values[node.all_input_nodes[0]][node.args[1]],
         }
@@ -228,6 +230,9 @@ class _Walk:
         shape, dtype = arguments[3:5] if node.target is ops.recv else arguments[1:3]
         category = "transfers" if node.target is ops.recv else "activations"
         return Buffer(self._meter, category, dtype.itemsize * torch.Size(shape).numel())
+
+    def _numbers(self, node: fx.Node) -> Buffer:
+        return Buffer(self._meter, "activations", node.meta["val"].nbytes)
 
     def _like(self, category: str, node: fx.Node) -> Buffer:
         return Buffer(self._meter, category, self._values[node.all_input_nodes[-1]].num_bytes)

@@ -13,13 +13,14 @@ rules     most operations (views, products, lookups, composite)   sums   the los
 rewrite   what lets micro-batches add up
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.outputs import drop
 from fxpipe.errors import CompileError
 from passes.batch import rewrite
 from passes.batch.follow import Follow, depends_on_parameters, on_tensors
@@ -41,12 +42,16 @@ class BatchPlan:
                  the ancestors are functions of the batch (`fxpipe.capture.sizes`), not of the tensors they were read
                  from. Micro-batches take the samples of the result that `layouts` names, or all of it.
     divisible    False when there is one micro-batch, as where the batch could be captured at one size only
+    outputs      for each value that forward returns beside the loss, how micro-batches' values make the whole batch's
+    left_out     why others cannot be put together
     """
 
     layouts: Mapping[str, "Layout | tuple[Layout | None, ...] | None"]
     loss_scale: Literal["mean", "sum"]
     whole_batch: tuple[str, ...]
     divisible: bool = True
+    outputs: Mapping[str, State] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
@@ -59,21 +64,26 @@ def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
     """
     if not capture.batch or num_microbatches == 1:
         nodes = [n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")]
-        return BatchPlan({n.name: _nothing(n) for n in nodes}, "mean", (), divisible=False)
+        outputs = dict.fromkeys(capture.outputs, State())
+        return BatchPlan({n.name: _nothing(n) for n in nodes}, "mean", (), divisible=False, outputs=outputs)
     rewrite.prepare(capture.graph, depends_on_parameters(capture.graph.nodes))
-    follow = _followed(capture)
-    capture.rewritten()
+    follow, left_out = _followed(capture)
     state = follow.states[capture.result]
     assert isinstance(state, State)
     scale = _loss_scale(capture.result, state)
-    needed, whole = _needed(capture.result, follow)
+    states = ((name, follow.states[sink]) for name, sink in capture.outputs.items())
+    outputs = {name: state for name, state in states if isinstance(state, State)}
+    needed, whole = _needed([capture.result, *capture.outputs.values()], follow)
     nodes = [n for n in capture.graph.nodes if n in follow.states]
     layouts = {n.name: _layouts(follow.states[n]) for n in nodes if n in needed}
-    return BatchPlan(layouts, scale, tuple(n.name for n in nodes if n in whole))
+    whole_batch = tuple(n.name for n in nodes if n in whole)
+    return BatchPlan(layouts, scale, whole_batch, True, outputs, left_out)
 
 
-def _followed(capture: Capture) -> Follow:
-    """The states of all nodes; terms of the loss that need different weights get them in the graph."""
+def _followed(capture: Capture) -> tuple[Follow, dict[str, str]]:
+    """The states of all nodes; terms of the loss that need different weights get them in the graph. Outputs that mix
+    samples are taken out of it: returned with the reason."""
+    left_out: dict[str, str] = {}
     batched = {leaf.name for leaf in capture.inputs.leaves if leaf.batched}
     placeholders = capture.graph.find_nodes(op="placeholder")
     source = next(n for n in placeholders if n.meta["kind"] == "input" and n.meta["input"] in batched)
@@ -81,15 +91,39 @@ def _followed(capture: Capture) -> Follow:
         follow = Follow(capture)
         try:
             follow.run()
-        except Unequal as error:
-            node = follow.failed
-            if min(error.powers) < 0 or max(error.powers) > _MOST_WEIGHTS:
-                raise _refusal(node, error) from None
-            rewrite.scale_terms(capture.graph, node, error.powers, source)
         except Mixed as error:
-            raise _refusal(follow.failed, error) from None
+            node = follow.failed
+            if isinstance(error, Unequal) and min(error.powers) >= 0 and max(error.powers) <= _MOST_WEIGHTS:
+                rewrite.scale_terms(capture.graph, node, error.powers, source)
+                continue
+            given_up = _behind(capture, node)
+            if not given_up:
+                raise _refusal(node, error) from None
+            left_out |= dict.fromkeys(given_up, str(_refusal(node, error)))
+            drop(capture.graph, given_up)
+            capture.rewritten()
         else:
-            return follow
+            given_up = [name for name, sink in capture.outputs.items() if not _adds_up(sink, follow)]
+            left_out |= dict.fromkeys(given_up, "it is there for the whole batch only")
+            drop(capture.graph, given_up)
+            capture.rewritten()
+            return follow, left_out
+
+
+def _behind(capture: Capture, node: fx.Node) -> list[str]:
+    """The outputs that are given up because of a node: those made of it, all where the loss is made of it, too."""
+    made, pending = {node}, [node]
+    while pending:
+        new = [user for user in pending.pop().users if user not in made]
+        made.update(new)
+        pending += new
+    return [name for name, sink in capture.outputs.items() if sink in made or capture.result in made]
+
+
+def _adds_up(sink: fx.Node, follow: Follow) -> bool:
+    """Whether an output is made of micro-batches' values."""
+    state = follow.states[sink]
+    return isinstance(state, State) and state.form in ("value", "partial") and sink not in follow.whole
 
 
 def _nothing(node: fx.Node) -> Any:
@@ -116,9 +150,9 @@ def _refusal(node: fx.Node, error: Mixed) -> CompileError:
     )
 
 
-def _needed(loss: fx.Node, follow: Follow) -> tuple[set[fx.Node], set[fx.Node]]:
+def _needed(results: Sequence[fx.Node], follow: Follow) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes that micro-batches hold, and those among them that the whole batch computes."""
-    needed, whole, pending = {loss}, set[fx.Node](), [loss]
+    needed, whole, pending = {*results}, set[fx.Node](), [*results]
     while pending:
         node = pending.pop()
         if node in follow.whole:
@@ -148,7 +182,7 @@ def require_independent(capture: Capture) -> None:
     state = follow.states[capture.result]
     if state != State(Layout(0)):
         raise _refusal(capture.result, Mixed("its samples do not lie in dimension 0 one by one", "return them so"))
-    _, whole = _needed(capture.result, follow)
+    _, whole = _needed([capture.result], follow)
     if whole:
         node = min(whole, key=lambda node: capture.places[node.name])
         raise _refusal(node, Mixed("it mixes samples"))

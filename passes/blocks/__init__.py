@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.outputs import is_number
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import Block, BlockGraph, Component, is_size, tensor_bytes
 from passes.blocks.adopt import adopt
@@ -56,6 +57,7 @@ def analyse(capture: Capture, node_seconds: Mapping[str, float], target_blocks: 
         component_seconds=tuple(_seconds(c.nodes, node_seconds) for c in groups),
         unused=capture.unused,
         first_pass=_first_pass(capture, cut),
+        kept=tuple(sink.name for sink in capture.outputs.values() if not is_number(sink)),
     )
 
 
@@ -76,7 +78,8 @@ def blocks(capture: Capture, split: Freeze, node_seconds: Mapping[str, float], t
         raise CompileError(f"target_blocks is {target_blocks}: a backbone has at least one block")
     limit = _limit(split, node_seconds, target_blocks)
     nodes, moved = line(capture, split.backbone, node_seconds, limit)
-    places = _places(nodes, moved)
+    last = next(i for i, node in enumerate(nodes) if node is capture.result)  # the last block makes the loss
+    places = [place for place in _places(nodes, moved) if place.index <= last]
     turns = [i for i in range(1, len(nodes)) if _no_grad(nodes[i - 1]) and not _no_grad(nodes[i])]
     must = [place.index for place in places if place.index in turns[-1:]]  # a first pass ends where its block does
     cuts = [0]

@@ -6,6 +6,7 @@
     y  = conv2d(n, unet.weight)     backbone   a trained weight is behind it
     d  = detach(y)                  backbone   without gradient, but after training weights all the same
     b  = sym_size(y, 0)             local      a number every rank can work out from its micro-batch
+    p  = detach(z)                  backbone   what forward returns beside the loss, and what only that needs
 
 Dataflow alone decides. A weight that requires grad, but is read under `no_grad` only, is not trained. What is made of
 frozen weights only (a transposed weight) is local too, unless it is a large product; what is made of trained weights
@@ -71,6 +72,8 @@ def _classify(capture: Capture) -> dict[str, str]:
         elif node.op == "call_function":
             facts[node] = set().union(*(facts.get(a, ()) for a in node.all_input_nodes))
             kinds[node.name] = _kind(node, facts[node])
+            if "output" in node.meta or (node.meta.get("extra") and kinds[node.name] == "frozen"):
+                kinds[node.name] = "backbone"
             facts[node].add(kinds[node.name])
     return kinds
 

@@ -69,7 +69,7 @@ def block_costs(
         at,
         _local(captured, graph, batch, table, seconds),
         lambda num_samples: float(seconds(num_samples).forward[whole].sum()),
-        int(captured.result.meta["val"].nbytes),
+        captured.loss_bytes,
     )
 
 

@@ -236,6 +236,7 @@ class StageBytes:
             returns = [n.name for n in nodes if n.name in own and self._is_read(n, own | local)]
             if self.capture.result.name in own:
                 returns.append(self.capture.result.name)
+            returns += [sink.name for sink in self.capture.outputs.values() if sink.name in own]
             self._known[key] = UnitBytes(unit_trace(self._operations[one_sample], nodes, returns, runs, local))
         return self._known[key]
 

@@ -147,7 +147,6 @@ class _Form:
         """All messages, rank by rank as they are sent."""
         messages: list[Message] = []
         last = list(closing(self.layout, tied)) if self.trains else []
-        loss = self.layout.value(self.layout.loss, 0)  # of the same shape in every micro-batch
         routes = Routes(self.step.crossing, self.schedule)
         for rank, actions in enumerate(self.schedule.ranks):
             for place, action in enumerate(actions):
@@ -159,7 +158,7 @@ class _Form:
                     value, of = self.layout.value(name, action.microbatch), (name, action.microbatch, kind)
                     messages.append(Message(len(messages), rank, dst, action, *of, value.shape, value.dtype))
             for _, dst, name, kind in (send for send in last if send[0] == rank):
-                like = loss if kind == "loss" else self.step.state[name]
+                like = self.step.told if kind == "loss" else self.step.state[name]
                 shape = tuple(like.shape)
                 messages.append(Message(len(messages), rank, dst, None, name, -1, kind, shape, like.dtype))
         return tuple(messages)

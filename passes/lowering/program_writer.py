@@ -11,12 +11,14 @@ A value that a stage of the same rank reads is an edge of this graph and nothing
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
+from fxpipe.plan.outputs import WHOLE, Output
 from fxpipe.plan.rank_program import RankProgram, Reduction
 from passes.lowering.borders import Border
 from passes.lowering.frozen import FrozenWork, FrozenWriter
@@ -49,6 +51,9 @@ class ProgramWriter:
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
         self.loss: fx.Node | None = None
+        self.outputs = {output.value: output for output in writer.step.outputs}
+        self.numbers = [output for output in writer.step.outputs if output.is_number]
+        self.parts: dict[tuple[str, int], fx.Node] = {}  # of outputs, by name and micro-batch
         self.frozen = None
         if frozen is not None:
             assert writer.next_batch is not None
@@ -74,9 +79,11 @@ class ProgramWriter:
         if trains:
             writer.sum_tied(self.tied, gradients)
             self.loss = writer.share_loss(self.layout.loss_ranks[0], self.loss)
+            self._take_numbers()
         carries = self.frozen.carries() if self.frozen is not None else {}
-        results = (self.loss, list(gradients.values()))
-        writer.graph.output((*results, list(carries.values())) if self.frozen is not None else results)
+        results: tuple[Any, ...] = (self.loss, list(gradients.values()))
+        results += (list(carries.values()),) if self.frozen is not None else ()
+        writer.graph.output((*results, list(self.parts.values())) if self.parts else results)
         writer.graph.lint()
         held = {str(n.target) for graph in writer.modules.values() for n in graph.nodes if n.op == "get_attr"}
         held |= {g.name for g in self.tied if writer.rank in g.holders}
@@ -87,7 +94,7 @@ class ProgramWriter:
         refreshed = tuple(n for of in mine for n in of.parameters if n not in of.owned(writer.rank))
         return RankProgram(
             writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
-            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled, refreshed,
+            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled, refreshed, tuple(self.parts),
         )  # fmt: skip
 
     def _act(self, action: Action, ahead: Sequence[Action]) -> None:
@@ -120,13 +127,50 @@ class ProgramWriter:
             node = self.writer.item(returns, index, name_at("loss" if is_loss else value.name, action.microbatch))
             node.meta["val"] = shape_only(value.shape, value.dtype)
             self.writer.values[value.name, action.microbatch] = node
-            if is_loss:
+            if is_loss and not self.numbers:
                 weighted = (self.loss, node, self.weights[action.microbatch])
                 self.loss = self.writer.call(ops.add_weighted, weighted, "loss_total")
+            output = self.outputs.get(value.name)
+            if output is not None and not output.is_number and not self._is_gone(output):
+                self.parts[output.name, action.microbatch] = node
+        if self.numbers and any(value.name == self.layout.loss for value in border.returns):
+            self._add_numbers(action.microbatch)
         if border.has_backward:
             self.saved[Action(action.stage, "B", action.microbatch)] = saved
         for message in self.writer.sends_after(action):
             self.writer.send(message, self.writer.values[message.value, message.microbatch])
+
+    def _add_numbers(self, microbatch: int) -> None:
+        """The loss and the numbers beside it, of one more micro-batch."""
+        names = [self.layout.loss, *(number.value for number in self.numbers)]
+        weights = [self.weights[microbatch], *(number.weights[microbatch] for number in self.numbers)]
+        added = (self.loss, [self.writer.values[name, microbatch] for name in names], weights)
+        self.loss = self.writer.call(ops.add_numbers, added, "loss_total")
+        self.loss.meta["val"] = shape_only(self.writer.step.told.shape, self.writer.step.told.dtype)
+
+    def _take_numbers(self) -> None:
+        """The loss, and what came with it."""
+        if not self.numbers:
+            return
+        total, dtype = self.loss, self.writer.step.capture.result.meta["val"].dtype
+        self.loss = self.writer.call(ops.number, (total, 0, dtype), "whole_loss")
+        self.loss.meta["val"] = shape_only((), dtype)
+        for index, number in enumerate(self.numbers, start=1):
+            node = self.writer.call(ops.number, (total, index, number.dtype), f"whole_{number.value}")
+            node.meta["val"] = shape_only((), number.dtype)
+            if not self._is_gone(number):
+                self.parts[number.name, WHOLE] = node
+
+    def _is_gone(self, output: Output) -> bool:
+        """Whether it is made of what this form of the step leaves out."""
+        nodes, pending = self.writer.step.capture.nodes, [output.value]
+        while pending:
+            name = pending.pop()
+            if name in self.layout.zeros:
+                return True
+            if nodes[name].meta.get("extra"):
+                pending += [source.name for source in nodes[name].all_input_nodes]
+        return False
 
     def _backward(self, action: Action) -> None:
         key, microbatch = ("F", action.stage), action.microbatch

@@ -12,14 +12,17 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
+from torch import fx
 
 from fxpipe.capture import Capture, private
 from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.capture.outputs import is_number
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.block_graph import BlockGraph
+from fxpipe.plan.outputs import Output
 from fxpipe.plan.staged import Staged
 from passes.batch import BatchPlan
-from passes.batch.layout import Layout
+from passes.batch.layout import Layout, State
 from passes.costs.frozen_layers import LayerValue, layer_values
 from passes.costs.gradient_flow import GradientFlow
 from passes.costs.local import STATE_KINDS
@@ -28,7 +31,7 @@ from passes.lowering.borders import Border, border
 from passes.lowering.joint import Recompute
 from passes.lowering.sources import Sources
 from passes.lowering.stage_graphs import StageGraphs, trace_stage
-from passes.lowering.units import Unit, make_units, state_name, whole_batch_unit
+from passes.lowering.units import Unit, Value, make_units, state_name, whole_batch_unit
 from passes.step_ops.units import Units
 
 Key = tuple[str, int]
@@ -105,6 +108,28 @@ class StepGraphs:
         for node in trained:
             types[node.op == "placeholder"] |= {tensor.dtype for tensor in private.tensors_in(node.meta.get("val"))}
         return torch.float16 in types.get(False, ()) and torch.float16 not in types.get(True, ())
+
+    @cached_property
+    def outputs(self) -> tuple[Output, ...]:
+        """What the step returns beside the loss."""
+        sinks = self.capture.outputs
+        return tuple(self._output(name, sinks[name], state) for name, state in self.batch.outputs.items())
+
+    def _output(self, name: str, sink: fx.Node, state: State) -> Output:
+        weights = [(size / self.batch_size) ** state.power for size in self.sizes]
+        where = state.layout
+        if where is None and state.form == "value":  # the same for every sample
+            weights[1:] = [0.0] * (len(weights) - 1)
+        samples = None if where is None else (where.dim, where.outer, where.inner)
+        return Output(name, sink.name, tuple(weights), samples, sink.meta["val"].dtype, is_number(sink))
+
+    @cached_property
+    def told(self) -> Value:
+        """What ranks tell each other at the end of a step: the loss, or a row of it and the numbers beside it."""
+        loss, numbers = self.capture.result, [output for output in self.outputs if output.is_number]
+        if numbers:
+            return Value(loss.name, (1 + len(numbers),), torch.float64, False)
+        return Value(loss.name, (), loss.meta["val"].dtype, False)
 
     @cached_property
     def units(self) -> Mapping[Key, Unit]:

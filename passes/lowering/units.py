@@ -25,7 +25,7 @@ class Unit:
 
     `reads` are the names of the values that come in with each micro-batch (model inputs, draws, whole-batch values and
     values of other units), `state` the placeholders of parameters, buffers and constants, `returns` the values that
-    other units read, the loss last where it is made here.
+    other units read, then the loss and outputs where they are made here.
     """
 
     name: str
@@ -66,6 +66,7 @@ def make_units(
         returns = [n for n in unit.nodes if n in own and n in others and n not in stop]
         if capture.result.name in own:
             returns.append(capture.result.name)
+        returns += [sink.name for sink in capture.outputs.values() if sink.name in own]
         assert all(isinstance(capture.nodes[n].meta["val"], torch.Tensor) for n in returns), (unit.name, returns)
         units.append(replace(unit, returns=tuple(returns)))
     return tuple(units)

@@ -154,6 +154,9 @@ class RankWriter(Exchange[PlannedMessage, int]):
         made = self._own(found.returned, read)
         for name in of.readers:
             self.values[name, microbatch] = made[name] if name in made else read[name]
+        for name in self.step.units.step.graph.kept:
+            if name in made:
+                self.ops.keep(made[name])
         if action.kind == "F" and action.stage in self.step.with_backward:
             self._save(action, found, read | made)
 

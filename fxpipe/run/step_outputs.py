@@ -1,0 +1,63 @@
+"""What the last step returned beside the loss, as engines offer it.
+
+loss = engine.step(batch)
+engine.outputs["mse"]               numbers: on every rank, as the loss is
+engine.gather_outputs()["pred"]     all of it, samples in their order: on one rank, from those that made it
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.outputs import Output, Parts
+from fxpipe.plan.step import StepPlan
+
+
+class StepOutputs(ABC):
+    """The outputs of the last step."""
+
+    _plan: StepPlan
+    _parts: Parts
+    _returned: Sequence[Output]  # what the plan of the last step says of them
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The numbers that the model's forward returned beside the loss in the last step, by name, on every rank.
+
+        Each is the whole batch's; without gradient, and not to be written to.
+        """
+        return put_together([output for output in self._returned if output.is_number], self._parts)
+
+    def gather_outputs(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
+        """Collective: all that forward returned beside the loss in the last step, by name, tensors of samples too.
+
+        Until the next step every rank keeps what it has made of them.
+
+        Args:
+            dst: the rank that gets them; None on the others.
+        """
+        self._require_open("gather_outputs")
+        if dst not in range(self._plan.world_size):
+            raise RunError(f"gather_outputs(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
+        parts = self._gathered(self._parts, dst)
+        return put_together(self._returned, parts) if self._is_at(dst) else None
+
+    @abstractmethod
+    def _gathered(self, parts: Parts, dst: int) -> Parts:
+        """All ranks' parts on one rank."""
+
+    @abstractmethod
+    def _is_at(self, rank: int) -> bool:
+        """Whether this process runs that rank."""
+
+    @abstractmethod
+    def _require_open(self, call: str) -> None:
+        """RunError after `close`."""
+
+
+def put_together(outputs: Sequence[Output], parts: Parts) -> dict[str, torch.Tensor]:
+    """The whole batch's values, of those that the step has made."""
+    made: Mapping[str, torch.Tensor | None] = {output.name: output.of(parts) for output in outputs}
+    return {name: value for name, value in made.items() if value is not None}
