@@ -51,8 +51,9 @@ def with_halo(
         bottom = [last] * below if fill == "replicate" else list(range(last - 1, last - 1 - below, -1))
         borders = [rows[0].index_select(dim, torch.tensor(at, device=value.device).long()) for at in (top, bottom)]
     else:
+        number = 0.0 if isinstance(fill, str) else fill
         shapes = ([*value.shape[:dim], count, *value.shape[dim + 1 :]] for count in (above, below))
-        borders = [value.new_full(shape, float(fill)) for shape in shapes]
+        borders = [value.new_full(shape, number) for shape in shapes]
     return torch.cat([part for part in (borders[0], *rows, borders[1]) if part.shape[dim]], dim)
 
 
