@@ -1,7 +1,6 @@
 """fxpipe against torch's own pipelines and DDP: seconds of a training step on two ranks of this machine, a core each.
 
-    python benchmarks/race.py                              three wires: about 10 minutes
-    python benchmarks/race.py --rates none                 one, in about 3
+    python benchmarks/race.py                              three wires, each in 3 or 4 minutes
     python benchmarks/race.py --rates 100mbit --rounds 2 --splits 8
     python benchmarks/race.py --tiny                       whether it runs; no measurement
 
@@ -36,16 +35,17 @@ from benchmarks.racing.replicas import BUCKETS, Replicas
 
 Gradients = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 T = TypeVar("T")
-STEPS = 4  # of a contestant's turn, after one that is not counted
+STEPS = 3  # of a contestant's turn, after one that is not counted
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "100mbit"], help="of links, as tc writes them")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every contestant")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every contestant")
     parser.add_argument(
-        "--splits", type=int, default=10, help="of torch's pipelines that are timed, under each schedule"
+        "--splits", type=int, default=4, help="of torch's pipelines that are timed, under each schedule"
     )
+    parser.add_argument("--own", nargs="+", default=[], help="schedules of fxpipe to race beside the plan it makes")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="a model of no size")
     options = parser.parse_args()
@@ -63,6 +63,7 @@ def race(options: argparse.Namespace) -> None:
     """What one rank does; rank 0 prints."""
     dist.init_process_group("gloo")
     console = Console(width=120, quiet=dist.get_rank() != 0)
+    progress = Console(width=120, stderr=True, quiet=dist.get_rank() != 0, soft_wrap=True)
     table = Table(title="a step on 2 ranks, median seconds", title_justify="left")
     for column in ("wire", "contestant", "seconds", "fxpipe", "as predicted"):
         table.add_column(column, justify="left" if column in ("wire", "contestant") else "right")
@@ -75,18 +76,21 @@ def race(options: argparse.Namespace) -> None:
         elif rate != "none":
             console.print(f"{rate}: skipped, throttling needs root, ip and tc")
             continue
-        cluster = alike(measured_cluster(dist.get_rank(), 2, LARGE if rate == "none" else 1 << 20))
+        cluster = alike(measured_cluster(dist.get_rank(), 2, LARGE if rate == "none" else 1 << 18))
         ours = Compiled(model, batch, cluster)
-        verified(ours, batch, true)
-        console.print(f"{rate}: {ours.program.plan.summary()}", soft_wrap=True)
+        others = [Compiled(model, batch, cluster, schedule=schedule) for schedule in options.own]
+        for one in (ours, *others):
+            verified(one, batch, true)
+        progress.print(f"{rate}: {ours.program.plan.summary()}")
         link = cluster.levels[0].link.bandwidth_bytes_per_second
-        peers = [*best_pipelines(model, batch, true, link, options.splits, console), best_replicas(model, batch, true)]
-        seconds = in_turns([ours, *peers], batch, options.rounds)
-        predicted = ours.predicted_seconds()
-        ours.close()
+        peers = [*best_pipelines(model, batch, true, link, options.splits, progress), best_replicas(model, batch, true)]
+        seconds = in_turns([ours, *others, *peers], batch, options.rounds)
+        predicted = {one.name: one.predicted_seconds() for one in (ours, *others)}
+        for one in (ours, *others):
+            one.close()
         seconds = {"one device, halved": one_device_seconds(model, batch) / 2, **seconds}
         for name, taken in seconds.items():
-            own = f"{predicted:.3f}" if name == ours.name else ""
+            own = f"{predicted[name]:.3f}" if name in predicted else ""
             table.add_row(rate, name, f"{taken:.3f}", f"{taken / seconds[ours.name]:.2f}x", own)
         table.add_section()
     console.print(table)
@@ -107,7 +111,7 @@ def verified(contestant: Contestant, batch: Batch, true: Gradients) -> None:
 
 
 def best_pipelines(
-    model: RacedStep, batch: Batch, true: Gradients, link: float, tried: int, console: Console
+    model: RacedStep, batch: Batch, true: Gradients, link: float, tried: int, progress: Console
 ) -> list[Contestant]:
     """The fastest split of each schedule."""
     counts = [count for count in (2, 4, 8, 16) if batch["noise"].shape[0] % count == 0]
@@ -117,7 +121,7 @@ def best_pipelines(
             one = Pipeline(copy.deepcopy(model), Split(schedule, *split))
             verified(one, batch, true)
             of_schedule.append((timed(one, batch, 1), one))
-            console.print(f"{of_schedule[-1][0]:.3f} s: {one.name}")
+            progress.print(f"{of_schedule[-1][0]:.3f} s: {one.name}")
     return [min(of_schedule, key=lambda taken: taken[0])[1] for of_schedule in found.values()]
 
 

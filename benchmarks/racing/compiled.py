@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -15,12 +16,12 @@ from fxpipe.cluster import Cluster
 class Compiled:
     """This rank's program on a copy of the model."""
 
-    def __init__(self, step: RacedStep, batch: Batch, cluster: Cluster | None, **options: object) -> None:
+    def __init__(self, step: RacedStep, batch: Batch, cluster: Cluster | None, **options: Any) -> None:
         self._step = copy.deepcopy(step)
         self.program = fxpipe.compile(
             self._step, 2, example_inputs=batch, cluster=cluster, cost_model="measured", **options
-        )  # type: ignore[arg-type]
-        self.name = "fxpipe"
+        )
+        self.name = " ".join(["fxpipe", *(f"{name}={value}" for name, value in options.items())])
         self.engine = self.program.engine()
         self._optimizer = optimizer_of(self._step.parameters())
         self._losses: Iterator[Tensor] | None = None

@@ -43,7 +43,8 @@ class RacedStep(nn.Module):
             sample_size=self.side // 2 ** (len(vae) - 1), block_out_channels=unet, cross_attention_dim=hidden,
             down_block_types=("CrossAttnDownBlock2D",) * crossed + ("DownBlock2D",),
             up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * crossed,
-            layers_per_block=1 if tiny else 2, attention_head_dim=tuple(-(-width // 32) for width in unet), norm_num_groups=8,
+            layers_per_block=1 if tiny else 2, norm_num_groups=8,
+            attention_head_dim=tuple(-(-width // 32) for width in unet),  # numbers of heads, of 32 channels
         )  # fmt: skip
         for frozen in (self.vae, self.text_encoder):
             frozen.requires_grad_(False).eval()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.racing.contestant import optimizer_of, taken_gradients
 from benchmarks.racing.model import Batch, RacedStep
 
-BUCKETS = (2, 8, 25)  # MiB, tried
+BUCKETS = (8, 25)  # MiB, tried
 
 
 class Replicas:
