@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace) -> None:
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
         table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
     join(options.ranks)
-    measured = shared_cost_model("measured", launched=True)
+    measured = shared_cost_model("measured", options.ranks)
     compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
     for rate in options.rates:
         if can_throttle():

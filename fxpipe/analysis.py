@@ -37,7 +37,7 @@ from fxpipe.plan.block_graph import Block, BlockGraph, Component
 from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
-from fxpipe.run.launch import text_of_rank_zero
+from fxpipe.run.launch import join, text_of_rank_zero
 from passes.batch import BatchPlan
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
@@ -269,8 +269,8 @@ def given_cost_model(given: CostModel | str) -> CostModel:
     return devices.device(given)
 
 
-def shared_cost_model(given: CostModel | str, launched: bool) -> CostModel:
-    """As `given_cost_model`; of a launch's ranks only rank 0 measures, so that all plan by the same numbers."""
-    if not launched or not isinstance(given, str) or not given.startswith(devices.MEASURED):
+def shared_cost_model(given: CostModel | str, world_size: int) -> CostModel:
+    """As `given_cost_model`; of a launch's ranks only rank 0 measures, so that all cut and plan by the same numbers."""
+    if not isinstance(given, str) or not given.lower().startswith(devices.MEASURED) or join(world_size) is None:
         return given_cost_model(given)
     return Roofline.from_dict(json.loads(text_of_rank_zero(lambda: json.dumps(devices.device(given).as_dict()))))

@@ -147,7 +147,7 @@ def compile_sampler(
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit)
     tracing = Tracing(rows_of, sizes, captures, observe)
-    by = shared_cost_model(priced, launched)
+    by = shared_cost_model(priced, world_size)
     lowering = SampleLowering(asked, tracing, where, by, observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
     require_fresh(known, denoiser.step(args, kwargs).plan)

@@ -74,6 +74,24 @@ def test_rank_zero_plans_and_every_rank_lowers_its_own(world_size: int, given: b
     assert seen == parameters.keys()
 
 
+def measure() -> tuple[int, str]:
+    """In every process: how often it measured its machine, which is as fast as its rank says; and the plan's costs."""
+    from cost_models import devices
+
+    calls = []
+    peaks = {torch.float64: 1e9 * (1 + int(os.environ["RANK"]))}
+    mine = replace(devices.DEVICES["CPU"], peak_flops=peaks)
+    devices.measured = lambda: calls.append(1) or mine  # type: ignore[assignment,func-returns-value]
+    program = compiled(int(os.environ["WORLD_SIZE"]), cost_model="measured")
+    return len(calls), str(program.block_seconds)
+
+
+def test_rank_zero_measures_for_all() -> None:
+    (of_first, costs), (of_other, costs_there) = run_processes(2, measure)
+    assert (of_first, of_other) == (1, 0)
+    assert costs == costs_there
+
+
 def take_own_plan(folder: str, without: str) -> None:
     own = Path(folder, f"{os.environ['RANK']}.json")
     compiled(int(os.environ["WORLD_SIZE"]), **({} if os.environ["RANK"] == without else {"plan": own}))
