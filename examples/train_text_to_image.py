@@ -98,6 +98,8 @@ def main() -> None:
     )  # fmt: skip
     if FIRST:
         print(program.plan.summary())
+    if not launched:
+        pipe.to(options.device)
     engine = program.engine(seed=options.seed) if launched else program.local_engine(seed=options.seed)
     weights = [parameter for parameter in step.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.learning_rate)
@@ -142,9 +144,9 @@ def main() -> None:
             with whole_model(engine, average, weights):
                 validate(pipe, step, options, update)
     with whole_model(engine, average, weights):
-        validate(pipe, step, options, options.max_train_steps)
         if FIRST:
             save(pipe, step, options)
+        validate(pipe, step, options, options.max_train_steps)
     engine.close()
 
 
@@ -176,6 +178,7 @@ def validate(pipe: Any, step: fxpipe.PipelineStep, options: argparse.Namespace, 
     if not FIRST or not options.validation_prompts:
         return
     step.eval()
+    pipe.to(options.device)  # what this rank has not trained is not there yet
     pipe.set_progress_bar_config(disable=True)
     side = options.resolution or step.image_size[0]
     generator = torch.Generator().manual_seed(options.seed)

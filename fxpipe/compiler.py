@@ -134,6 +134,8 @@ def compile(
     )  # fmt: skip
     asked = requested(model, world_size, example_inputs=first, **given)
 
+    given |= {"cluster": asked.cluster, "cost_model": asked.priced or asked.cost_model}  # a plan's, where it has them
+
     # analyse: captured, cut into blocks, costed
     rank = join(world_size)
     step = asked.analysed(see)

@@ -37,6 +37,11 @@ class Shapes:
 
     def add(self, program: "Program") -> None:
         """One more."""
+        if self.programs and _kinds(program) != _kinds(self.first):
+            raise CompileError(
+                "example_inputs differ in more than their sizes, in their inputs, types or dimensions; compile a "
+                "program for each: engines of one model share its weights"
+            )
         sizes = {leaf.name: list(leaf.shape) for leaf in program.capture.inputs.leaves if leaf.is_tensor}
         batched = {leaf.name for leaf in program.capture.inputs.leaves if leaf.batched}
         size = program.plan.batch_size
@@ -112,9 +117,14 @@ def _samples(program: "Program", sizes: Mapping[str, Sequence[int]]) -> int | No
     return next((sizes[leaf.name][0] for leaf in leaves if leaf.batched), program.plan.batch_size) if alike else None
 
 
+def _kinds(program: "Program") -> dict[str, tuple[torch.dtype | None, int]]:
+    """Types and numbers of dimensions by input."""
+    return {leaf.name: (leaf.dtype, len(leaf.shape)) for leaf in program.capture.inputs.leaves if leaf.is_tensor}
+
+
 def several(example_inputs: Any) -> list[Any]:
     """The batches of a list of them: of dicts, or of tuples. Whatever else is given is one batch."""
-    if isinstance(example_inputs, list) and len(example_inputs) > 1:
+    if isinstance(example_inputs, list) and example_inputs:
         if any(all(isinstance(one, kind) for one in example_inputs) for kind in (Mapping, tuple)):
             return example_inputs
     return [example_inputs]

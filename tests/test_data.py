@@ -265,6 +265,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_loader_made_after_load_begins_there_too(saved: Path) -> None:
     run = local(PIPELINE)
     run.engine.load(saved, run.optimizer)
+    with pytest.raises(RunError, match=f"the loader has seed={ORDER + 1}, and was saved with {ORDER}"):
+        run.engine.dataloader(run.data, shuffle=True, seed=ORDER + 1, drop_last=False)
     assert run.loader().state_dict() | {"samples": 0} == {
         "samples": 0, "batch_size": 4, "shuffle": True, "seed": ORDER, "drop_last": False, "epoch": 1, "batch": 2,
     }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fxpipe
+from fxpipe.errors import CompileError
 from fxpipe.plan.transport import Transport
 from fxpipe.run.transport import run_ranks
 from fxpipe.shapes import several
@@ -125,7 +126,22 @@ def test_ranks_with_other_shapes_are_told_so(rows: tuple[int, int], check: bool)
 
 def test_several_batches_are_a_list_of_dicts_or_tuples() -> None:
     x = torch.ones(2)
-    for one in ((x, x), [x, x], {"x": x}, [{"x": x}], x, None, [(x,), {"x": x}]):
+    for one in ((x, x), [x, x], {"x": x}, x, None, [(x,), {"x": x}], []):
         assert several(one) == [one]
-    for more in ([(x,), (x,)], [{"x": x}, {"x": x}]):
+    for more in ([(x,), (x,)], [{"x": x}, {"x": x}], [{"x": x}]):
         assert several(more) is more
+
+
+def test_examples_that_differ_in_more_than_sizes_are_refused() -> None:
+    examples = [{"x": torch.zeros(4, 8)}, {"x": torch.zeros(4, 2, 8)}]
+
+    class Anything(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).square().mean()
+
+    with pytest.raises(CompileError, match="differ in more than their sizes"):
+        fxpipe.compile(Anything(), 1, example_inputs=examples)

@@ -50,8 +50,7 @@ class Surroundings:
     @contextmanager
     def moved(self, model: nn.Module, examples: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
         """The examples; inside, they and the model's tensors are on the device, without memory where they were not."""
-        own = next((p.device for p in model.parameters()), self.device)
-        if own.type == self.device.type:
+        if all(tensor.device.type == self.device.type for tensor in (*model.parameters(), *model.buffers(), *examples)):
             yield tuple(examples)
             return
         mode = private.export_mode()

@@ -40,7 +40,8 @@ class EngineData(ABC):
 
         Every rank calls it alike. Batches are those of a DataLoader of one device, whatever the layout; shuffled as
         torch's DistributedSampler of one process does, by seed and epoch. What a sample draws from torch's, numpy's or
-        Python's generator depends on seed, epoch and sample alone. `save` and `load` keep the position.
+        Python's generator depends on seed, epoch and sample alone. `save` and `load` keep the positions of loaders in
+        the order in which they were made: make each once, not one for every epoch.
 
         Args:
             batch_size: samples of a batch, over all ranks: the program's.
@@ -60,7 +61,8 @@ class EngineData(ABC):
         loader = Loader(dataset, self.samples, size, shuffle, seed, drop_last, **options)
         self._plan.require_size(loader.last_size)
         if self._positions:
-            loader.load_state_dict(self._positions.pop(0))
+            loader.load_state_dict(self._positions[0])
+            self._positions.pop(0)
         self._loaders.append(loader)
         return loader
 

@@ -67,6 +67,9 @@ class EngineKinds(ABC):
             self._alike("step", {"shape of the batch": batch.kind})
         if following is not None and following.kind != batch.kind:
             following = None
+        for other in (self, *self._others.values()):
+            if other is not engine:
+                other._carried = None
         engine.seed, engine.step_index, engine.check_batches = self.seed, self.step_index, self.check_batches
         engine._loss_scale, self._parts = self._loss_scale, {}
         loss = engine._step(batch, following)

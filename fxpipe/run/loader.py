@@ -78,7 +78,7 @@ class Loader:
         return self._size(len(self) - 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin that epoch, unless it is the one that is under way."""
+        """Begin that epoch, unless it is the one that is under way: after `load`, count from `loader.epoch`."""
         if epoch != self.epoch:
             self.epoch, self._next = epoch, 0
 

@@ -34,6 +34,11 @@ class GradScaler(torch.amp.GradScaler):
         """What losses are multiplied with; None where that is nothing."""
         return self.scale(torch.ones((), device=self._where)) if self.is_enabled() else None
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the state of a run in which nothing was scaled leaves it as it is."""
+        if state_dict:
+            super().load_state_dict(state_dict)
+
     def unscale_(self, optimizer: Any) -> None:
         """Collective: as torch's, and whether any rank's gradients are not finite, known on all."""
         super().unscale_(optimizer)
