@@ -30,7 +30,7 @@ def test_tune_ranks_as_compile_does_and_traces_nothing(monkeypatch: pytest.Monke
     options: dict[str, Any] = {"batch_size": 8, "cluster": "4xV100", "memory_limit": "100MB"}
     planned = fxpipe.compile(TinyUNet(), 4, **options).plan.outcomes
     for name in ("StepGraphs", "lower_form"):
-        monkeypatch.setattr(f"fxpipe.compiler.{name}", lambda *args: pytest.fail("tune traces or lowers"))
+        monkeypatch.setattr(f"fxpipe.back_end.{name}", lambda *args: pytest.fail("tune traces or lowers"))
     given = ["--world-size", "4", "--cluster", "4xV100", "--memory-limit", "100MB"]
     code, stdout, _ = invoke("tune", UNET, *given, "--top", str(len(planned)))
     assert code == 0
@@ -55,7 +55,7 @@ def test_tune_plans_for_frozen_work_as_compile_does() -> None:
 
 def test_compare_prints_a_row_per_contestant_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("StepGraphs", "lower_form"):
-        monkeypatch.setattr(f"fxpipe.compiler.{name}", lambda *args: pytest.fail("compare traces or lowers"))
+        monkeypatch.setattr(f"fxpipe.back_end.{name}", lambda *args: pytest.fail("compare traces or lowers"))
     code, stdout, _ = invoke("compare", FROZEN, "--world-size", "4", "--budget", "0", "--cluster", "2x2xV100")
     assert code == 0
     found = rows(stdout)
