@@ -39,7 +39,7 @@ def run_dumped(program: Program, batch: Mapping[str, Any], step: int = 0) -> dic
         rank = namespace[f"Rank{transport.rank}"]()
         rank.__dict__.update(_Tree({name: program.state[name] for name in rank_program.state}).__dict__)
         with torch.no_grad():
-            loss, gradients = rank(transport, draws, *(tensors[name] for name in rank_program.inputs))
+            loss, gradients, *_ = rank(transport, draws, *(tensors[name] for name in rank_program.inputs))
         transport.flush()
         return {"loss": loss} | dict(zip(rank_program.gradients, gradients, strict=True))
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import passes.step_ops
 from cost_models.devices import device
 from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
+from fxpipe.back_end import BackEnd
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.collector import held_collector
-from fxpipe.compiler import _BackEnd
 from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Run, Staged, whole_stages
@@ -122,7 +122,7 @@ def check(name: str, layout: Layout, staged: Staged | None = None, by: float = B
     step = costed(name)
     case = step.on(CLUSTERS[0], layout.world_size)
     plan = plan_of(name, case, staged or layout.place(case), layout.microbatches)
-    back = _BackEnd(step, plan, torch.device("cpu"), None)
+    back = BackEnd(step, plan, torch.device("cpu"), None)
     orders: dict[str, Schedule | None] = {"step": plan.step, "steady": plan.steady}
     for form, order in orders.items():
         if order is not None:
