@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import HealthCheck, Phase, assume, event, example, given, settings
 
 import fxpipe
 from fxpipe.capture import loss_of
@@ -23,13 +23,30 @@ from fxpipe.program import Program
 from passes.placement.place import place_schedule
 from passes.schedules.replicas import with_reductions
 from tests.dumped import assert_text_runs
-from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
+from tests.strategies import Layer, RandomStep, Split, StepSpec, splits, step_specs
 
 EXAMPLES = int(os.environ.get("FXPIPE_FUZZ_EXAMPLES", "25"))
 TOLERANCE = 1e-10
 
 
+READ_WITHOUT_GRADIENT = StepSpec(
+    num_inputs=1,
+    layers=(
+        Layer("linear", (0,), frozen=False, no_grad=True, tied=None, tied_parameter=False),
+        Layer("add", (1, 1), frozen=False, no_grad=False, tied=None, tied_parameter=False),
+        Layer("linear", (2,), frozen=False, no_grad=False, tied=0, tied_parameter=False),
+    ),
+    outputs=(3,), loss="mean", square=False, width=4, returns="tensor", frozen_condition=False, seed=0,
+)  # fmt: skip
+"""A weight that one stage trains, and another reads under no_grad."""
+FIVE_STAGES = Split(
+    world_size=3, batch_size=1, microbatches=None, schedule="custom", stages=5, data_parallel=None, recompute=None,
+    seed=3,
+)  # fmt: skip
+
+
 @given(step_specs(), splits())
+@example(READ_WITHOUT_GRADIENT, FIVE_STAGES)
 @settings(
     max_examples=EXAMPLES,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
