@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.run.launch import join, text_of_rank_zero
-from passes.batch import BatchPlan
+from passes.batch import BatchPlan, parts_of_batch
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.case import Case
@@ -97,14 +97,16 @@ def example_of(
 class Cut:
     """Into what a step is cut, as far as that is known before it is captured.
 
-    `microbatches` is None where their number is open; seconds are those of `likely` micro-batches. A step that has no
-    micro-batches is refused, unless `or_whole`: it is left whole.
+    `microbatches` is None where their number is open, `of_samples` what it is for another number of samples; seconds
+    are those of `likely` micro-batches. A step that has no micro-batches is refused, unless `or_whole`: it is left
+    whole.
     """
 
     num_blocks: int
     microbatches: int | None = None
     likely: int = 1
     or_whole: bool = False
+    of_samples: Callable[[int], int | None] | None = None
 
     @staticmethod
     def of(plan: Plan) -> "Cut":
@@ -117,10 +119,11 @@ def planned_cut(
     batch_size: int, world_size: int, stages: int | None, microbatches: int | None, schedule: str | Schedule
 ) -> Cut:
     """As a step is cut for so many ranks: blocks fine enough to balance, coarse enough to plan and to read."""
-    count = asked_microbatches(microbatches, batch_size, world_size, schedule)
+    of_samples = partial(asked_microbatches, microbatches, world_size=world_size, schedule=schedule)
+    count = of_samples(batch_size)
     wanted = _BLOCKS_PER_STAGE * (stages or 2 * world_size)
     blocks = max(_MIN_BLOCKS, min(_MOST_BLOCKS, wanted), stages or 0)
-    return Cut(blocks, count, count or 2 * world_size)
+    return Cut(blocks, count, count or 2 * world_size, of_samples=of_samples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,13 +200,10 @@ def costed_step(
         CaptureError: the model cannot be captured as one graph.
         CompileError: it can, but not be cut into so many micro-batches.
     """
-    surroundings = Surroundings(device, example.autocast)
-    captured = cached_capture(example.step, example.inputs, example.tensors, cache, surroundings)
+    captured, batch, count = _captured(example, cut, device, cache)
     if example.autocast is not None:
         _require_cast(captured, example.autocast)
     see("capture", captured)
-
-    batch, count = _batch(captured, cut)
     see("batch", batch)
 
     costs = cost_table(captured.graph)
@@ -246,15 +246,40 @@ def costed(
     return costed_step(example, cost_model, Cut(num_blocks, None, likely, True), device)
 
 
-def _batch(captured: Capture, cut: Cut) -> tuple[BatchPlan, int | None]:
-    """How the step runs on micro-batches, and their number where it is fixed."""
-    count = 1 if cut.microbatches is None and not captured.batch else cut.microbatches
+def _captured(
+    example: Example, cut: Cut, device: torch.device, cache: Path | None
+) -> tuple[Capture, BatchPlan, int | None]:
+    """The step, how it runs on micro-batches, and their number where it is fixed.
+
+    Where it does not run on micro-batches of rows, and cuts the batch into parts, of as many rows each as there are
+    parts: images and those of a prior, concatenated.
+    """
+    surroundings = Surroundings(device, example.autocast)
+
+    def of(inputs: InputSpec, count: int | None) -> tuple[Capture, BatchPlan, int | None]:
+        captured = cached_capture(example.step, inputs, example.tensors, cache, surroundings)
+        refused.append(captured)
+        return captured, *_batch(captured, count)
+
+    refused: list[Capture] = []
     try:
-        batch = analyse_batch(captured, min(2, captured.inputs.batch_size) if count is None else count)
+        try:
+            return of(example.inputs, cut.microbatches)
+        except CompileError:
+            parts = parts_of_batch(refused[0]) if refused else 1
+            if parts == 1:
+                raise
+            inputs = example.inputs.of_rows(parts)
+            return of(inputs, cut.of_samples(inputs.batch_size) if cut.of_samples else cut.microbatches)
     except CompileError:
-        if not cut.or_whole:
+        if not (cut.or_whole and refused):
             raise
-        return analyse_batch(captured, 1), 1
+        return refused[0], analyse_batch(refused[0], 1), 1
+
+
+def _batch(captured: Capture, asked: int | None) -> tuple[BatchPlan, int | None]:
+    count = 1 if asked is None and not captured.batch else asked
+    batch = analyse_batch(captured, min(2, captured.inputs.batch_size) if count is None else count)
     if not batch.divisible and (count or 1) > 1:
         raise CompileError(f"{captured.notes[0]}; it cannot be cut into {count} micro-batches: pass microbatches=1")
     return batch, count

@@ -203,7 +203,10 @@ class Requested:
 
     def case(self, step: CostedStep) -> tuple[Case, Request]:
         """The step on its machines, and what is left open now that it is known."""
-        request = replace(self.request, microbatches=step.microbatches, divisible=step.batch.divisible)
+        request = replace(
+            self.request, batch_size=step.batch_size, microbatches=step.microbatches, divisible=step.batch.divisible
+        )
+        require_possible(request)
         return step.on(self.cluster, request.world_size), request
 
     @property
@@ -219,10 +222,11 @@ class Requested:
         """The plan for it."""
         case, request = self.case(step)
         made = make_plan(case, request, self.cost_model.memory_bytes)
-        cut = PlannedCut(self.cut.num_blocks, step.likely_samples, step.batch.divisible)
+        rows = step.captured.inputs.rows
+        cut = PlannedCut(self.cut.num_blocks, step.likely_samples, step.batch.divisible, rows)
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
-        notes = (*step.captured.notes, *uncosted, *made.notes)
+        notes = (*step.captured.notes, *step.captured.inputs.notes, *uncosted, *made.notes)
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
 
@@ -246,7 +250,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     network = given_cluster(known.cluster if known and given["cluster"] is None else given["cluster"], world_size)
     priced = given["cost_model"] or (known.cost_model if known else "") or network.device
     seconds_of, asked = shared_cost_model(priced, world_size), given_schedule(given["schedule"], world_size)
-    batch_size = known.batch_size if known else given["batch_size"]
+    batch_size = known.batch_size * known.cut.rows if known else given["batch_size"]
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     stages, microbatches = given["stages"], given["microbatches"]

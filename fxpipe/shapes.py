@@ -44,7 +44,7 @@ class Shapes:
             )
         sizes = {leaf.name: list(leaf.shape) for leaf in program.capture.inputs.leaves if leaf.is_tensor}
         batched = {leaf.name for leaf in program.capture.inputs.leaves if leaf.batched}
-        size = program.plan.batch_size
+        size = program.plan.batch_size * program.capture.inputs.rows
         self.programs[_text({n: [size, *of[1:]] if n in batched else of for n, of in sizes.items()})] = program
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -112,9 +112,11 @@ def _sizes(inputs: InputSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def _samples(program: "Program", sizes: Mapping[str, Sequence[int]]) -> int | None:
     """The samples of a batch that differs from a program's in their number at most; None where it does in more."""
-    leaves = [leaf for leaf in program.capture.inputs.leaves if leaf.is_tensor]
+    inputs = program.capture.inputs
+    leaves = [leaf for leaf in inputs.leaves if leaf.is_tensor]
     alike = all(list(leaf.shape[leaf.batched :]) == list(sizes[leaf.name][leaf.batched :]) for leaf in leaves)
-    return next((sizes[leaf.name][0] for leaf in leaves if leaf.batched), program.plan.batch_size) if alike else None
+    counts = (inputs.of_batch(sizes[leaf.name][0]) for leaf in leaves if leaf.batched)
+    return next(counts, program.plan.batch_size) if alike else None
 
 
 def _kinds(program: "Program") -> dict[str, tuple[torch.dtype | None, int]]:

@@ -206,7 +206,7 @@ def _free_size(model: nn.Module, inputs: InputSpec) -> int:
 
     The next from the call's size on: a branch such as diffusers' `if batch >= 64` is then the call's, in one trace.
     """
-    taken = {int(size) for leaf in _tensors(inputs) for size in leaf.shape[int(leaf.batched) :]}
+    taken = {inputs.rows, *(int(size) for leaf in _tensors(inputs) for size in leaf.shape[int(leaf.batched) :])}
     taken |= {int(size) for parameter in model.parameters() for size in parameter.shape}
     return next(n for n in count(max(5, inputs.batch_size)) if n not in taken and sympy.isprime(n))
 
@@ -215,7 +215,7 @@ def _resized(
     model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, ...]:
     """Tensors shaped like the examples, with a batch of `size`; a meta model's or meta examples' on its device."""
-    shapes = [(size, *leaf.shape[1:]) if leaf.batched else leaf.shape for leaf in _tensors(inputs)]
+    shapes = [inputs.shape_of(leaf, size) for leaf in _tensors(inputs)]
     own = next((p.device for p in model.parameters()), torch.device("cpu"))
     places = [own if own.type == "meta" or example.is_meta else example.device for example in examples]
     given = zip(shapes, examples, places, strict=True)

@@ -3,7 +3,7 @@
 import enum
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,12 +41,38 @@ class Leaf:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """How a call of the model becomes a flat list of tensors and back."""
+    """How a call of the model becomes a flat list of tensors and back.
+
+    A sample is a row of every batched input, or `rows` of them where forward cuts the batch into so many parts: sample
+    s of B has the rows s, B + s, 2B + s, ..., and is [rows, ...] in the flat list.
+    """
 
     leaves: tuple[Leaf, ...]
     tree: pytree.TreeSpec
     signature: inspect.Signature
     batch_size: int
+    rows: int = 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of them."""
+        text = f"forward cuts the batch into {self.rows} parts: a sample is {self.rows} rows of the batch, one of each"
+        return (text,)[: self.rows - 1]
+
+    def of_rows(self, rows: int) -> "InputSpec":
+        """The same call with so many rows to a sample; CompileError where they do not divide the batch."""
+        if self.batch_size % rows:
+            raise CompileError(
+                f"forward cuts the batch into {rows} parts, and a batch of {self.batch_size} has no {rows} alike: pass "
+                f"a multiple of {rows}"
+            )
+        return replace(self, batch_size=self.batch_size // rows, rows=rows)
+
+    def shape_of(self, leaf: Leaf, size: int) -> tuple[int, ...]:
+        """A leaf's in the flat list, with a batch of `size` samples."""
+        if not leaf.batched:
+            return leaf.shape
+        return (size, *((self.rows,) if self.rows > 1 else ()), *leaf.shape[1:])
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -69,13 +95,32 @@ class InputSpec:
         sizes = {leaf.name: int(tensors[leaf.name].shape[0]) for leaf in self.leaves if leaf.batched}
         if len(set(sizes.values())) != 1:
             raise CompileError(f"inputs disagree on the batch size: {sizes}; dimension 0 of each must be the batch")
-        return tensors, next(iter(sizes.values()))
+        size = next(iter(sizes.values()))
+        if self.rows == 1:
+            return tensors, size
+        samples = self.of_batch(size)
+        return {n: self._by_sample(t, samples) if n in sizes else t for n, t in tensors.items()}, samples
+
+    def of_batch(self, size: int) -> int:
+        """The samples of a batch of `size` rows."""
+        if size % self.rows:
+            raise CompileError(
+                f"the batch has {size} rows, and forward cuts it into {self.rows} parts alike: pass a multiple of "
+                f"{self.rows}"
+            )
+        return size // self.rows
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The (args, kwargs) of the model's own call from the tensor leaves, in order."""
         remaining = iter(tensors)
-        values = [next(remaining) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
+        values = [self._as_called(leaf, next(remaining)) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
         return unflatten(values, self.tree)
+
+    def _by_sample(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        return tensor.view(self.rows, size, *tensor.shape[1:]).transpose(0, 1)
+
+    def _as_called(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(0, 1).flatten(0, 1) if leaf.batched and self.rows > 1 else tensor
 
 
 def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:

@@ -72,7 +72,7 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any, purpose: tupl
     digest.value((_FORMAT, sys.version, sys.flags.optimize, platform.machine()), "python")
     digest.value(private.switches(), "torch")
     leaves = [(leaf.name, leaf.is_tensor, leaf.batched, leaf.shape, leaf.dtype) for leaf in inputs.leaves]
-    digest.value((leaves, [leaf.constant for leaf in inputs.leaves], inputs.batch_size, devices), "inputs")
+    digest.value((leaves, [leaf.constant for leaf in inputs.leaves], inputs.batch_size, inputs.rows, devices), "inputs")
     digest.value(purpose, "purpose")
     digest.value((str(inputs.tree), str(inputs.signature)), "inputs")
     digest.value(model, "model")

@@ -360,6 +360,14 @@ def depends_on_values(value: Any) -> bool:
     return bool(free_unbacked_symbols(value)) if value is not None else False
 
 
+def divisors(size: int | torch.SymInt) -> set[int]:
+    """The numbers by which a size divides what depends on the batch, rounded down."""
+    if not isinstance(size, torch.SymInt):
+        return set()
+    found = size.node.expr.atoms(size_functions.FloorDiv)
+    return {int(one.args[1]) for one in found if one.args[0].free_symbols and one.args[1].is_Integer}
+
+
 def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None:
     """Why a trace with a dynamic batch is not what the model does at `batch_size`; None where it is.
 

@@ -17,7 +17,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 
-_CUT = r"(\d+) blocks for (\d+) samples(, one micro-batch)?"
+_CUT = r"(\d+) blocks for (\d+) samples(?: of (\d+) rows)?(, one micro-batch)?"
 _FOR = r"for (.*), costs of (.*), {} (\S*) in " + _CUT
 _STAGE = re.compile(r"stage +\d+ on ranks? ([\d, ]+|none): (?:blocks (\d+)-(\d+)|no blocks at (\d+))  (.*)")
 
@@ -76,7 +76,7 @@ def read_line(line: str, read: Read, what: str) -> bool:
         read["note"].append(line.removeprefix("note: "))
     elif found := re.fullmatch(_FOR.format(what), line):
         cost_model = "" if found[2] == "a model of its own" else found[2]
-        cut = PlannedCut(int(found[4]), int(found[5]), divisible=not found[6])
+        cut = PlannedCut(int(found[4]), int(found[5]), divisible=not found[7], rows=int(found[6] or 1))
         read["for"].append((found[1].replace("\\n", "\n"), cost_model, found[3], cut))
     elif found := _STAGE.fullmatch(line):
         start, stop = (int(found[2]), int(found[3]) + 1) if found[2] else (int(found[4]),) * 2

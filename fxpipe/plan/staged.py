@@ -13,14 +13,21 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class PlannedCut:
-    """Into how many blocks a step was to be cut, for micro-batches of so many samples; `divisible` if there are any."""
+    """Into how many blocks a step was to be cut, for micro-batches of so many samples; `divisible` if there are any.
+
+    A sample is `rows` rows of the batch.
+    """
 
     num_blocks: int
     num_samples: int
     divisible: bool = True
+    rows: int = 1
 
     def __str__(self) -> str:
-        return f"{self.num_blocks} blocks for {self.num_samples} samples" + ", one micro-batch" * (not self.divisible)
+        rows = f" of {self.rows} rows" if self.rows > 1 else ""
+        return f"{self.num_blocks} blocks for {self.num_samples} samples{rows}" + ", one micro-batch" * (
+            not self.divisible
+        )
 
 
 @dataclass(frozen=True)

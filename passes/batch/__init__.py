@@ -13,13 +13,14 @@ rules     most operations (views, products, lookups, composite)   sums   the los
 rewrite   what lets micro-batches add up
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import fx
 
-from fxpipe.capture import Capture
+from fxpipe.capture import Capture, private
 from fxpipe.capture.outputs import drop
 from fxpipe.errors import CompileError
 from passes.batch import rewrite
@@ -164,6 +165,12 @@ def _needed(results: Sequence[fx.Node], follow: Follow) -> tuple[set[fx.Node], s
                 needed.add(operand)
                 pending.append(operand)
     return needed, whole
+
+
+def parts_of_batch(capture: Capture) -> int:
+    """Into how many parts forward cuts the batch, as `chunk(2)` of images and those of a prior; 1 where into none."""
+    values = [value for node in capture.graph.nodes for value in private.tensors_in(node.meta.get("val"))]
+    return math.lcm(*{found for value in values for size in value.shape for found in private.divisors(size)})
 
 
 def require_independent(capture: Capture) -> None:

@@ -70,17 +70,32 @@ class Follow:
         except Mixed:
             if node in self.depends or not on_tensors(node):
                 raise
-            return _of_whole(node)
+            return self._of_whole(node)
         local = [(result, False) for result in results]
         counted = any(isinstance(r, State) and r.form in ("partial", "position") for r in results)
-        return [*_of_whole(node), *local] if counted and node not in self.depends else local
+        return [*self._of_whole(node), *local] if counted and node not in self.depends else local
 
     def _placeholder(self, node: fx.Node) -> list[tuple[Result, bool]]:
         kind = node.meta["kind"]
         if kind == "draw":
-            return [(state, False) for state, _ in _of_whole(node)]
+            return [(state, False) for state, _ in self._of_whole(node)]
         batched = kind == "input" and node.meta["input"] in {f.name for f in self.capture.inputs.leaves if f.batched}
         return [(State(Layout(0)) if batched else State(), False)]
+
+    def _of_whole(self, node: fx.Node) -> list[tuple[Result, bool]]:
+        """The states of a value computed on the whole batch: cut into samples in any way, or the same for all."""
+        value = node.meta["val"]
+        if isinstance(value, list | tuple):
+            return [(State(form="whole"), True)]
+        try:
+            dims = batch_dims(value)
+        except Mixed:
+            return [(State(form="whole"), True)]
+        layouts = [layout for dim, k in dims for layout in splits(dim, k)] if len(dims) == 1 else []
+        layouts.sort(key=lambda layout: layout.outer % self.capture.inputs.rows)  # first those of the inputs
+        if dims:
+            return [*((State(layout), True) for layout in layouts), (State(form="whole"), True)]
+        return [(State(), True)]
 
 
 def _results(call: RuleCall) -> list[Result]:
@@ -127,21 +142,6 @@ def on_tensors(node: fx.Node) -> bool:
 
 def _has_batch(value: Any) -> bool:
     return any(batch_dims(v) for v in (value if isinstance(value, list | tuple) else [value]) if v is not None)
-
-
-def _of_whole(node: fx.Node) -> list[tuple[Result, bool]]:
-    """The states of a value computed on the whole batch: cut into samples in any way, or the same for all."""
-    value = node.meta["val"]
-    if isinstance(value, list | tuple):
-        return [(State(form="whole"), True)]
-    try:
-        dims = batch_dims(value)
-    except Mixed:
-        return [(State(form="whole"), True)]
-    layouts = [layout for dim, k in dims for layout in splits(dim, k)] if len(dims) == 1 else []
-    if dims:
-        return [*((State(layout), True) for layout in layouts), (State(form="whole"), True)]
-    return [(State(), True)]
 
 
 def _by_first_use(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -155,7 +155,8 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
         layout = batch.layouts.get(node.name) if batch else None
         copied = isinstance(layout, Layout) and (layout.dim, layout.outer) != (0, 1)
         reads = {n.name for name in inner for n in captured.nodes[name].all_input_nodes} if kind == "whole" else set()
-        made_from = tuple(n for n in reads if captured.nodes[n].op == "placeholder" and n not in captured.tensors)
+        placeholders = (n for n in reads if captured.nodes[n].op == "placeholder")
+        made_from = tuple(n for n in placeholders if captured.nodes[n].meta["kind"] not in STATE_KINDS)
         shared = batch is not None and layout is None
         readers = _readers([node], graph, {n for n in captured.graph.nodes if n.name in inner})
         found.append(Given(node.name, formula(node.meta["val"]), *readers, kind, target, made_from, copied, shared))
