@@ -65,7 +65,7 @@ def helper(x: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no file had been changed since this process began: an editor may be at work."""
-    monkeypatch.setattr(files, "_changed", lambda file: False)
+    monkeypatch.setattr(files, "_STARTED", sys.maxsize)
 
 
 def digest(model: nn.Module, inputs: Any = None) -> str:
@@ -318,7 +318,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """A model and its entry."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_changed", lambda file: False)
+        patch.setattr(files, "_STARTED", sys.maxsize)
         model = Model()
         recaptured(model, folder)
     (entry,) = folder.iterdir()
@@ -379,7 +379,8 @@ def test_changed_files_make_an_entry_stale(written: tuple[Model, Path], monkeypa
 
 
 def test_files_changed_since_the_process_began_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_changed", lambda file: file == __file__)
+    state = files._state
+    monkeypatch.setattr(files, "_state", lambda file: [1, sys.maxsize + 1] if file == __file__ else state(file))
     recaptured(Model(), tmp_path)
     assert not list(tmp_path.iterdir())
 
