@@ -428,8 +428,6 @@ def test_other_processes_find_the_same_digest() -> None:
     import subprocess
 
     code = "from tests.test_capture_cache import *; print(digest(Model()), digest(*made('sd')))"
-    found = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])}
-        found.add(subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], env=environment, text=True))
-    assert len(found) == 1
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    there = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], env=environment, text=True)
+    assert there.split() == [digest(Model()), digest(*made("sd"))]
