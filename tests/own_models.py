@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxpipe.run.one_device import reference_step
+from fxpipe.capture.randomness import SeededDraws
+from fxpipe.run.one_device import one_device
 
 SEED, WIDTH, STEPS = 5, 6, 4
 
@@ -50,13 +51,13 @@ class OneDevice:
         self.model, self.step_index = model, 0
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss, gradients, _ = reference_step(self.model, (), batch, SEED, self.step_index, torch.device("cpu"))
+        found = one_device(self.model, (), batch, SeededDraws(SEED, self.step_index, torch.device("cpu")))
         self.step_index += 1
         parameters = dict(self.model.named_parameters())
-        for name, gradient in gradients.items():
+        for name, gradient in found.gradients.items():
             parameter = parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return loss
+        return found.loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CompileError
 from fxpipe.plan.rank_program import Message
-from fxpipe.run.one_device import reference_step
+from fxpipe.run import one_device as uncompiled
 from tests.distributed import run_processes
 from tests.frozen_steps import SLOW, FrozenStep
 from tests.strategies import RandomStep, Split, StepSpec, splits, step_specs
@@ -51,8 +52,9 @@ def one_device(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], plain:
             loss = model(**batch)
             loss.backward()
         else:
-            loss, gradients, _ = reference_step(model, (), batch, SEED, index, torch.device("cpu"))
-            for name, gradient in gradients.items():
+            found = uncompiled.one_device(model, (), batch, SeededDraws(SEED, index, torch.device("cpu")))
+            loss = found.loss
+            for name, gradient in found.gradients.items():
                 parameters[name].grad = gradient
         losses.append(float(loss.detach()))
         optimizer.step()

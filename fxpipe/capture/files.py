@@ -3,12 +3,12 @@
 /site-packages/torch/nn/functional.py    [198302, 1760000000000000000]     size and time of change
 """
 
+import os
 import sys
 import sysconfig
 import time
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
@@ -33,7 +33,9 @@ def loaded_files() -> dict[str, Any] | None:
     """What every file is that a module was loaded from; None where one was changed since, or cannot be read."""
     files = {str(f) for module in list(sys.modules.values()) if isinstance(f := vars(module).get("__file__"), str)}
     states = {file: _state(file) for file in sorted(files)}
-    return None if None in states.values() or any(_changed(file) for file in files) else states
+    # Changed since this process began: what is loaded may be what it was before.
+    known = all(state is not None and state[1] <= _STARTED for state in states.values())
+    return states if known else None
 
 
 def are_as_before(states: Mapping[str, Any]) -> bool:
@@ -41,14 +43,10 @@ def are_as_before(states: Mapping[str, Any]) -> bool:
     return bool(states) and all(_state(file) == state for file, state in states.items())
 
 
-def _changed(file: str) -> bool:
-    """Since this process began: what is loaded may be what it was before."""
-    return Path(file).stat().st_mtime_ns > _STARTED
-
-
-def _state(file: str) -> Any:
+def _state(file: str) -> list[int] | None:
+    """Size and time of change; None where it cannot be read."""
     try:
-        found = Path(file).stat()
+        found = os.stat(file)
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns]

@@ -515,9 +515,10 @@ def traced_number(mode: FakeTensorMode, expr: Any, kind: type) -> Any:
 def traced_tensor(
     mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> torch.Tensor:
-    """A tensor without memory."""
-    with mode, mode.shape_env.suppress_guards():  # type: ignore[union-attr]
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+    """A tensor without memory, as `torch.empty_strided` makes it at length in that mode."""
+    with mode.shape_env.suppress_guards():  # type: ignore[union-attr]
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return FakeTensor(mode, like, device)
 
 
 def _symbols(size: Any) -> set[Any]:

@@ -126,13 +126,22 @@ def image_rows(module: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
-    """Shape of the prediction, found on fake tensors: no memory and no arithmetic.
+    """Shape of the prediction: no memory and no arithmetic.
 
     A copy of the modules (not of the weights) runs: some models keep what they once computed, such as rotary factors,
-    and would keep fake tensors.
+    and would keep tensors without memory. It runs on the meta device, where an operation takes a tenth of the time,
+    and where it cannot, as with constants of its own on the CPU, on fake tensors, which tell why.
     """
     weights = [*model.parameters(), *model.buffers()]
-    mode = next(filter(None, map(private.mode_of, weights)), None) or private.fake_mode()
+    mode = next(filter(None, map(private.mode_of, weights)), None)
+    if mode is None:
+        try:
+            shell = copy.deepcopy(model, {id(t): torch.empty_like(t, device="meta") for t in weights})
+            metas = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), inputs)
+            with torch.device("meta"), torch.no_grad():
+                return prediction_of(shell(**metas)).shape
+        except Exception:
+            mode = private.fake_mode()
     try:
         shell = copy.deepcopy(model, {id(t): t for t in weights})
         fakes = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)

@@ -107,11 +107,12 @@ class RankProgram:
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:
         """The runnable module: stage graphs read `state` (parameters are shared, not copied)."""
-        root = nn.Module()
         holder = nest(state)
-        for name, graph in self.modules.items():
+        places = nn.ModuleDict({name: nn.Module() for name in self.modules})
+        root = fx.GraphModule(places, self.graph, class_name=f"rank_{self.rank}")
+        for name, graph in self.modules.items():  # after it, or it would compile each of them again
             root.add_module(name, fx.GraphModule(holder, graph, class_name=name))
-        return fx.GraphModule(root, self.graph, class_name=f"rank_{self.rank}")
+        return root
 
 
 def nest(state: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -34,21 +34,6 @@ class StepResult:
     outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def reference_step(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    seed: int,
-    step: int,
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], int]:
-    """One device's loss and gradients, and the number of random draws made; `autocast` as in `one_device`."""
-    draws = SeededDraws(seed, step, device)
-    found = one_device(model, args, kwargs, draws, autocast)
-    return found.loss, found.gradients, draws.count
-
-
 def one_device(
     model: nn.Module,
     args: tuple[Any, ...],
