@@ -13,12 +13,15 @@ from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
+from fxpipe.plan.sample_plan import Kind
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
+from passes.sampling.attention import Shared
 from passes.sampling.groups import Span
+from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import Cut, first_has_text, has_text, shared_text
@@ -120,26 +123,37 @@ class SampleCase:
         count = self.rows(num_samples).units.count
         return self.has_text(num_samples) and self.first_has_text(num_samples, even_bounds(count, 2)) is not None
 
-    def first_has_text(self, num_samples: int, bounds: Sequence[int]) -> Cut | None:
+    def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
-        key = "text", num_samples, tuple(bounds)
-        cut: Cut | None = self._once(key, lambda: first_has_text(self.rows(num_samples), self.traced.rows, bounds))
-        return cut
 
-    def work(self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None) -> PatchWork:
+        def cut() -> Cut | None:
+            return first_has_text(self.rows(num_samples), self.traced.rows, bounds, kinds)
+
+        found: Cut | None = self._once(("text", num_samples, tuple(bounds), tuple(kinds)), cut)
+        return found
+
+    def work(
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None, kinds: Sequence[Kind] = (),
+        layer: str | None = None,
+    ) -> PatchWork:  # fmt: skip
         """What the patch of that index does with so many samples, one of those between `bounds`.
 
         `text_first`: whether the first one has the text alone; None of patches in turn, which tell each other nothing.
+        `kinds`: of attention; with a `layer`, of this one alone.
         """
         plan, in_turn = self.rows(num_samples), text_first is None
         patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
         patch = patches[index]
         alike = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
-        key = "work", num_samples, alike, text_first, () if in_turn else (tuple(bounds), index)
+        attended = Shared.of(plan, patches, kinds)
+        cut = () if in_turn else (tuple(bounds), index)
+        by_kind = tuple(attended.kinds.items()) if attended else ()
+        key = "work", num_samples, alike, text_first, cut, by_kind, layer
 
         def read() -> PatchWork:
             shared = shared_text(plan, self.traced.rows) if in_turn or text_first else frozenset[str]()
-            return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds)
+            piece = layer and attention_piece(plan, layer)
+            return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds, attended, piece or None)
 
         found: PatchWork = self._once(key, read)
         return found

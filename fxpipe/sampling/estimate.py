@@ -149,7 +149,7 @@ class _Rows(_Layout):
 
     @cached_property
     def work(self) -> PatchWork:
-        return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first)
+        return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first, self.made.attention)
 
     @cached_property
     def inner(self) -> int:
@@ -232,7 +232,7 @@ class _Stages(_Layout):
 
     @cached_property
     def fresh_work(self) -> PatchWork:
-        return self.case.work(self.run, self.fresh_bounds, 0, False)
+        return self.case.work(self.run, self.fresh_bounds, 0, False, self.made.attention)
 
     @cached_property
     def patch_works(self) -> list[PatchWork]:

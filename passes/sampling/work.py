@@ -7,6 +7,7 @@ o = attention(q, k_whole, v)     Item(o, its seconds, reads the gather)
 All patches have the same exchanges, so what each tells of them follows from one patch's graph.
 """
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,10 @@ from torch import fx
 
 from fxpipe.capture import private
 from passes.rows import RowPlan
+from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import sent_by
-from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch
 
 SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
@@ -80,10 +82,11 @@ class PatchWork:
 
 
 def patch_work(
-    plan: RowPlan, patch: Patch, patches: Sequence[Patch], shared: frozenset[str], seconds_of: SecondsOf
-) -> PatchWork:
+    plan: RowPlan, patch: Patch, patches: Sequence[Patch], shared: frozenset[str], seconds_of: SecondsOf,
+    attended: Shared | None = None, piece: Piece | None = None,
+) -> PatchWork:  # fmt: skip
     """The work of one of these patches; its values of no row are `shared` where it alone owns them."""
-    graph = patch_graph(plan, patch, shared=shared)
+    graph = patch_graph(plan, patch, piece, shared, attended)
     seconds, owners = seconds_of(graph), _owners(graph, plan)
     places: dict[fx.Node, int] = {}
     unread: set[int] = set()
@@ -120,7 +123,8 @@ def most_alive(nodes: Sequence[fx.Node]) -> int:
     owner: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
-        views = private.may_alias(node.target) and isinstance(node.target, torch._ops.OpOverload)
+        views = node.target is operator.getitem
+        views = views or (isinstance(node.target, torch._ops.OpOverload) and private.may_alias(node.target))
         base = node.all_input_nodes[0] if views and node.all_input_nodes else node
         owner[node] = owner.get(base, base)
         for operand in (node, *node.all_input_nodes):
@@ -132,7 +136,8 @@ def most_alive(nodes: Sequence[fx.Node]) -> int:
     for place, node in enumerate(nodes):
         size = value_bytes(node) if owner[node] is node else 0
         level += size
-        most = max(most, level + size * ("exchange" in node.meta))  # made of parts that are there until then
+        parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"
+        most = max(most, level + size * parts)  # which are there until it is made of them
         level -= sum(value_bytes(gone) for gone in ends.get(place, ()) if gone in inside)
     return most
 
@@ -148,7 +153,7 @@ def _told(node: fx.Node, patches: Sequence[Patch], seconds: float, known: dict[o
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
     shapes = tuple(exchange.value.meta["val"].shape), tuple(node.meta["val"].shape)
-    key = exchange.kind, exchange.state, *shapes, node.args[2:4], size
+    key = exchange.kind, exchange.state, *shapes, node.target, node.args[1:], size
     if key not in known:
         known[key] = tuple(
             (source.index, dst, prod(shape) * size)
