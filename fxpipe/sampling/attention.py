@@ -20,9 +20,8 @@ from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.estimate import clocked
 from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices
-from passes.operations import bound_arguments
 from passes.rows import RowPlan
-from passes.sampling.attention import layers, why_not
+from passes.sampling.attention import alike, layers, why_not
 from passes.sampling.patches import Patch, patches_of
 
 Attention = Literal["auto", "gather", "ulysses", "ring"]
@@ -78,7 +77,7 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> Iterator[Kind
     plan, patches = _patches(case, made)
     links, known = Links(cluster, made.grid), dict[object, Kind]()
     for node in layers(plan):
-        key = _alike(plan, node)
+        key = alike(plan, node)
         if key not in known:
             known[key] = min(
                 (kind for kind in _KINDS if why_not(plan, node, kind, patches) is None),
@@ -88,22 +87,8 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> Iterator[Kind
 
 
 def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind) -> float:
-    size = _size(case, made)
-    inner = min(1, made.grid.patches - 2)
-    kinds = [kind] * len(layers(case.rows(size)))
-    work = case.work(size, made.bounds, inner, made.text_first, kinds, layer)
+    work = case.layer(_size(case, made), made.bounds, min(1, made.grid.patches - 2), made.text_first, layer, kind)
     return clocked(work.items, links, 0, lambda told: True)[0]
-
-
-def _alike(plan: RowPlan, node: fx.Node) -> object:
-    """Shapes, types and rows of all operands, and the numbers."""
-    told: list[object] = []
-    for name, value in bound_arguments(node).items():
-        if isinstance(value, fx.Node):
-            told.append((name, tuple(value.meta["val"].shape), value.meta["val"].dtype, plan.state(value)))
-        else:
-            told.append((name, value))
-    return tuple(told)
 
 
 def _notes(refused: dict[fx.Node, str]) -> Sequence[str]:

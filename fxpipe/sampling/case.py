@@ -19,14 +19,14 @@ from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
-from passes.sampling.attention import Shared
+from passes.sampling.attention import Shared, alike, layers
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import Cut, first_has_text, has_text, shared_text
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
-from passes.sampling.work import PatchWork, patch_work, value_bytes
+from passes.sampling.work import PatchWork, patch_work, value_bytes, with_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,33 +133,51 @@ class SampleCase:
         return found
 
     def work(
-        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None, kinds: Sequence[Kind] = (),
-        layer: str | None = None,
-    ) -> PatchWork:  # fmt: skip
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None, kinds: Sequence[Kind] = ()
+    ) -> PatchWork:
         """What the patch of that index does with so many samples, one of those between `bounds`.
 
         `text_first`: whether the first one has the text alone; None of patches in turn, which tell each other nothing.
-        `kinds`: of attention; with a `layer`, of this one alone.
+        `kinds`: of attention, which gathers where there are none.
         """
         plan, in_turn = self.rows(num_samples), text_first is None
         patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
         patch = patches[index]
-        alike = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
-        attended = Shared.of(plan, patches, kinds)
-        cut = () if in_turn else (tuple(bounds), index)
-        by_kind = tuple(attended.kinds.items()) if attended else ()
-        key = "work", num_samples, alike, text_first, cut, by_kind, layer
+        same = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
+        key = "work", num_samples, same, text_first, () if in_turn else (tuple(bounds), index)
 
         def read() -> PatchWork:
             shared = shared_text(plan, self.traced.rows) if in_turn or text_first else frozenset[str]()
-            piece = layer and attention_piece(plan, layer)
-            return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds, attended, piece or None)
+            return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds)
 
+        found: PatchWork = self._once(key, read)
+        named, there = zip(layers(plan), kinds, strict=False), frozenset(found.owners.values())
+        of = {n.name: (n.name, kind) for n, kind in named if kind != "gather" and n.name in there}
+        if not of:
+            return found
+        given = num_samples, bounds, index, bool(text_first)
+        made: PatchWork = self._once(
+            (*key, *of.values()), lambda: with_layers(found, {n: self.layer(*given, *one) for n, one in of.items()})
+        )
+        return made
+
+    def layer(
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind
+    ) -> PatchWork:
+        """What the patch of that index does in one layer of attention of this kind."""
+        plan = self.rows(num_samples)
+        patches = patches_of(plan, bounds, "first" if text_first else "all")
+
+        def read() -> PatchWork:
+            attended, piece = Shared({name: kind}, patches), attention_piece(plan, name)
+            return patch_work(plan, patches[index], patches, frozenset(), self._seconds, attended, piece)
+
+        key = "layer", num_samples, tuple(bounds), index, text_first, alike(plan, plan.sized.nodes[name]), kind
         found: PatchWork = self._once(key, read)
         return found
 
     def _seconds(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        return operation_seconds(self.cost_model, graph.nodes)
+        return operation_seconds(self.cost_model, graph.nodes, self._once("seconds of calls", dict))
 
     @cached_property
     def of_call(self) -> frozenset[str]:

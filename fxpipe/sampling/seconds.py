@@ -5,7 +5,7 @@ it is made of, each of which moves bytes: at small patches their number is what 
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -25,9 +25,39 @@ _OWN = (row_ops.__name__, displaced_ops.__name__)
 _META = torch.device("meta")
 
 
-def operation_seconds(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Node, float]:
-    """Of every operation, by its value in `meta["val"]`; those that are none of ATen's move bytes alone, or nothing."""
-    operations = [node for node in nodes if node.op == "call_function" and node.target not in _VIEWS]
+def operation_seconds(
+    model: CostModel, nodes: Iterable[fx.Node], known: dict[object, float | None] | None = None
+) -> dict[fx.Node, float]:
+    """Of every operation, by its value in `meta["val"]`; those that are none of ATen's move bytes alone, or nothing.
+
+    `known`: of equal calls by this model, None where they take no time; it grows.
+    """
+    calls = {node: _call(node) for node in nodes if node.op == "call_function" and node.target not in _VIEWS}
+    known = {} if known is None else known
+    new = {call: node for node, call in calls.items() if call not in known}
+    found = _seconds(model, [*new.values()])
+    known.update((call, found.get(node)) for call, node in new.items())
+    return {node: seconds for node, call in calls.items() if (seconds := known[call]) is not None}
+
+
+def _call(node: fx.Node) -> object:
+    """An operation, its numbers, and what its tensors are like."""
+    return node.target, _plain(node.args), _plain(tuple(node.kwargs.items())), _like(node.meta.get("val"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return _like(value.meta.get("val"))
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_like, value)) if isinstance(value, list | tuple) else type(value)
+
+
+def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, float]:
     stand_ins = {node: _attention(node) for node in operations if node.target is row_ops.attend}
     of_aten = [node for node in operations if isinstance(node.target, torch._ops.OpOverload)] + [*stand_ins.values()]
     for read in {operand for node in of_aten for operand in (node, *node.all_input_nodes)}:

@@ -87,7 +87,7 @@ def patch_graph(
         elif (piece is not None and node.name in piece.reads) or (node.name in shared and not patch.owns):
             writer.read(node)
         elif node.op == "call_function" and (made is None or node.name in made):
-            if attended is not None and node.name in attended.kinds and not patch.is_whole:
+            if attended is not None and attended.kinds.get(node.name, "gather") != "gather" and not patch.is_whole:
                 attention.WAYS[attended.kinds[node.name]](writer, node, attended)
             else:
                 _call(writer, node)

@@ -42,7 +42,7 @@ def first_has_text(
     shared, patches = shared_text(plan, sample), patches_of(plan, bounds, "first")
     attended = Shared.of(plan, patches, kinds)
     graphs = [patch_graph(plan, patch, None, shared, attended) for patch in patches]
-    swapped = [[node.name for node in exchange_nodes(graph)] for graph in graphs]
+    swapped = [[node.meta["exchange"].name for node in exchange_nodes(graph)] for graph in graphs]
     read = [node for graph in graphs for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
     if any(node.users for node in read) or any(one != swapped[0] for one in swapped):
         return None

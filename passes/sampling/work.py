@@ -9,7 +9,7 @@ All patches have the same exchanges, so what each tells of them follows from one
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -59,11 +59,12 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class PatchWork:
-    """All that one patch does, in order."""
+    """All that one patch does, in order. `apart`: layers that other graphs do, and what these hold at once."""
 
     graph: fx.Graph
     items: tuple[Item, ...]
     owners: Mapping[fx.Node, str]
+    apart: Mapping[str, int] = field(default_factory=dict)
 
     def bytes_of(self, name: str) -> int:
         """Of a captured value as this patch has it; 0 where it has it not."""
@@ -78,7 +79,8 @@ class PatchWork:
         at once, what is gathered for them included."""
         own = [n for n, owner in self.owners.items() if owner in names]
         read = {operand for node in own for operand in node.all_input_nodes if operand.op == "placeholder"}
-        return sum(value_bytes(n) for n in read if n.meta["kind"] not in ("input", "read")), most_alive(own)
+        weights = sum(value_bytes(n) for n in read if n.meta["kind"] not in ("input", "read"))
+        return weights, most_alive(own, self.owners, self.apart)
 
 
 def patch_work(
@@ -117,8 +119,28 @@ def _owners(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
     return found | dict.fromkeys(waiting, plan.sized.result.name)
 
 
-def most_alive(nodes: Sequence[fx.Node]) -> int:
-    """The most bytes that the results of these nodes hold at once; views hold what they show."""
+def with_layers(work: PatchWork, layers: Mapping[str, PatchWork]) -> PatchWork:
+    """The same work, in which other graphs do these layers."""
+    items: list[Item] = []
+    places: list[int] = []  # of every item of before
+    begun = set[str]()
+    for item in work.items:
+        if item.name not in layers:
+            reads = tuple(places[read] for read in item.reads if items[places[read]].told)
+            items.append(replace(item, reads=reads))
+        elif item.name not in begun:
+            first = len(items)
+            for one in layers[item.name].items:
+                items.append(replace(one, name=item.name, reads=tuple(first + read for read in one.reads)))
+            begun.add(item.name)
+        places.append(len(items) - 1)
+    apart = {name: most_alive([*one.owners], one.owners, {}) for name, one in layers.items()}
+    return PatchWork(work.graph, tuple(items), work.owners, apart)
+
+
+def most_alive(nodes: Sequence[fx.Node], owners: Mapping[fx.Node, str], apart: Mapping[str, int]) -> int:
+    """The most bytes that the results of these nodes hold at once; views hold what they show. `apart`: what layers
+    hold in place of their own nodes."""
     inside = set(nodes)
     owner: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
@@ -130,14 +152,19 @@ def most_alive(nodes: Sequence[fx.Node]) -> int:
         for operand in (node, *node.all_input_nodes):
             last[owner.get(operand, operand)] = place
     level = most = 0
+    begun = set[str]()
     ends: dict[int, list[fx.Node]] = {}
     for node, place in last.items():
         ends.setdefault(place, []).append(node)
     for place, node in enumerate(nodes):
         size = value_bytes(node) if owner[node] is node else 0
         level += size
-        parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"
-        most = max(most, level + size * parts)  # which are there until it is made of them
+        parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"  # are there until it is made of them
+        if owners[node] not in apart:
+            most = max(most, level + size * parts)
+        elif owners[node] not in begun:
+            most = max(most, level - size + apart[owners[node]])
+            begun.add(owners[node])
         level -= sum(value_bytes(gone) for gone in ends.get(place, ()) if gone in inside)
     return most
 
