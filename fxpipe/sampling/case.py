@@ -125,11 +125,12 @@ class SampleCase:
 
     def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
+        kinds = tuple(kinds) if {*kinds} - {"gather"} else ()
 
         def cut() -> Cut | None:
             return first_has_text(self.rows(num_samples), self.traced.rows, bounds, kinds)
 
-        found: Cut | None = self._once(("text", num_samples, tuple(bounds), tuple(kinds)), cut)
+        found: Cut | None = self._once(("text", num_samples, tuple(bounds), kinds), cut)
         return found
 
     def work(

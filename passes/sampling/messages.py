@@ -44,11 +44,8 @@ def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     """The shapes of what a patch sends in one exchange, by receiver."""
     exchange: Exchange = node.meta["exchange"]
     if exchange.kind == "halo":
-        return {
-            patch.index: _with(exchange, halo_of(node, patch, patches)[source.index][1])
-            for patch in patches
-            if source.index in halo_of(node, patch, patches)
-        }
+        read = {patch.index: halo_of(node, patch, patches).get(source.index) for patch in patches}
+        return {dst: _with(exchange, rows[1]) for dst, rows in read.items() if rows is not None}
     if exchange.kind == "ring":
         count = len(patches)
         chunk = patches[(source.index - cast(int, node.args[1])) % count]
