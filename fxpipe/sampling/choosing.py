@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.sample_outcome import SampleOutcome
@@ -117,6 +118,7 @@ def few(how: How, steps: int) -> bool:
     return how.mode == "displaced" and steps <= how.warmup + _FEW
 
 
+@held_collector()
 def ranked(case: SampleCase, request: Request, setting: Setting) -> Ranked:
     """Every layout that a request leaves open, the best first.
 

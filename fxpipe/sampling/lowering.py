@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fxpipe.analysis import Observe
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.plan.program_check import require_programs
@@ -77,6 +78,7 @@ class SampleLowering:
         """What planning asks of a call."""
         return SampleCase(traced, batch_size, self.cost_model)
 
+    @held_collector()
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""
         # rows: where they lie, what each operation needs of other patches
