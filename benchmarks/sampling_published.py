@@ -5,7 +5,8 @@
 
 SDXL: 50 steps with guidance, 1 to 8 A100; from two on the guidance is split, rows are displaced, nothing is advanced
 (Li et al., "DistriFusion", CVPR 2024, table 3). PixArt: 20 steps with guidance on 4 A100 (Wang et al., "PipeFusion",
-2024, table 2), attention by heads (Ulysses) and in a ring exact. Nothing runs: the models have no weights, layouts are those of the papers, seconds the planner's.
+2024, table 2), attention by heads (Ulysses) and in a ring exact. Nothing runs: the models have no weights, layouts are
+those of the papers, seconds the planner's.
 
 The device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's latencies on
 one device, its ramp to what two save of one's time; what is left are predictions.
