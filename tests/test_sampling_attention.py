@@ -23,9 +23,7 @@ from fxpipe.sampling.planning import chosen
 from tests.denoisers import KEYS, Case, noise, small
 from tests.distributed import run_processes
 from tests.row_programs import RowPrograms, row_programs
-from tests.test_sampler_pipelines import error, sample
 from tests.test_sampling_exact import CONDITIONS, FLOAT32_INSIDE, FLOAT32_ONLY, REFUSED, one_device, relative_error
-from tests.tiny_pipelines import tiny
 
 KINDS = ("ulysses", "ring")
 ROWS, COLUMNS, TEXT = 8, 3, 3
@@ -131,6 +129,9 @@ def test_a_backbone_is_one_devices(key: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", ["pixart", "sd3", "flux", "sdxl"])
 def test_a_pipeline_is_one_devices(key: str, kind: Any) -> None:
+    from tests.test_sampler_pipelines import error, sample  # slow to import, and processes import this file
+    from tests.tiny_pipelines import tiny
+
     pipe, asked = tiny(key)
     sampler = fxpipe.compile_sampler(pipe, 2, example=asked, cfg=1, patches=2, attention=kind)
     assert set(sampler.plan.attention) == {kind}
