@@ -5,7 +5,8 @@
 
 SDXL: 50 steps with guidance, 1 to 8 A100; from two on the guidance is split, rows are displaced, nothing is advanced
 (Li et al., "DistriFusion", CVPR 2024, table 3). PixArt: 20 steps with guidance on 4 A100 (Wang et al., "PipeFusion",
-2024, table 2). Nothing runs: the models have no weights, layouts are those of the papers, seconds the planner's.
+2024, table 2), attention by heads (Ulysses) and in a ring exact. Nothing runs: the models have no weights, layouts are
+those of the papers, seconds the planner's.
 
 The device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's latencies on
 one device, its ramp to what two save of one's time; what is left are predictions.
@@ -26,6 +27,7 @@ from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
 from fxpipe.models.backbones import example_inputs, row_inputs
 from fxpipe.plan.sample_plan import EXACT, How
+from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import Request, chosen
@@ -54,7 +56,10 @@ SDXL = {
     2048: {1: 23.7, 2: 13.3, 4: 7.60, 8: 4.81},
     3840: {1: 140.0, 2: 76.6, 4: 41.3, 8: 22.9},
 }
-PIXART = {1024: {"PipeFusion": 0.866, "DistriFusion": 2.33}, 2048: {"PipeFusion": 5.37, "DistriFusion": 9.62}}
+PIXART = {
+    1024: {"PipeFusion": 0.866, "Ulysses": 1.74, "DistriFusion": 2.33, "ring": 2.63},
+    2048: {"PipeFusion": 5.37, "Ulysses": 7.93, "DistriFusion": 9.62, "ring": 11.1},
+}
 _ROWS, _IN_TURN = How("displaced", 4, "corrected", False), How("displaced", 1, "corrected", False)
 
 
@@ -101,10 +106,12 @@ def pixart_rows(side: int) -> Iterator[Row]:
     ways = {
         "PipeFusion": [Request(4, 1, 4, False, patches, _IN_TURN) for patches in (4, 8)],
         "DistriFusion": [Request(4, 1, None, None, 4, _ROWS)],
+        "Ulysses": [Request(4, 1, None, None, 4, EXACT, attention="ulysses")],
+        "ring": [Request(4, 1, None, None, 4, EXACT, attention="ring")],
     }
     for name, published in PIXART[side].items():
-        seconds = min(estimate(case, chosen(case, way), cluster, 20).seconds for way in ways[name])
-        yield Row("PixArt", side, name, published, seconds)
+        made = [with_attention(case, chosen(case, way), way.attention, cluster) for way in ways[name]]
+        yield Row("PixArt", side, name, published, min(estimate(case, one, cluster, 20).seconds for one in made))
 
 
 def traced(model: nn.Module) -> SampleCase:

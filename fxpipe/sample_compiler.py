@@ -28,6 +28,7 @@ from fxpipe.plan.transport import Transport
 from fxpipe.run.launch import join
 from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler
+from fxpipe.sampling.attention import Attention
 from fxpipe.sampling.choosing import Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
@@ -55,6 +56,7 @@ def compile_sampler(
     norms: Norms = "corrected",
     advance: bool = True,
     text: Text = "first",
+    attention: Attention = "auto",
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
     sizes: Sizes = "one",
@@ -98,6 +100,10 @@ def compile_sampler(
             with stages.
         text: in models that have text and image in one sequence, whose the text is, of patches without stages: "first",
             the first patch's, which then has fewer rows; "all", every patch's, which all compute it.
+        attention: how patches of an exact step attend to each other's rows: "gather" brings all keys and values to
+            every patch, "ulysses" gives every patch some heads of all rows (Jacobs et al., 2023), "ring" passes keys
+            and values around (Liu et al., 2023); "auto" takes what is predicted to be the fastest, layer by layer. One
+            that cannot be so gathers, and a note of the plan says why.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
         sizes: "one": every image size is traced when it comes. "any": one trace serves the sizes at which forward is
             the same (a longer one, once); others have traces of their own, and a note says why there is none for all.
@@ -121,7 +127,7 @@ def compile_sampler(
     check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup, steps=steps)
     limit = given_bytes(memory_limit)
     check_patches(patches)
-    _check_choices(mode=mode, norms=norms, text=text, sizes=sizes)
+    _check_choices(mode=mode, norms=norms, text=text, attention=attention, sizes=sizes)
     captures = cache_folder(cache)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
@@ -142,7 +148,7 @@ def compile_sampler(
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
     priced = cost_model or (known.cost_model if known else "") or network.device
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
-    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text)
+    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
     texts = str(network), priced if isinstance(priced, str) else ""
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit)
@@ -162,7 +168,7 @@ def compile_sampler(
 def _check_choices(**given: str) -> None:
     """Refuse a choice that is none."""
     for name, value in given.items():
-        known = get_args({"mode": Mode, "norms": Norms, "text": Text, "sizes": Sizes}[name])
+        known = get_args({"mode": Mode, "norms": Norms, "text": Text, "attention": Attention, "sizes": Sizes}[name])
         if value not in known:
             raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 

@@ -8,7 +8,10 @@ from torch import fx, nn
 
 from fxpipe.plan.actions import Action
 
-KINDS = ("main", "skip", "conditioning", "gradient", "loss", "halo", "gather", "moments", "sum", "prediction", "bucket")
+KINDS = (
+    "main", "skip", "conditioning", "gradient", "loss", "halo", "gather", "ulysses", "ring", "moments", "sum",
+    "prediction", "bucket",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ x[rows 8:20]  = cut_rows(x, 2, ...)              a patch's rows of a value that 
 edge          = edge_rows(h, 2, -1, 1)           the last row, for the patch below
 wider         = with_halo(h, up, None, ...)      the patch between its neighbours' rows, zeros at the border
 whole         = join_rows([k0, k1], k, 1, ...)   all patches' rows, and what belongs to no row
+o, s          = attend(q, k, v, None)            attention to some of the keys; `join_chunks` with that to others
 m             = moments(h, 4)                    mean and variance of a patch's groups; `merge_moments` of all
 """
 
@@ -11,6 +12,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch.nn.attention import SDPBackend
+
+aten = torch.ops.aten
 
 Stretch = tuple[int, int, int, int, int]
 """Entries [at, at + outer*each) of a dimension, seen as outer x each; of each copy `length` from `start` on:
@@ -131,6 +135,54 @@ def normalise(
         normal.add_(bias.unsqueeze(-1))
     result: torch.Tensor = normal.reshape(value.shape).to(value.dtype)
     return result
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to some of the keys, and for every query the logarithm of the sum of its scores' exponentials.
+
+    Args:
+        query: [..., heads, queries, width]; of key and value there may be fewer heads, of which each serves as many.
+    """
+    q, k, v = (tensor.reshape(-1, *tensor.shape[-3:]) for tensor in (query, key, value))
+    result, log_sum = _attended(q, k, v, scale)
+    return result.reshape(*query.shape[:-1], value.shape[-1]), log_sum.reshape(query.shape[:-1])
+
+
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the kernel that torch's own attention would take, where that tells its sums."""
+    shared, device = q.shape[1] != k.shape[1], q.device.type
+    way = SDPBackend(torch._fused_sdp_choice(q, k, v, scale=scale, enable_gqa=shared))
+    if device == "cpu" and way == SDPBackend.FLASH_ATTENTION:
+        result, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+        return result, log_sum
+    half = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0
+    if device == "cuda" and half and way in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        result, log_sum, *_ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+        return result, log_sum
+    if device == "cuda" and not shared and way == SDPBackend.EFFICIENT_ATTENTION:
+        result, log_sum, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+        return result, log_sum[..., : q.shape[2]]  # its rows are padded
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    scores = q.to(wide) @ k.to(wide).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return (scores.softmax(-1) @ v.to(wide)).to(q.dtype), scores.logsumexp(-1)
+
+
+def join_chunks(
+    result: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, more_log_sum: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys of two chunks, from that to each, in float32 or wider.
+
+    Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), section 3; by
+    differences of logarithms, so that nothing overflows.
+    """
+    wide = torch.promote_types(result.dtype, torch.float32)
+    share = torch.sigmoid(more_log_sum - log_sum).to(wide).unsqueeze(-1)
+    return torch.lerp(result.to(wide), more.to(wide), share), torch.logaddexp(log_sum, more_log_sum)
 
 
 def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
     plan: 2 samples in 2 groups x 2 stages x 3 patches on 4 ranks (patches in turn)
       for 4xA100-80GB, costs of A100-80GB, call 6d1c04e88f0a in 16 blocks for 1 samples
       displaced after 4 fresh steps, norms corrected
+      attention: 4 ulysses, 1 gather
       stage  0 on ranks 0, 2: blocks 0-7  50.2%  conv_in .. down_blocks.0
       stage  1 on ranks 1, 3: blocks 8-15  49.8%  mid_block .. conv_out
       rows: 32 in 8 units of 4
@@ -22,9 +23,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.plan.plan_lines import (
@@ -44,13 +45,17 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.schedule import Schedule, counted
 from fxpipe.plan.staged import PlannedCut, Staged
 
-FORMAT = 2
+FORMAT = 3
 """Of the files that plans of samplers are saved in."""
 
 IN_TURN = "patches in turn"
 ORDERS = ("rows", "samples in turn", IN_TURN)
 """rows: one stage, patches beside each other. samples in turn: through stages, patches beside each other in each.
 patches in turn: through stages, one after the other."""
+
+
+Kind = Literal["gather", "ulysses", "ring"]
+"""Of a layer of attention: all keys and values come to a patch; heads are shared; chunks are passed around."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class SamplePlan:
         num_rows, unit_rows: of the image, and of a unit, the last of which may have fewer.
         bounds: of patches, in units.
         text_first: whether of text in one sequence with the rows the first patch alone has all.
+        attention: the kind of exchange of every layer, in order; empty where there is none, or steps are displaced.
         step: the order of a steady step.
         notes: what is to be known of it.
         expects: what is predicted, None where nobody has asked.
@@ -131,6 +137,7 @@ class SamplePlan:
     bounds: tuple[int, ...]
     text_first: bool
     how: How
+    attention: tuple[Kind, ...]
     step: Schedule
     notes: tuple[str, ...] = ()
     expects: Expected | None = None
@@ -211,7 +218,7 @@ class SamplePlan:
                 "how": How(**data["how"]),
                 "step": schedule_from(data["step"]),
                 "expects": None if data["expects"] is None else Expected(**data["expects"]),
-                **{name: tuple(data[name]) for name in ("labels", "bounds", "notes", "considered")},
+                **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
             }
             return SamplePlan(**{f.name: data[f.name] for f in fields(SamplePlan) if f.name not in made}, **made)
         except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
@@ -245,6 +252,8 @@ def _head(plan: SamplePlan) -> str:
 def _lines(plan: SamplePlan) -> Iterator[str]:
     yield target_line(plan, "call")
     yield str(plan.how)
+    if plan.attention:
+        yield "attention: " + ", ".join(f"{len([*run])} {kind}" for kind, run in groupby(plan.attention))
     yield from stage_lines(plan.staged, plan.labels)
     yield f"rows: {plan.num_rows} in {counted(plan.bounds[-1], 'unit')} of {plan.unit_rows}"
     for patch, (start, stop) in enumerate(pairwise(plan.bounds)):
@@ -267,6 +276,7 @@ _EXPECTS = re.compile(
     r"expects: (\d+) steps? in ([\d.e+-]+) s, ([\d.e+-]+) s on one rank; "
     r"(\d+) bytes come to a rank in a step, (\d+) are held"
 )
+_ATTENTION = re.compile(r"attention: (\d+ (?:gather|ulysses|ring)(?:, \d+ (?:gather|ulysses|ring))*)")
 _PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
 
 
@@ -277,6 +287,7 @@ def _parse(text: str) -> SamplePlan:
         "stage": [],
         "note": [],
         "how": [],
+        "attention": [],
         "rows": [],
         "patch": [],
         "expects": [],
@@ -299,7 +310,8 @@ def _parse(text: str) -> SamplePlan:
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut,
         Staged(*read_stages(read), head[4], False, int(head[3])), tuple(label for *_, label in read["stage"]),
         num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
-        read["how"][0], orders[0], tuple(read["note"]), next(iter(read["expects"]), None), tuple(read["considered"]),
+        read["how"][0], next(iter(read["attention"]), ()), orders[0], tuple(read["note"]),
+        next(iter(read["expects"]), None), tuple(read["considered"]),
     )  # fmt: skip
     for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
         if says != line:
@@ -315,6 +327,9 @@ def _read(line: str, read: Read) -> None:
         read["how"].append(EXACT)
     elif found := _DISPLACED.fullmatch(line):
         read["how"].append(How("displaced", int(found[1]), found[2], found[3] is not None))
+    elif found := _ATTENTION.fullmatch(line):
+        runs = (run.split() for run in found[1].split(", "))
+        read["attention"].append(tuple(kind for count, kind in runs for _ in range(int(count))))
     elif found := _ROWS.fullmatch(line):
         read["rows"].append((int(found[1]), int(found[2])))
     elif found := _PATCH.fullmatch(line):

@@ -13,17 +13,20 @@ from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
+from fxpipe.plan.sample_plan import Kind
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
+from passes.sampling.attention import Shared, alike, layers
 from passes.sampling.groups import Span
+from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import Cut, first_has_text, has_text, shared_text
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
-from passes.sampling.work import PatchWork, patch_work, value_bytes
+from passes.sampling.work import PatchWork, patch_work, value_bytes, with_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,32 +123,62 @@ class SampleCase:
         count = self.rows(num_samples).units.count
         return self.has_text(num_samples) and self.first_has_text(num_samples, even_bounds(count, 2)) is not None
 
-    def first_has_text(self, num_samples: int, bounds: Sequence[int]) -> Cut | None:
+    def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
-        key = "text", num_samples, tuple(bounds)
-        cut: Cut | None = self._once(key, lambda: first_has_text(self.rows(num_samples), self.traced.rows, bounds))
-        return cut
+        kinds = tuple(kinds) if {*kinds} - {"gather"} else ()
 
-    def work(self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None) -> PatchWork:
+        def cut() -> Cut | None:
+            return first_has_text(self.rows(num_samples), self.traced.rows, bounds, kinds)
+
+        found: Cut | None = self._once(("text", num_samples, tuple(bounds), kinds), cut)
+        return found
+
+    def work(
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None, kinds: Sequence[Kind] = ()
+    ) -> PatchWork:
         """What the patch of that index does with so many samples, one of those between `bounds`.
 
         `text_first`: whether the first one has the text alone; None of patches in turn, which tell each other nothing.
+        `kinds`: of attention, which gathers where there are none.
         """
         plan, in_turn = self.rows(num_samples), text_first is None
         patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
         patch = patches[index]
-        alike = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
-        key = "work", num_samples, alike, text_first, () if in_turn else (tuple(bounds), index)
+        same = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
+        key = "work", num_samples, same, text_first, () if in_turn else (tuple(bounds), index)
 
         def read() -> PatchWork:
             shared = shared_text(plan, self.traced.rows) if in_turn or text_first else frozenset[str]()
             return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds)
 
         found: PatchWork = self._once(key, read)
+        named, there = zip(layers(plan), kinds, strict=False), frozenset(found.owners.values())
+        of = {n.name: (n.name, kind) for n, kind in named if kind != "gather" and n.name in there}
+        if not of:
+            return found
+        given = num_samples, bounds, index, bool(text_first)
+        made: PatchWork = self._once(
+            (*key, *of.values()), lambda: with_layers(found, {n: self.layer(*given, *one) for n, one in of.items()})
+        )
+        return made
+
+    def layer(
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind
+    ) -> PatchWork:
+        """What the patch of that index does in one layer of attention of this kind."""
+        plan = self.rows(num_samples)
+        patches = patches_of(plan, bounds, "first" if text_first else "all")
+
+        def read() -> PatchWork:
+            attended, piece = Shared({name: kind}, patches), attention_piece(plan, name)
+            return patch_work(plan, patches[index], patches, frozenset(), self._seconds, attended, piece)
+
+        key = "layer", num_samples, tuple(bounds), index, text_first, alike(plan, plan.sized.nodes[name]), kind
+        found: PatchWork = self._once(key, read)
         return found
 
     def _seconds(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        return operation_seconds(self.cost_model, graph.nodes)
+        return operation_seconds(self.cost_model, graph.nodes, self._once("seconds of calls", dict))
 
     @cached_property
     def of_call(self) -> frozenset[str]:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.sample_outcome import SampleOutcome
 from fxpipe.plan.sample_plan import EXACT, Expected, How
 from fxpipe.plan.schedule import counted
+from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.estimate import Estimate, estimate
 from fxpipe.sampling.planning import Choices, Request, chosen
@@ -116,6 +118,7 @@ def few(how: How, steps: int) -> bool:
     return how.mode == "displaced" and steps <= how.warmup + _FEW
 
 
+@held_collector()
 def ranked(case: SampleCase, request: Request, setting: Setting) -> Ranked:
     """Every layout that a request leaves open, the best first.
 
@@ -169,7 +172,7 @@ def _ways_of(request: Request, stages: int, asked: bool) -> Iterator[Request]:
 
 def _looked_at(case: SampleCase, way: Request, setting: Setting) -> Candidate:
     try:
-        made = chosen(case, way, look=False)
+        made = with_attention(case, chosen(case, way, look=False), way.attention, setting.cluster)
     except CompileError as error:
         return Candidate(way, why=str(error))
     return Candidate(way, made, estimate(case, made, setting.cluster, setting.steps))

@@ -8,6 +8,7 @@ Seconds of operations and bytes of messages are those of a patch's own graph (`p
 are taken to work in step, as patches of one size do. A channel has one message under way at a time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,11 +127,11 @@ class _Layout:
         """Seconds of one of a patch's own operations."""
         return own_seconds(self.case.cost_model, operation, *arguments)
 
-    def correction(self, told: Told, num_patches: int, num_fresh: int) -> float:
+    def correction(self, own_bytes: int, num_patches: int, num_fresh: int) -> float:
         """Seconds by which moments that are corrected take longer than those that are merged."""
         if self.made.how.norms != "corrected":
             return 0.0
-        part, counts = _of_bytes(told.own_bytes).view(2, 1, -1), [1] * num_patches
+        part, counts = _of_bytes(own_bytes).view(2, 1, -1), [1] * num_patches
         parts, fresh = [part] * num_patches, [*range(num_fresh)]
         corrected = self.own(displaced_ops.corrected_moments, parts, parts[:num_fresh], fresh, counts)
         return corrected - self.own(row_ops.merge_moments, parts, counts)
@@ -149,7 +150,7 @@ class _Rows(_Layout):
 
     @cached_property
     def work(self) -> PatchWork:
-        return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first)
+        return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first, self.made.attention)
 
     @cached_property
     def inner(self) -> int:
@@ -200,17 +201,25 @@ class _Rows(_Layout):
     def _copies(self, crossing: Sequence[Told]) -> Iterator[float]:
         """Seconds of what a displaced step computes more than an exact one."""
         yield from self._packed(crossing)
+        known: dict[tuple[str, int, tuple[int, ...]], float] = {}
         for told in crossing:
-            sources = [size for _, dst, size in told.sent if dst == self.inner]
-            if told.kind == "halo":
-                yield sum(map(self.moving, sources))
-            if told.kind == "moments":
-                yield self.correction(told, self.grid.patches, 1)
-            elif self.made.how.advance:
-                own = _of_bytes(sum(sources) if told.kind == "halo" else told.own_bytes)
-                yield self.own(displaced_ops.flat, [own]) + self.own(displaced_ops.kept_going, own, own, own)
-                others = map(_of_bytes, sources)
-                yield sum(self.own(displaced_ops.advanced, other, other, _of_bytes(4)[0]) for other in others)
+            sources = tuple(size for _, dst, size in told.sent if dst == self.inner)
+            key = told.kind, told.own_bytes, sources
+            if key not in known:
+                known[key] = self._copied(told, sources)
+            yield known[key]
+
+    def _copied(self, told: Told, sources: Sequence[int]) -> float:
+        """Of one exchange, in which so many bytes come from the others."""
+        edges = sum(map(self.moving, sources)) if told.kind == "halo" else 0.0
+        if told.kind == "moments":
+            return self.correction(told.own_bytes, self.grid.patches, 1)
+        if not self.made.how.advance:
+            return edges
+        own = _of_bytes(sum(sources) if told.kind == "halo" else told.own_bytes)
+        edges += self.own(displaced_ops.flat, [own]) + self.own(displaced_ops.kept_going, own, own, own)
+        others = map(_of_bytes, sources)
+        return edges + sum(self.own(displaced_ops.advanced, other, other, _of_bytes(4)[0]) for other in others)
 
 
 class _Stages(_Layout):
@@ -232,7 +241,7 @@ class _Stages(_Layout):
 
     @cached_property
     def fresh_work(self) -> PatchWork:
-        return self.case.work(self.run, self.fresh_bounds, 0, False)
+        return self.case.work(self.run, self.fresh_bounds, 0, False, self.made.attention)
 
     @cached_property
     def patch_works(self) -> list[PatchWork]:
@@ -257,17 +266,26 @@ class _Stages(_Layout):
             wait = fresh or not self.in_turn
             taken = clocked(_renumbered(work.items, places), self.links, stage.column, lambda told: wait)[0]
             if not wait:
-                taken += sum(self._kept(told) for place in places if (told := work.items[place].told))
+                kept = Counter((told.kind, told.own_bytes) for place in places if (told := work.items[place].told))
+                taken += sum(count * self._kept(*told) for told, count in kept.items())
             if early:
                 names = self.column_names[stage.column] & self.line.early - self.case.once(self.run)
                 taken += sum(item.seconds for item in work.items if item.name in names)
             self._seconds[key] = taken
         return self._seconds[key]
 
-    def _kept(self, told: Told) -> float:
+    def _kept(self, kind: str, own_bytes: int) -> float:
         """Seconds of what a patch in turn does more than one beside others."""
-        num = len(self.patch_works)
-        return self.correction(told, num, (num + 1) // 2) if told.kind == "moments" else 0.0
+        if kind != "moments":
+            return 0.0
+        if own_bytes not in self._corrections:
+            num = len(self.patch_works)
+            self._corrections[own_bytes] = self.correction(own_bytes, num, (num + 1) // 2)
+        return self._corrections[own_bytes]
+
+    @cached_property
+    def _corrections(self) -> dict[int, float]:
+        return {}
 
     @cached_property
     def _seconds(self) -> dict[tuple[int, PatchWork, bool], float]:

@@ -14,20 +14,24 @@ import torch
 from torch import fx, nn
 
 from fxpipe.analysis import Observe
+from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence, require_sequence
+from fxpipe.sampling.attention import require_attention, with_attention
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import Setting, ranked
-from fxpipe.sampling.planning import Request, choices_of, chosen, is_of, planned, require_equal
+from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
 from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
+from passes.sampling.attention import Shared
 from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import fresh_programs
 from passes.sampling.groups import Alone, grouped
@@ -74,6 +78,7 @@ class SampleLowering:
         """What planning asks of a call."""
         return SampleCase(traced, batch_size, self.cost_model)
 
+    @held_collector()
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""
         # rows: where they lie, what each operation needs of other patches
@@ -92,18 +97,25 @@ class SampleLowering:
     def _plans(self, case: SampleCase) -> Iterator[tuple[SamplePlan, Line | None]]:
         """The given one, or the best first."""
         if self.plan and is_of(self.plan, case):
+            require_attention(case, choices_of(self.plan))
             remade, line = planned(case, choices_of(self.plan), self.cluster, self.priced)
             require_equal(self.plan, remade)
             yield self.plan, line
         elif self.setting is None:
-            yield planned(case, chosen(case, self.request), self.cluster, self.priced)
+            yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)
         else:
             found = ranked(case, self.request, self.setting)
             for one in (one for one in found.candidates if one.made and not one.why):
                 self.observe("layouts", tuple(found.outcomes(one)))
-                plan, line = planned(case, chosen(case, one.request), self.cluster, self.priced)
+                made = self._chosen(case, one.request, self.setting.cluster)
+                plan, line = planned(case, made, self.cluster, self.priced)
                 notes = *plan.notes, *found.notes(case, one)
                 yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one)), line
+
+    def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
+        """What a request leaves open, decided; attention gathers where no cluster says what is better."""
+        made = chosen(case, request)
+        return with_attention(case, made, request.attention, cluster)
 
     def _lowered(self, case: SampleCase, plan: SamplePlan, line: Line | None) -> SampleStep:
         """The programs of one plan."""
@@ -156,7 +168,9 @@ def _alone(case: SampleCase, size: int, plan: SamplePlan, line: Line | None, dev
     rows = case.rows(size)
     if line is not None:
         runs = case.runs(0, size)
-        programs, sent = staged_programs(Staged(line, case.rows_of(runs), runs, plan.bounds, case.batched, device))
+        programs, sent = staged_programs(
+            Staged(line, case.rows_of(runs), runs, plan.bounds, case.batched, plan.attention, device)
+        )
         return programs, {"fresh": sent}
     patches, graphs = _cut(case, size, plan)
     if plan.how.mode == "displaced":
@@ -170,8 +184,9 @@ def _cut(case: SampleCase, size: int, plan: SamplePlan) -> Cut:
     """Patches beside each other, and what each computes."""
     if not plan.text_first:
         patches = patches_of(case.rows(size), plan.bounds)
-        return patches, [patch_graph(case.rows(size), patch) for patch in patches]
-    cut = case.first_has_text(size, plan.bounds)
+        attended = Shared.of(case.rows(size), patches, plan.attention)
+        return patches, [patch_graph(case.rows(size), patch, attended=attended) for patch in patches]
+    cut = case.first_has_text(size, plan.bounds, plan.attention)
     if cut is None:
         raise CompileError("the plan gives the text to the first patch, others need it too; compile with text='all'")
     return cut

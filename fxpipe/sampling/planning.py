@@ -6,11 +6,12 @@ planned   what follows from that, and the order of a steady step          -> Sam
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Action
 from fxpipe.plan.sample_grid import Grid, grid_for
-from fxpipe.plan.sample_plan import IN_TURN, How, SamplePlan
+from fxpipe.plan.sample_plan import IN_TURN, How, Kind, SamplePlan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
@@ -33,6 +34,7 @@ class Request:
     patches: int | Sequence[int] | None
     how: How
     text: Text = "first"
+    attention: Literal["auto", "gather", "ulysses", "ring"] = "auto"
 
     @property
     def in_turn(self) -> bool:
@@ -46,7 +48,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan decides. `spans` are its stages, None where there is one without blocks of its own."""
+    """What a plan decides. `spans` are its stages, None where there is one without blocks of its own; `attention` is
+    the kind of every layer of it, empty where nothing is exchanged or steps are displaced."""
 
     grid: Grid
     spans: tuple[StageSpan, ...] | None
@@ -54,6 +57,8 @@ class Choices:
     text_first: bool
     order: str
     how: How
+    attention: tuple[Kind, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def chosen(case: SampleCase, request: Request, look: bool = True) -> Choices:
@@ -79,7 +84,8 @@ def choices_of(plan: SamplePlan) -> Choices:
     if plan.staged.schedule != "rows":
         ends = zip(plan.staged.boundaries, plan.staged.boundaries[1:], plan.columns, strict=False)
         spans = tuple((start, stop, column) for start, stop, column in ends)
-    return Choices(plan.grid, spans, plan.bounds, plan.text_first, plan.staged.schedule, plan.how)
+    order = plan.staged.schedule
+    return Choices(plan.grid, spans, plan.bounds, plan.text_first, order, plan.how, plan.attention)
 
 
 def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, Line | None]:
@@ -95,11 +101,11 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     boundaries = (0, *(stop for _, stop, _ in made.spans)) if made.spans else (0, 1)
     ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
-    notes = (*case.traced.notes, *map(str, rows.notes))
+    notes = (*case.traced.notes, *map(str, rows.notes), *made.notes)
     plan = SamplePlan(
         case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, cut, staged,
         tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds,
-        made.text_first, made.how, _steady(case, made, line), notes,
+        made.text_first, made.how, made.attention, _steady(case, made, line), notes,
     )  # fmt: skip
     return plan, line
 

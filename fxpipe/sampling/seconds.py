@@ -5,9 +5,9 @@ it is made of, each of which moves bytes: at small patches their number is what 
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -25,14 +25,46 @@ _OWN = (row_ops.__name__, displaced_ops.__name__)
 _META = torch.device("meta")
 
 
-def operation_seconds(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Node, float]:
-    """Of every operation, by its value in `meta["val"]`; those that are none of ATen's move bytes alone, or nothing."""
-    operations = [node for node in nodes if node.op == "call_function" and node.target not in _VIEWS]
-    of_aten = [node for node in operations if isinstance(node.target, torch._ops.OpOverload)]
+def operation_seconds(
+    model: CostModel, nodes: Iterable[fx.Node], known: dict[object, float | None] | None = None
+) -> dict[fx.Node, float]:
+    """Of every operation, by its value in `meta["val"]`; those that are none of ATen's move bytes alone, or nothing.
+
+    `known`: of equal calls by this model, None where they take no time; it grows.
+    """
+    calls = {node: _call(node) for node in nodes if node.op == "call_function" and node.target not in _VIEWS}
+    known = {} if known is None else known
+    new = {call: node for node, call in calls.items() if call not in known}
+    found = _seconds(model, [*new.values()])
+    known.update((call, found.get(node)) for call, node in new.items())
+    return {node: seconds for node, call in calls.items() if (seconds := known[call]) is not None}
+
+
+def _call(node: fx.Node) -> object:
+    """An operation, its numbers, and what its tensors are like."""
+    return node.target, _plain(node.args), _plain(tuple(node.kwargs.items())), _like(node.meta.get("val"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return _like(value.meta.get("val"))
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_like, value)) if isinstance(value, list | tuple) else type(value)
+
+
+def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, float]:
+    stand_ins = {node: _attention(node) for node in operations if node.target is row_ops.attend}
+    of_aten = [node for node in operations if isinstance(node.target, torch._ops.OpOverload)] + [*stand_ins.values()]
     for read in {operand for node in of_aten for operand in (node, *node.all_input_nodes)}:
         read.meta["requires_grad"] = False
     costs = node_costs(of_aten)
     found = dict(zip(costs, node_seconds(model, CostTable.of(costs.values()), 1).forward.tolist(), strict=True))
+    found |= {node: found.pop(stand_in) for node, stand_in in stand_ins.items()}
     for node in operations:
         value = (node.args[1] if node.target is displaced_ops.put else node).meta.get("val")  # type: ignore[union-attr]
         if node in found:
@@ -46,6 +78,18 @@ def operation_seconds(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Nod
         elif isinstance(value, torch.Tensor):
             found[node] = model.moving_seconds(value.nbytes, value.nbytes)
     return found
+
+
+def _attention(node: fx.Node) -> fx.Node:
+    """Torch's own attention, which does what a chunk's does."""
+    graph = fx.Graph()
+    given = cast(tuple[fx.Node, ...], node.args[:3])
+    operands = [graph.placeholder(operand.name) for operand in given]
+    for operand, of_chunk in zip(operands, given, strict=True):
+        operand.meta = dict(of_chunk.meta)
+    stand_in = graph.call_function(torch.ops.aten.scaled_dot_product_attention.default, tuple(operands))
+    stand_in.meta["val"] = node.meta["val"][0]
+    return stand_in
 
 
 def own_seconds(model: CostModel, operation: Callable[..., Any], *arguments: Any) -> float:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.plan import ops
+from fxpipe.plan import ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.simulate.op_lists import Bytes, Op, StepOps, message_op
@@ -124,6 +124,10 @@ class _Walk(fx.Interpreter):
             return args[0]
         if node.target is _ATTENTION:  # without data it would be computed step by step, as by no device
             return args[0].new_empty((*args[0].shape[:-1], args[2].shape[-1]))
+        if node.target is row_ops.attend:
+            wide = torch.promote_types(args[0].dtype, torch.float32)
+            result = args[0].new_empty((*args[0].shape[:-1], args[2].shape[-1]))
+            return result, args[0].new_empty(args[0].shape[:-1], dtype=wide)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _settle(self) -> None:

@@ -106,7 +106,13 @@ class Whole:
     """The captured operation on whole operands; of its result the patch goes on with its own share."""
 
 
-How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut | Written | Whole
+@dataclass(frozen=True)
+class Attended:
+    """Attention of a patch's queries to the keys and values of all patches, which are gathered, or as `passes.sampling`
+    finds better."""
+
+
+How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut | Written | Whole | Attended
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ text and image    [B, T + H*W, D]      text belongs to no row         Rows(1, wh
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -74,17 +75,17 @@ class Rows:
     def size(self, units: int) -> int:
         return sum(part.size(units) for part in self.parts)
 
-    @property
+    @cached_property
     def all_rows(self) -> bool:
         """Whether every entry belongs to some row."""
         return all(part.kind == "rows" for part in self.parts)
 
-    @property
+    @cached_property
     def single(self) -> Part | None:
         """The part, where there is one alone, of rows."""
         return self.parts[0] if len(self.parts) == 1 and self.all_rows else None
 
-    @property
+    @cached_property
     def plain(self) -> Part | None:
         """The part of rows in their order, each once; it may be cut, padded, convolved."""
         return self.single if self.single is not None and self.single.outer == 1 else None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from passes.operations import einsum_labels, matrix_labels
-from passes.rows.how import Found, Same, Summed
+from passes.rows.how import Attended, Found, Same, Summed
 from passes.rows.layout import NoRule, Place, RowCall, Slot, shape_of
 from passes.rows.rules import aligned
 
@@ -95,7 +95,7 @@ def attention(call: RowCall) -> Found:
     wants = {slot: None for slot in (key, value) if call.rows(slots[slot]) is not None}
     if mask in slots:
         wants |= _mask(call, slots[mask], mask)
-    return Found(None if queries is None else queries, Same(), wants)
+    return Found(queries, Attended() if wants.keys() & {key, value} else Same(), wants)
 
 
 def _in_width(call: RowCall, slot: Slot) -> bool:

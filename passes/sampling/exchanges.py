@@ -4,8 +4,12 @@ halo(x, dim, above, below, end, fill)   x between the rows of the patches above 
 gather(x)                               x of all patches
 merged_moments(x, num_groups)           mean and variance of groups over all patches
 total(x)                                the sum over all patches
+to_heads(x, dim, bounds)                some heads of x of all patches: x of this patch for all its heads
+to_rows(x, dim, bounds)                 the other way round
+passed_on(x, hop)                       what the patch before this one, in a ring, has as x
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,8 +22,9 @@ from passes.rows.layout import Rows
 class Exchange:
     """One exchange of all patches, the same in each one's graph: in `meta["exchange"]` of its node.
 
-    `kind`: "halo", "gather", "moments", "sum" or "prediction" (the gather of the result). `value` is the captured value
-    that is exchanged, `state` where its rows lie (of a sum: None).
+    `kind`: "halo", "gather", "moments", "sum", "prediction" (the gather of the result), "ulysses" (rows for heads, or
+    heads for rows) or "ring". `value` is the captured value that is exchanged, `state` where its rows lie (of a sum:
+    None); of a ring they are the keys, and what is exchanged is keys and values in one.
     """
 
     name: str
@@ -41,6 +46,18 @@ def merged_moments(value: Any, num_groups: int) -> NoReturn:
 
 
 def total(value: Any) -> NoReturn:
+    _not_lowered()
+
+
+def to_heads(value: Any, dim: int, bounds: Sequence[int]) -> NoReturn:
+    _not_lowered()
+
+
+def to_rows(value: Any, dim: int, bounds: Sequence[int]) -> NoReturn:
+    _not_lowered()
+
+
+def passed_on(value: Any, hop: int) -> NoReturn:
     _not_lowered()
 
 

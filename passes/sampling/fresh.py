@@ -17,6 +17,7 @@ from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import Form, SampleProgram
 from passes.rows import RowPlan
 from passes.rows.layout import Rows, shape_of
+from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import halo_of, messages_of
 from passes.sampling.patches import Patch, all_own
@@ -140,7 +141,50 @@ class FormWriter:
         if exchange.kind == "sum":
             received = self.swap(exchange, lambda dst: value)
             return lambda: self.call(row_ops.add_up, (self.ordered(value, received()),), node.name, None, node)
+        if exchange.kind == "ring":
+            received = self.swap(exchange, lambda dst: value)
+            return lambda: next(iter(received().values()))
+        if exchange.kind == "ulysses":
+            return (self._to_heads if node.target is exchanges.to_heads else self._to_rows)(node, value)
         return self.gathered(node, value)
+
+    def _to_heads(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
+        """Every patch's rows of one's heads."""
+        _, dim, bounds = cast(tuple[Any, int, Sequence[int]], node.args)
+        exchange: Exchange = node.meta["exchange"]
+        assert exchange.state is not None
+        own = self._rows_of(value, exchange.name, exchange.state)
+
+        def heads(of: fx.Node, patch: int, name: str) -> fx.Node:
+            args = of, dim, bounds[patch], bounds[patch + 1] - bounds[patch]
+            return self.call(torch.ops.aten.narrow.default, args, f"{exchange.name}_{name}")
+
+        received = self.swap(exchange, lambda dst: heads(own, dst, f"heads_of_{dst}"))
+
+        def finish() -> fx.Node:
+            mine = heads(value, self.patch.index, "own_heads")
+            rows = mine if own is value else heads(own, self.patch.index, "own_rows")
+            return self._whole(node, mine, rows, received())
+
+        return finish
+
+    def _to_rows(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
+        """One's rows of every patch's heads."""
+        exchange: Exchange = node.meta["exchange"]
+        state = exchange.state
+        assert state is not None
+
+        def rows(patch: Patch) -> fx.Node:
+            args = value, state.dim, patch.stretches(state)
+            return self.call(row_ops.cut_rows, args, f"{exchange.name}_for_{patch.index}")
+
+        received = self.swap(exchange, lambda dst: rows(self.patches[dst]))
+
+        def finish() -> fx.Node:
+            parts = self.ordered(rows(self.patch), received())
+            return self.call(torch.ops.aten.cat.default, (parts, node.args[1]), node.name, None, node)
+
+        return finish
 
     def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
         exchange: Exchange = node.meta["exchange"]

@@ -2,6 +2,8 @@
 
 halo       to the patch below its last rows, to the one above its first; to further ones where patches are small
 gather     to everyone what of the value belongs to rows: the rest is there already, or comes from its owner
+ulysses    to everyone its heads of one's rows, or its rows of one's heads
+ring       to the next patch the chunk that came from the one before
 moments    to everyone mean and variance of its own entries, in float32 or wider
 sum        to everyone its part
 """
@@ -13,6 +15,7 @@ from torch import fx
 
 from fxpipe.plan.rank_program import Message
 from passes.rows.layout import shape_of
+from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patches import Patch, all_own, neighbours
 
@@ -41,16 +44,17 @@ def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     """The shapes of what a patch sends in one exchange, by receiver."""
     exchange: Exchange = node.meta["exchange"]
     if exchange.kind == "halo":
-        return {
-            patch.index: _with(exchange, halo_of(node, patch, patches)[source.index][1])
-            for patch in patches
-            if source.index in halo_of(node, patch, patches)
-        }
+        read = {patch.index: halo_of(node, patch, patches).get(source.index) for patch in patches}
+        return {dst: _with(exchange, rows[1]) for dst, rows in read.items() if rows is not None}
+    if exchange.kind == "ring":
+        count = len(patches)
+        chunk = patches[(source.index - cast(int, node.args[1])) % count]
+        return {(source.index + 1) % count: (2, *_with(exchange, _rows_told(exchange, chunk, patches)))}
+    if exchange.kind == "ulysses":
+        return {patch.index: _for_heads(node, source, patch, patches) for patch in patches if patch != source}
     shape = tuple(node.meta["val"].shape)
     if exchange.kind in ("gather", "prediction"):
-        assert exchange.state is not None
-        told = source.num_rows if all_own(patches) else source.size
-        shape = _with(exchange, told(exchange.state))
+        shape = _with(exchange, _rows_told(exchange, source, patches))
     return {dst: shape for dst in range(len(patches)) if dst != source.index}
 
 
@@ -60,6 +64,25 @@ def halo_of(node: fx.Node, patch: Patch, patches: Sequence[Patch]) -> dict[int, 
     above, below = cast(tuple[int, int], node.args[2:4])
     assert exchange.state is not None
     return neighbours(patches, patch, exchange.state, above, below)
+
+
+def _rows_told(exchange: Exchange, source: Patch, patches: Sequence[Patch]) -> int:
+    """Entries of a patch that the others do not have."""
+    assert exchange.state is not None
+    return source.num_rows(exchange.state) if all_own(patches) else source.size(exchange.state)
+
+
+def _for_heads(node: fx.Node, source: Patch, target: Patch, patches: Sequence[Patch]) -> tuple[int, ...]:
+    """Of rows that become heads the target's heads, of heads that become rows its rows."""
+    exchange: Exchange = node.meta["exchange"]
+    dim, bounds = cast(tuple[int, Sequence[int]], node.args[1:3])
+    assert exchange.state is not None
+    if node.target is exchanges.to_heads:
+        shape, index = [*_with(exchange, _rows_told(exchange, source, patches))], target.index
+    else:
+        shape, index = [*_with(exchange, target.size(exchange.state))], source.index
+    shape[dim] = bounds[index + 1] - bounds[index]
+    return tuple(shape)
 
 
 def _with(exchange: Exchange, num_rows: int) -> tuple[int, ...]:

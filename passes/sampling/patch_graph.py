@@ -21,10 +21,25 @@ from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from passes.operations import bound_arguments, call_arguments
 from passes.rows import RowPlan
-from passes.rows.how import Cut, Found, Joined, Moments, Resized, Same, Shaped, Split, Summed, Whole, Window, Written
+from passes.rows.how import (
+    Attended,
+    Cut,
+    Found,
+    Joined,
+    Moments,
+    Resized,
+    Same,
+    Shaped,
+    Split,
+    Summed,
+    Whole,
+    Window,
+    Written,
+)
 from passes.rows.layout import Result, Rows, Slot, operands_of, shape_of
 from passes.rows.sized import Sized
-from passes.sampling import exchanges
+from passes.sampling import attention, exchanges
+from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patch_writer import PatchWriter, meta
 from passes.sampling.patches import Patch
@@ -50,26 +65,32 @@ class Piece:
 
 
 def patch_graph(
-    plan: RowPlan, patch: Patch, piece: Piece | None = None, shared: frozenset[str] = frozenset()
-) -> fx.Graph:
+    plan: RowPlan, patch: Patch, piece: Piece | None = None, shared: frozenset[str] = frozenset(),
+    attended: Shared | None = None,
+) -> fx.Graph:  # fmt: skip
     """The graph of one patch: placeholders as captured, inputs whole; it returns the whole prediction.
 
     Of a piece: what it reads of other stages comes as further placeholders, of the kind "read"; it returns a tuple.
     A patch of all rows is the captured graph. One that does not own what belongs to no row has placeholders of the kind
-    "read" for what of it is `shared`.
+    "read" for what of it is `shared`. Attention gathers keys and values unless `attended` says otherwise.
 
     `meta`: "val" as it is in this patch, "path", of exchanges "exchange", of what no patch changes "early".
     """
     plan = whole_plan(plan) if patch.is_whole else plan
     shared = shared if piece is None else piece.shared
     writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early)
+    made = None if piece is None else piece.nodes | piece.early
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
-            writer.placeholder(node)
+            if made is None or any(user.name in made for user in node.users):
+                writer.placeholder(node)
         elif (piece is not None and node.name in piece.reads) or (node.name in shared and not patch.owns):
             writer.read(node)
-        elif node.op == "call_function" and (piece is None or node.name in piece.nodes | piece.early):
-            _call(writer, node)
+        elif node.op == "call_function" and (made is None or node.name in made):
+            if attended is not None and attended.kinds.get(node.name, "gather") != "gather" and not patch.is_whole:
+                attention.WAYS[attended.kinds[node.name]](writer, node, attended)
+            else:
+                _call(writer, node)
     if piece is None:
         writer.output(plan.sized.result)
     else:
@@ -87,6 +108,12 @@ def _return(writer: PatchWriter, sized: Sized, piece: Piece) -> None:
         own = writer.here[sized.result]
         made.append(own if piece.own_rows else writer.wanted(sized.result, None, "prediction"))
     writer.graph.output(tuple(made))
+
+
+def attention_piece(plan: RowPlan, name: str) -> Piece:
+    """One layer of attention alone."""
+    operands = plan.sized.nodes[name].all_input_nodes
+    return Piece(frozenset([name]), frozenset(), tuple(n.name for n in operands if n.op == "call_function"), (name,))
 
 
 def sum_graph(plan: RowPlan, patch: Patch, name: str, early: frozenset[str]) -> fx.Graph:
@@ -131,6 +158,10 @@ def _put(arguments: dict[str, Any], slot: Slot, value: fx.Node) -> None:
         arguments[name] = value
     else:
         arguments[name] = [*arguments[name][:index], value, *arguments[name][index + 1 :]]
+
+
+def _attended(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+    writer.emit_call(node, node.target, arguments)
 
 
 def _same(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
@@ -288,5 +319,5 @@ def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
 _WAYS: dict[type, Callable[[PatchWriter, fx.Node, Found, dict[str, Any]], None]] = {
     Same: _same, Shaped: _shaped, Window: _window, Moments: _moments, Summed: _summed, Resized: _resized,
     Joined: _joined, Split: _split, Cut: _cut,
-    Written: _written, Whole: _whole,
+    Written: _written, Whole: _whole, Attended: _attended,
 }  # fmt: skip

@@ -4,7 +4,8 @@ wanted(positions, rows)    the same for all patches, cut      cut_rows(positions
 wanted(k, None)            this patch's, gathered             gather(k)
 """
 
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class PatchWriter:
         self.here: dict[fx.Node, fx.Node] = {}
         self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
+        self.heads: dict[fx.Node, fx.Node] = {}
 
     # -- nodes
 
@@ -63,6 +65,17 @@ class PatchWriter:
         value = node.meta["val"]
         new.meta = {"path": node.meta.get("path", ""), "val": meta(shape or shape_of(node), value.dtype)}
         return new
+
+    def several(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, values: Sequence[torch.Tensor]
+    ) -> list[fx.Node]:
+        """The results of an operation beside a captured node."""
+        new = self.graph.create_node("call_function", target, args, name=f"{node.name}_{name}")
+        new.meta = {"path": node.meta.get("path", ""), "val": list(values)}
+        parts = [self.graph.call_function(operator.getitem, (new, index)) for index in range(len(values))]
+        for part, value in zip(parts, values, strict=True):
+            part.meta = {"path": node.meta.get("path", ""), "val": value}
+        return parts
 
     def _value(self, node: fx.Node) -> Any:
         values, state = node.meta["val"], self.plan.state(node)

@@ -18,8 +18,10 @@ import torch
 from torch import fx
 
 from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_plan import Kind
 from fxpipe.plan.sample_program import Form, SampleProgram
 from passes.rows import RowPlan
+from passes.sampling.attention import Shared
 from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.groups import Span
 from passes.sampling.messages import messages_of
@@ -36,7 +38,7 @@ class Staged:
     """Stages, patches beside each other, and runs of samples that follow each other.
 
     `plans` has where the rows lie for every number of samples in a run; `batched` are the inputs whose dimension 0 is
-    the batch. Column c's patch p is on rank c * patches + p.
+    the batch, `kinds` are of attention. Column c's patch p is on rank c * patches + p.
     """
 
     line: Line
@@ -44,6 +46,7 @@ class Staged:
     spans: Sequence[Span]
     bounds: Sequence[int]
     batched: Mapping[str, torch.Tensor]
+    kinds: Sequence[Kind]
     device: torch.device
 
     @property
@@ -69,9 +72,12 @@ def piece_of(line: Line, index: int) -> Piece:
 def staged_programs(staged: Staged) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
     """One program per rank, and all messages in the order of every channel."""
     graphs = {
-        (stage.index, size): [patch_graph(plan, patch, piece_of(staged.line, stage.index)) for patch in of_size]
+        (stage.index, size): [
+            patch_graph(plan, patch, piece_of(staged.line, stage.index), attended=attended) for patch in of_size
+        ]
         for size, plan in staged.plans.items()
         for of_size in [patches_of(plan, staged.bounds)]
+        for attended in [Shared.of(plan, of_size, staged.kinds)]
         for stage in staged.line.stages
     }
     order = cells(staged.line, len(staged.spans))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 
+import numpy as np
 from torch import fx
 
 from fxpipe.errors import CompileError
@@ -156,15 +157,7 @@ def _columns(
     A value that passes over several columns counts for each of them.
     """
     count, total = len(seconds), sum(seconds)
-    sums = [sum(seconds[:i]) for i in range(count + 1)]
-
-    @cache
-    def crossing(i: int, j: int) -> int:
-        inside = range(i, j)
-        return sum(size for size, own, readers in values if any((r in inside) != (own in inside) for r in readers))
-
-    def load(i: int, j: int, inner: tuple[int, int]) -> float:
-        return sums[inner[0]] - sums[i] + sums[j] - sums[inner[1]]
+    sums, crossing = [sum(seconds[:i]) for i in range(count + 1)], _crossing(values, count)
 
     def best(limit: float) -> Bounds | None:
         @cache
@@ -172,13 +165,19 @@ def _columns(
             if left == 1:
                 return (0.0 if sums[j] - sums[i] <= limit else inf), ()
             found: tuple[float, Bounds] = inf, ()
+            most = limit * (left - 1) * (1 + 1e-9)  # of the columns inside
             for start in range(i + 1, j - left + 2):
+                before = sums[start] - sums[i]
+                if before > limit:
+                    break
                 for stop in range(j, start + left - 2, -1) if fold else (j,):
-                    if load(i, j, (start, stop)) > limit:
+                    if before + sums[j] - sums[stop] > limit:
                         break
+                    if sums[stop] - sums[start] > most:
+                        continue
                     inner, bounds = rest(start, stop, left - 1)
-                    if inner + crossing(start, stop) < found[0]:
-                        found = inner + crossing(start, stop), ((start, stop), *bounds)
+                    if inner + crossing[start][stop] < found[0]:
+                        found = inner + crossing[start][stop], ((start, stop), *bounds)
             return found
 
         cost, bounds = rest(0, count, columns)
@@ -188,6 +187,17 @@ def _columns(
         if (bounds := best(max(slack * total / columns, max(seconds)) * (1 + 1e-9))) is not None:
             return slack, bounds
     raise AssertionError("there are as many blocks as columns")
+
+
+def _crossing(values: Sequence[tuple[int, int, set[int]]], count: int) -> list[list[int]]:
+    """Bytes that go into or out of blocks [i, j), for every i and j."""
+    touched = np.zeros((len(values), count + 1), np.int64)  # blocks before the i-th that make or read a value
+    for index, (_, own, readers) in enumerate(values):
+        touched[index, [block + 1 for block in {own, *readers}]] = 1
+    touched = touched.cumsum(1)
+    sizes, of_all = np.array([size for size, *_ in values], np.int64), touched[:, -1:]
+    inside = (touched - touched[:, [start]] for start in range(count + 1))
+    return [(sizes @ ((0 < of) & (of < of_all))).tolist() for of in inside]
 
 
 def _sent(values: Sequence[tuple[int, int, set[int]]], bounds: Bounds, count: int) -> int:

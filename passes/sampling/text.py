@@ -13,9 +13,11 @@ from typing import Literal
 
 from torch import fx
 
+from fxpipe.plan.sample_plan import Kind
 from passes.rows import RowPlan
 from passes.rows.how import Summed
 from passes.rows.layout import Rows
+from passes.sampling.attention import Shared
 from passes.sampling.messages import exchange_nodes
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, patches_of
@@ -32,12 +34,15 @@ def has_text(plan: RowPlan) -> bool:
     return any(isinstance(state, Rows) and not state.all_rows for state in plan.states.values())
 
 
-def first_has_text(plan: RowPlan, sample: Mapping[str, int], bounds: Sequence[int]) -> Cut | None:
-    """The patches between these bounds, the first one with the text; None where another one needs some of it beside
-    its keys and values."""
+def first_has_text(
+    plan: RowPlan, sample: Mapping[str, int], bounds: Sequence[int], kinds: Sequence[Kind] = ()
+) -> Cut | None:
+    """The patches between these bounds, the first one with the text, attention of these kinds; None where another one
+    needs some of it beside its keys and values."""
     shared, patches = shared_text(plan, sample), patches_of(plan, bounds, "first")
-    graphs = [patch_graph(plan, patch, shared=shared) for patch in patches]
-    swapped = [[node.name for node in exchange_nodes(graph)] for graph in graphs]
+    attended = Shared.of(plan, patches, kinds)
+    graphs = [patch_graph(plan, patch, None, shared, attended) for patch in patches]
+    swapped = [[node.meta["exchange"].name for node in exchange_nodes(graph)] for graph in graphs]
     read = [node for graph in graphs for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
     if any(node.users for node in read) or any(one != swapped[0] for one in swapped):
         return None

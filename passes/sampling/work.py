@@ -7,8 +7,9 @@ o = attention(q, k_whole, v)     Item(o, its seconds, reads the gather)
 All patches have the same exchanges, so what each tells of them follows from one patch's graph.
 """
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -17,9 +18,10 @@ from torch import fx
 
 from fxpipe.capture import private
 from passes.rows import RowPlan
+from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import sent_by
-from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch
 
 SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
@@ -57,11 +59,12 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class PatchWork:
-    """All that one patch does, in order."""
+    """All that one patch does, in order. `apart`: layers that other graphs do, and what these hold at once."""
 
     graph: fx.Graph
     items: tuple[Item, ...]
     owners: Mapping[fx.Node, str]
+    apart: Mapping[str, int] = field(default_factory=dict)
 
     def bytes_of(self, name: str) -> int:
         """Of a captured value as this patch has it; 0 where it has it not."""
@@ -76,14 +79,16 @@ class PatchWork:
         at once, what is gathered for them included."""
         own = [n for n, owner in self.owners.items() if owner in names]
         read = {operand for node in own for operand in node.all_input_nodes if operand.op == "placeholder"}
-        return sum(value_bytes(n) for n in read if n.meta["kind"] not in ("input", "read")), most_alive(own)
+        weights = sum(value_bytes(n) for n in read if n.meta["kind"] not in ("input", "read"))
+        return weights, most_alive(own, self.owners, self.apart)
 
 
 def patch_work(
-    plan: RowPlan, patch: Patch, patches: Sequence[Patch], shared: frozenset[str], seconds_of: SecondsOf
-) -> PatchWork:
+    plan: RowPlan, patch: Patch, patches: Sequence[Patch], shared: frozenset[str], seconds_of: SecondsOf,
+    attended: Shared | None = None, piece: Piece | None = None,
+) -> PatchWork:  # fmt: skip
     """The work of one of these patches; its values of no row are `shared` where it alone owns them."""
-    graph = patch_graph(plan, patch, shared=shared)
+    graph = patch_graph(plan, patch, piece, shared, attended)
     seconds, owners = seconds_of(graph), _owners(graph, plan)
     places: dict[fx.Node, int] = {}
     unread: set[int] = set()
@@ -114,25 +119,52 @@ def _owners(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
     return found | dict.fromkeys(waiting, plan.sized.result.name)
 
 
-def most_alive(nodes: Sequence[fx.Node]) -> int:
-    """The most bytes that the results of these nodes hold at once; views hold what they show."""
+def with_layers(work: PatchWork, layers: Mapping[str, PatchWork]) -> PatchWork:
+    """The same work, in which other graphs do these layers."""
+    items: list[Item] = []
+    places: list[int] = []  # of every item of before
+    begun = set[str]()
+    for item in work.items:
+        if item.name not in layers:
+            reads = tuple(places[read] for read in item.reads if items[places[read]].told)
+            items.append(replace(item, reads=reads))
+        elif item.name not in begun:
+            first = len(items)
+            for one in layers[item.name].items:
+                items.append(replace(one, name=item.name, reads=tuple(first + read for read in one.reads)))
+            begun.add(item.name)
+        places.append(len(items) - 1)
+    apart = {name: most_alive([*one.owners], one.owners, {}) for name, one in layers.items()}
+    return PatchWork(work.graph, tuple(items), work.owners, apart)
+
+
+def most_alive(nodes: Sequence[fx.Node], owners: Mapping[fx.Node, str], apart: Mapping[str, int]) -> int:
+    """The most bytes that the results of these nodes hold at once; views hold what they show. `apart`: what layers
+    hold in place of their own nodes."""
     inside = set(nodes)
     owner: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
-        views = private.may_alias(node.target) and isinstance(node.target, torch._ops.OpOverload)
+        views = node.target is operator.getitem
+        views = views or (isinstance(node.target, torch._ops.OpOverload) and private.may_alias(node.target))
         base = node.all_input_nodes[0] if views and node.all_input_nodes else node
         owner[node] = owner.get(base, base)
         for operand in (node, *node.all_input_nodes):
             last[owner.get(operand, operand)] = place
     level = most = 0
+    begun = set[str]()
     ends: dict[int, list[fx.Node]] = {}
     for node, place in last.items():
         ends.setdefault(place, []).append(node)
     for place, node in enumerate(nodes):
         size = value_bytes(node) if owner[node] is node else 0
         level += size
-        most = max(most, level + size * ("exchange" in node.meta))  # made of parts that are there until then
+        parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"  # are there until it is made of them
+        if owners[node] not in apart:
+            most = max(most, level + size * parts)
+        elif owners[node] not in begun:
+            most = max(most, level - size + apart[owners[node]])
+            begun.add(owners[node])
         level -= sum(value_bytes(gone) for gone in ends.get(place, ()) if gone in inside)
     return most
 
@@ -148,7 +180,7 @@ def _told(node: fx.Node, patches: Sequence[Patch], seconds: float, known: dict[o
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
     shapes = tuple(exchange.value.meta["val"].shape), tuple(node.meta["val"].shape)
-    key = exchange.kind, exchange.state, *shapes, node.args[2:4], size
+    key = exchange.kind, exchange.state, *shapes, node.target, node.args[1:], size
     if key not in known:
         known[key] = tuple(
             (source.index, dst, prod(shape) * size)

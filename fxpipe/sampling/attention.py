@@ -1,0 +1,99 @@
+"""Which kind of exchange each layer of attention gets: as asked, or the one that takes the least time by estimate.
+
+    layer      gather    ulysses    ring
+    attn 1     1.9 ms    1.1 ms     1.6 ms       -> ulysses
+    attn 2     0.2 ms    3 heads    0.4 ms       -> gather: 4 patches cannot share 3 heads
+
+A layer's messages go right before it, so its time is that of its own graph.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+from torch import fx
+
+from fxpipe.cluster import Cluster
+from fxpipe.errors import CompileError
+from fxpipe.plan.sample_plan import IN_TURN, Kind
+from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.estimate import clocked
+from fxpipe.sampling.links import Links
+from fxpipe.sampling.planning import Choices
+from passes.rows import RowPlan
+from passes.sampling.attention import alike, layers, why_not
+from passes.sampling.patches import Patch, patches_of
+
+Attention = Literal["auto", "gather", "ulysses", "ring"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_GATHER: Kind = "gather"
+
+
+def with_attention(case: SampleCase, made: Choices, asked: Attention, cluster: Cluster | None) -> Choices:
+    """These choices with the kind of every layer; where `asked` leaves it open and there is no cluster, all gather."""
+    beside = made.grid.patches > 1 and made.order != IN_TURN
+    if not beside or made.how.mode != "exact":
+        told = asked in ("ulysses", "ring") and beside
+        why = f"attention='{asked}' is for exact steps: displaced ones gather keys and values, and so do those before"
+        return replace(made, notes=(*made.notes, why)) if told else made
+    plan, patches = _patches(case, made)
+    nodes = layers(plan)
+    if asked == "auto":
+        if cluster is None or not nodes:
+            return replace(made, attention=tuple(_GATHER for _ in nodes))
+        return replace(made, attention=tuple(_fastest(case, made, cluster)))
+    refused = {node: reason for node in nodes if (reason := why_not(plan, node, asked, patches))}
+    kinds = tuple(_GATHER if node in refused else asked for node in nodes)
+    return replace(made, attention=kinds, notes=(*made.notes, *_notes(refused)))
+
+
+def require_attention(case: SampleCase, made: Choices) -> None:
+    """Refuse kinds that the layers cannot be of."""
+    if not made.attention:
+        return
+    plan, patches = _patches(case, made)
+    nodes = layers(plan)
+    if len(nodes) != len(made.attention):
+        raise CompileError(
+            f"the plan has kinds of {len(made.attention)} layers of attention, the call has {len(nodes)}"
+        )
+    for node, kind in zip(nodes, made.attention, strict=True):
+        if why := why_not(plan, node, kind, patches):
+            raise CompileError(f"the plan says {kind} for the attention {node.name}, but {why}")
+
+
+def _patches(case: SampleCase, made: Choices) -> tuple[RowPlan, list[Patch]]:
+    plan = case.rows(_size(case, made))
+    return plan, patches_of(plan, made.bounds, "first" if made.text_first else "all")
+
+
+def _size(case: SampleCase, made: Choices) -> int:
+    """Samples that pass together."""
+    return case.run_size(made.grid) if made.spans else case.group_size(made.grid)
+
+
+def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> Iterator[Kind]:
+    """Of every layer; those alike are looked at once."""
+    plan, patches = _patches(case, made)
+    links, known = Links(cluster, made.grid), dict[object, Kind]()
+    for node in layers(plan):
+        key = alike(plan, node)
+        if key not in known:
+            known[key] = min(
+                (kind for kind in _KINDS if why_not(plan, node, kind, patches) is None),
+                key=lambda kind, name=node.name: _seconds(case, made, links, name, kind),  # type: ignore[misc]
+            )
+        yield known[key]
+
+
+def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind) -> float:
+    work = case.layer(_size(case, made), made.bounds, min(1, made.grid.patches - 2), made.text_first, layer, kind)
+    return clocked(work.items, links, 0, lambda told: True)[0]
+
+
+def _notes(refused: dict[fx.Node, str]) -> Sequence[str]:
+    """Layers that gather all the same, by the reason."""
+    names: dict[str, list[str]] = {}
+    for node, why in refused.items():
+        names.setdefault(why, []).append(node.name)
+    return [f"{', '.join(layers)} gathers keys and values: {why}" for why, layers in names.items()]
