@@ -85,6 +85,11 @@ class Sampler:
         return self.step.plan
 
     @property
+    def requests(self) -> int:
+        """How many calls like the example are joined in the one that was compiled for."""
+        return self.plan.expects.requests if self.plan.expects else 1
+
+    @property
     def schedule(self) -> Schedule:
         """The order of a steady step."""
         return self.plan.step

@@ -47,6 +47,19 @@ def load_pipeline(spec: str) -> tuple[Any, dict[str, Any]]:
     return pipe, dict(call)
 
 
+def load_sampled(spec: str) -> tuple[Any, dict[str, Any] | None]:
+    """A pipeline with the arguments of its call; or a denoiser with those of its forward, None where its config tells.
+
+    Raises:
+        CompileError: the name is of neither.
+    """
+    made = _made(spec)
+    model, call = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        return load_pipeline(spec)
+    return model, call
+
+
 def _made(spec: str) -> Any:
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:

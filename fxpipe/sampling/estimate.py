@@ -176,6 +176,7 @@ class _Rows(_Layout):
         own = sum(told.own_bytes for told in crossing if told.kind != "moments")
         weights, alive = self.work.held_bytes(frozenset(self.work.owners.values()))
         received = sum(item.told.received_bytes for item in items if item.told)
+        received += (self.grid.groups - 1) * self.result_bytes(self.size)
         if how.mode == "exact":
             memory = weights + alive + self.inputs_bytes() + self.case.kept_bytes(self.size)
             return Estimate(first + steps * exact, received, memory)

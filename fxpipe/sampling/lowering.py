@@ -21,7 +21,7 @@ from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence, require_sequence
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import Setting, ranked
+from fxpipe.sampling.choosing import Ranked, Setting, ranked
 from fxpipe.sampling.planning import Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
@@ -30,7 +30,7 @@ from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
 from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import fresh_programs
-from passes.sampling.groups import Alone, grouped
+from passes.sampling.groups import Alone, copied, grouped
 from passes.sampling.once import with_once
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
@@ -49,7 +49,8 @@ class SampleLowering:
     """What `compile_sampler` was asked for, to be done for every kind of call; `plan` is for one of them.
 
     `cluster` and `priced` are what predictions are for, by their texts; in a `setting` what is left open is chosen,
-    else groups of samples and patches of rows are as many as there can be.
+    else groups of samples and patches of rows are as many as there can be. `looked_at` has the candidates for one kind
+    of call.
     """
 
     request: Request
@@ -61,6 +62,7 @@ class SampleLowering:
     priced: str = ""
     plan: SamplePlan | None = None
     setting: Setting | None = None
+    looked_at: Ranked | None = None
 
     def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
         """The call as one flat graph, and which inputs have rows."""
@@ -73,6 +75,11 @@ class SampleLowering:
     def case(self, traced: Traced, batch_size: int) -> SampleCase:
         """What planning asks of a call."""
         return SampleCase(traced, batch_size, self.cost_model)
+
+    def looking(self, traced: Traced, num_samples: int) -> "SampleLowering":
+        """Knowing all candidates for calls of some requests with so many samples each."""
+        assert self.setting is not None
+        return replace(self, looked_at=ranked(self.case(traced, num_samples), self.request, self.setting))
 
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
         """The programs of all ranks for so many samples."""
@@ -98,8 +105,10 @@ class SampleLowering:
         elif self.setting is None:
             yield planned(case, chosen(case, self.request), self.cluster, self.priced)
         else:
-            found = ranked(case, self.request, self.setting)
-            for one in (one for one in found.candidates if one.made and not one.why):
+            found = self.looked_at
+            if found is None or not any(found.fallbacks(case.num_samples)):
+                found = ranked(case, self.request, replace(self.setting, objective="latency"))
+            for one in found.fallbacks(case.num_samples):
                 self.observe("layouts", tuple(found.outcomes(one)))
                 plan, line = planned(case, chosen(case, one.request), self.cluster, self.priced)
                 notes = *plan.notes, *found.notes(case, one)
@@ -113,7 +122,7 @@ class SampleLowering:
 
         # programs: patches that follow each other, or groups of patches beside each other; every form checked
         lowered = _piped if plan.in_turn else _grouped
-        programs, messages = lowered(case, plan, line, self.device)
+        programs, messages = copied(lowered(case, plan, line, self.device), plan.copies)
         programs = with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows))
         self.observe("programs", programs)
 

@@ -24,7 +24,8 @@ _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 
 @dataclass(frozen=True)
 class Request:
-    """What a user has asked for, None where it is left open; `patches` may be bounds in units."""
+    """What a user has asked for, None where it is left open; `patches` may be bounds in units. The ranks are so many
+    `copies` of fewer."""
 
     world_size: int
     cfg: int | None
@@ -33,6 +34,7 @@ class Request:
     patches: int | Sequence[int] | None
     how: How
     text: Text = "first"
+    copies: int = 1
 
     @property
     def in_turn(self) -> bool:
@@ -97,7 +99,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
     notes = (*case.traced.notes, *map(str, rows.notes))
     plan = SamplePlan(
-        case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, cut, staged,
+        case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, grid.copies, cut, staged,
         tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds,
         made.text_first, made.how, _steady(case, made, line), notes,
     )  # fmt: skip
@@ -144,12 +146,14 @@ def _grid(case: SampleCase, request: Request) -> Grid:
     """Of samples that need each other, as perturbed attention's halves do, one group; unless more are asked for."""
     asked = request.num_patches
     patches = 1 if request.in_turn else asked
-    grid = grid_for(request.world_size, case.num_samples, request.cfg, patches, request.stages)
+    ranks = request.world_size // request.copies
+    grid = grid_for(ranks, case.num_samples, request.cfg, patches, request.stages)
+    grid = replace(grid, copies=request.copies)
     if grid.groups == 1 or case.dependent is None:
         return grid
     if request.cfg is not None or asked is not None:
         raise case.dependent
-    return grid_for(request.world_size, case.num_samples, 1, patches, request.stages)
+    return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 
 def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple[tuple[int, ...], bool]:
@@ -173,8 +177,8 @@ def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple
 
 
 def _ranks(grid: Grid, column: int) -> Iterator[int]:
-    """A stage's, group by group, patch by patch."""
-    for group in range(grid.groups):
+    """A stage's, copy by copy, group by group, patch by patch."""
+    for group in range(grid.copies * grid.groups):
         first = (group * grid.stages + column) * grid.patches
         yield from range(first, first + grid.patches)
 
@@ -209,4 +213,4 @@ def _steady(case: SampleCase, made: Choices, line: Line | None) -> Schedule:
                 ranks.append(tuple(Action(s, "F", run * num_patches + patch + beside) for s, run, patch in own))
         num_runs += runs
     num_stages = len(line.stages) if line else 1
-    return Schedule(made.order, num_stages, num_runs * num_patches, tuple(ranks))
+    return Schedule(made.order, num_stages, num_runs * num_patches, tuple(ranks) * grid.copies)
