@@ -106,7 +106,8 @@ def compile_sampler(
         cache: where captures are kept for other processes, as for `compile`: a folder, True for the user's cache folder
             (or that of FXPIPE_CACHE), False for none.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
-        cluster: devices and links that predictions are for; one node of A100-80GB where left out.
+        cluster: devices and links that predictions are for; one node of A100-80GB where left out. Where its devices
+            have different speeds ("4xA100*1,1,1,0.5"), so have patches.
         cost_model: seconds of compute; the cluster's device where left out.
         steps: of a call, for which layouts are compared: the example's `num_inference_steps`, or 50, where left out.
         objective: what is chosen for: "latency", of one call like the example; or "throughput", of many: the samples of
@@ -149,6 +150,7 @@ def compile_sampler(
     priced = cost_model or (known.cost_model if known else "") or network.device
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text)
+    asked = replace(asked, speeds=network.speeds[:world_size])
     texts = str(network), priced if isinstance(priced, str) else ""
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit, objective)

@@ -13,7 +13,7 @@ from fxpipe.plan.timeline import human_seconds
 @dataclass(frozen=True)
 class Layout:
     """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows; or `turns` patches of
-    them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup` steps.
+    them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`.
     """
 
     groups: int

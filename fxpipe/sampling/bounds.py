@@ -13,6 +13,10 @@ from fxpipe.sampling.planning import Request
 
 def least_seconds(case: SampleCase, way: Request, steps: int) -> float:
     """Of a call of so many steps; messages are free."""
+    return _least_seconds(case, way, steps) / max(way.speeds, default=1.0)
+
+
+def _least_seconds(case: SampleCase, way: Request, steps: int) -> float:
     groups, stages = way.cfg or 1, way.stages or 1
     beside = way.world_size // (way.copies * groups * stages)
     in_group = case.num_samples // groups

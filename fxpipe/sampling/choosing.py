@@ -167,7 +167,7 @@ def ranked(case: SampleCase, request: Request, setting: Setting) -> Ranked:
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
     fitting = _fitting(case, found, setting)
     on_one = chosen(case, Request(1, 1, None, None, 1, EXACT, request.text))
-    alone = estimate(case, on_one, setting.cluster, setting.steps).seconds
+    alone = estimate(case, on_one, setting.cluster, setting.steps).seconds / max(request.speeds, default=1.0)
     order = sorted(fitting, key=lambda one: (one.found is None or bool(one.why), one.seconds, one.least_seconds or inf))
     best = _best([one for one in order if one.found and not one.why], alone)
     others = (one for one in order if one is not best)
@@ -262,7 +262,7 @@ def _looked_at(case: SampleCase, way: Request, setting: Setting, requests: int) 
         made = chosen(case, way, look=False)
     except CompileError as error:
         return Candidate(way, requests, why=str(error))
-    return Candidate(way, requests, made, estimate(case, made, setting.cluster, setting.steps))
+    return Candidate(way, requests, made, estimate(case, made, setting.cluster, setting.steps, way.speeds))
 
 
 def _fitting(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:

@@ -134,7 +134,7 @@ class SampleLowering:
         rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
         forms = [{"fresh": Form(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
-        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model))
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model, self.request.speeds))
 
 
 def _piped(case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:
@@ -196,5 +196,9 @@ def _require(programs: Sequence[SampleProgram], messages: Any) -> None:
         require_sequence(programs, messages, ("fresh", "again", "again", "displaced", "again", "last"))
 
 
-def _seconds_of(model: CostModel, programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:
-    return operation_seconds(model, (node for program in programs for node in program.graph.nodes))
+def _seconds_of(model: CostModel, speeds: Sequence[float], programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:
+    found = operation_seconds(model, (node for program in programs for node in program.graph.nodes))
+    if speeds:
+        for program in programs:
+            found |= {node: found[node] / speeds[program.rank] for node in program.graph.nodes if node in found}
+    return found

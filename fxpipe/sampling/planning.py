@@ -15,7 +15,7 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
-from passes.sampling.patches import even_bounds, patches_of, require_units
+from passes.sampling.patches import even_bounds, patches_of, require_units, shared_bounds
 from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks
 from passes.sampling.text import Text, balanced_bounds
 
@@ -25,7 +25,7 @@ _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 @dataclass(frozen=True)
 class Request:
     """What a user has asked for, None where it is left open; `patches` may be bounds in units. The ranks are so many
-    `copies` of fewer."""
+    `copies` of fewer, and have these `speeds`; none where they are equal."""
 
     world_size: int
     cfg: int | None
@@ -35,6 +35,7 @@ class Request:
     how: How
     text: Text = "first"
     copies: int = 1
+    speeds: tuple[float, ...] = ()
 
     @property
     def in_turn(self) -> bool:
@@ -170,10 +171,18 @@ def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple
     require_units(rows, count)
     beside = grid.stages == 1 and not request.in_turn and count > 1
     if beside and request.text == "first" and case.has_text(size):
-        bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count)
+        speeds = patch_speeds(request.speeds, grid)
+        bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count, speeds)
         if case.first_has_text(size, bounds) is not None if look else case.may_give_text(size):
             return bounds, True
+    if request.speeds and not request.in_turn:
+        return given or shared_bounds(rows.units.count, patch_speeds(request.speeds, grid)), False
     return given or even_bounds(rows.units.count, count), False
+
+
+def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
+    """Of every patch the speed of the slowest rank that has it; none where ranks are equal."""
+    return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
 
 
 def _ranks(grid: Grid, column: int) -> Iterator[int]:
