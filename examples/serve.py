@@ -36,7 +36,7 @@ import fxpipe
 from fxpipe.cli.user_model import served_pipeline
 
 Embed = Callable[[list[str]], dict[str, Any]]
-LONGEST, MOST_STEPS, MOST_PIXELS = 300.0, 1000, 4096
+LONGEST, MOST_STEPS, MOST_PIXELS = 300.0, 500, 4096
 POLL_SECONDS, LAST_WORDS_SECONDS = 0.05, 3.0
 
 
