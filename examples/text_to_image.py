@@ -9,7 +9,9 @@ the same noise on any number of ranks. A real pipeline is `StableDiffusionPipeli
 `prompt=`.
 """
 
+from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
@@ -36,6 +38,17 @@ def pipe() -> tuple[StableDiffusionPipeline, dict[str, Any]]:
     made.set_progress_bar_config(disable=True)
     prompts = {"prompt_embeds": torch.randn(2, 8, 32), "negative_prompt_embeds": torch.zeros(2, 8, 32)}
     return made, {**prompts, "height": 64, "width": 64}
+
+
+def served() -> tuple[StableDiffusionPipeline, Callable[[list[str]], dict[str, Any]]]:
+    """The pipeline for examples/serve.py, and what embeds prompts: by hand, too."""
+
+    def embed(prompts: list[str]) -> dict[str, Any]:
+        draws = [torch.Generator().manual_seed(crc32(prompt.encode())) for prompt in prompts]
+        embedded = torch.stack([torch.randn(8, 32, generator=draw) for draw in draws])
+        return {"prompt_embeds": embedded, "negative_prompt_embeds": torch.zeros_like(embedded)}
+
+    return pipe()[0], embed
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ show, cli                           dumps, reports, traces; commands
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import CaptureError, CompileError, FxpipeError, RunError, ScheduleError
+from fxpipe.errors import CaptureError, CompileError, FxpipeError, RunError, ScheduleError, Stopped
 
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
@@ -51,6 +51,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SelfConditioning",
+    "Stopped",
     "checkpoints",
     "compile",
     "compile_sampler",

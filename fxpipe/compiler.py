@@ -248,6 +248,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     captures = cache_folder(given["cache"])
     known = given_plan(given["plan"], world_size, limit, **counts, **choices)
     network = given_cluster(known.cluster if known and given["cluster"] is None else given["cluster"], world_size)
+    network.require_alike()
     priced = given["cost_model"] or (known.cost_model if known else "") or network.device
     seconds_of, asked = shared_cost_model(priced, world_size), given_schedule(given["schedule"], world_size)
     batch_size = known.batch_size * known.cut.rows if known else given["batch_size"]

@@ -19,3 +19,8 @@ class ScheduleError(CompileError):
 
 class RunError(RuntimeError):
     """A rank failed while a program ran; names the rank and the action it was in."""
+
+
+class Stopped(Exception):
+    """Raise it on all ranks, in a callback between two steps, to end a sampler's call: the next one is as if there had
+    been none. Any other exception ends the ranks."""

@@ -29,17 +29,20 @@ from fxpipe.run.launch import join
 from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
-from fxpipe.sampling.choosing import Setting
+from fxpipe.sampling.choosing import Objective, Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
 from fxpipe.sampling.spread import Spread
-from fxpipe.sampling.trace import Sizes, Tracing
+from fxpipe.sampling.trace import Sizes, Tracing, repeated
 from passes.sampling.displaced import Norms
 from passes.sampling.text import Text
 
 _CPU = torch.device("cpu")
 _STEPS = 50
 """Of a call whose steps are not known."""
+_CHOICES = {
+    "mode": Mode, "norms": Norms, "text": Text, "attention": Attention, "sizes": Sizes, "objective": Objective,
+}  # fmt: skip
 
 
 def compile_sampler(
@@ -64,6 +67,7 @@ def compile_sampler(
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
     steps: int | None = None,
+    objective: Objective = "latency",
     memory_limit: int | str | None = None,
     plan: SamplePlan | str | Path | None = None,
     observe: Observe = lambda name, artefact: None,
@@ -110,9 +114,14 @@ def compile_sampler(
         cache: where captures are kept for other processes, as for `compile`: a folder, True for the user's cache folder
             (or that of FXPIPE_CACHE), False for none.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
-        cluster: devices and links that predictions are for; one node of A100-80GB where left out.
+        cluster: devices and links that predictions are for; one node of A100-80GB where left out. Where its devices
+            have different speeds ("4xA100*1,1,1,0.5"), so have patches.
         cost_model: seconds of compute; the cluster's device where left out.
         steps: of a call, for which layouts are compared: the example's `num_inference_steps`, or 50, where left out.
+        objective: what is chosen for: "latency", of one call like the example; or "throughput", of many: the samples of
+            several such calls are joined in one, as many as take the fewest seconds for each, and the sampler is
+            compiled for that call (`sampler.requests` says for how many). Ranks run one call at a time: replicas are
+            groups of samples that hold whole requests, and tell each other the prediction alone.
         memory_limit: bytes that a rank may hold, as 40 * 2**30 or "40GiB"; the device's where left out.
         plan: one that was made before, a `SamplePlan` or the file it was saved in: for calls like the example nothing
             is decided; calls of other sizes are planned in its mode, with as many stages. What is asked for beside it
@@ -127,7 +136,7 @@ def compile_sampler(
     check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup, steps=steps)
     limit = given_bytes(memory_limit)
     check_patches(patches)
-    _check_choices(mode=mode, norms=norms, text=text, attention=attention, sizes=sizes)
+    _check_choices(mode=mode, norms=norms, text=text, attention=attention, sizes=sizes, objective=objective)
     captures = cache_folder(cache)
     if mode == "displaced" and norms == "sync" and stages is not None:
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
@@ -149,13 +158,16 @@ def compile_sampler(
     priced = cost_model or (known.cost_model if known else "") or network.device
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
+    asked = replace(asked, speeds=network.speeds[:world_size])
     texts = str(network), priced if isinstance(priced, str) else ""
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
-    setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit)
+    setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit, objective)
     tracing = Tracing(rows_of, sizes, captures, observe)
     by = shared_cost_model(priced, world_size)
     lowering = SampleLowering(asked, tracing, where, by, observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
+    if objective == "throughput" and known is None:
+        args, kwargs = _requests(denoiser, lowering, args, kwargs)
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae and name is not None else None
@@ -165,10 +177,19 @@ def compile_sampler(
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 
 
+def _requests(
+    denoiser: Spread, lowering: SampleLowering, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call that joins as many like this one as is best for each."""
+    denoiser.lowering = looking = lowering.looking(*denoiser.traced(args, kwargs))
+    assert looking.looked_at is not None
+    return repeated(denoiser.module, args, kwargs, looking.looked_at.best.requests)
+
+
 def _check_choices(**given: str) -> None:
     """Refuse a choice that is none."""
     for name, value in given.items():
-        known = get_args({"mode": Mode, "norms": Norms, "text": Text, "attention": Attention, "sizes": Sizes}[name])
+        known = get_args(_CHOICES[name])
         if value not in known:
             raise CompileError(f"{name}={value!r} is not known; use one of {', '.join(known)}")
 

@@ -15,7 +15,7 @@ import torch
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from fxpipe.models.pipelines import shell, with_components, with_submodule
+from fxpipe.models.pipelines import recorded_call, shell, with_components, with_submodule
 from fxpipe.options import check_counts
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Traffic
@@ -23,6 +23,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.timeline import Timeline
+from fxpipe.plan.transport import T
 from fxpipe.run.patched import finished
 from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.spread import Spread
@@ -85,6 +86,11 @@ class Sampler:
         return self.step.plan
 
     @property
+    def requests(self) -> int:
+        """How many calls like the example are joined in the one that was compiled for."""
+        return self.plan.expects.requests if self.plan.expects else 1
+
+    @property
     def schedule(self) -> Schedule:
         """The order of a steady step."""
         return self.plan.step
@@ -115,6 +121,21 @@ class Sampler:
             decoder = shell(self.decoder.module, self.decoder)
             parts["vae"] = with_submodule(self.model.vae, "decoder", decoder)
         return with_components(self.model, parts, self.ranks.call, finished)
+
+    def prepare(self, **call: Any) -> SampleStep:
+        """The programs for a call of the pipeline, before it comes: it ends where it calls its denoiser.
+
+        Raises:
+            CompileError: there can be none, or the call fails before.
+        """
+        if self.name is None:
+            raise CompileError(f"{type(self.model).__name__} is no pipeline; its programs are made when it is called")
+        name, args, kwargs = recorded_call(self.model, [self.name, *self.others], call)
+        return (self.denoiser if name == self.name else self.others[name]).step(args, kwargs)
+
+    def broadcast(self, value: T) -> T:
+        """Collective over the ranks of a launch: rank 0's value, on every rank."""
+        return self.ranks.broadcast(value)
 
     def verify(self, *args: Any, **kwargs: Any) -> SampleVerification:
         """One call of all ranks against the uncompiled model; the example where no arguments are given.

@@ -166,16 +166,23 @@ def test_samples_by_a_saved_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (code, "give a count (4), or bounds" in stderr) == (2, True)
 
 
-def test_layouts_are_told_and_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_are_told_and_the_plan_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    model = ["sample", "examples/text_to_image.py:pipe", "--world-size", "2", "--plan-only", "--displaced"]
-    code, stdout, stderr = invoke(*model, "--cluster", "2xV100", "--memory-limit", "1GiB")
+    monkeypatch.setenv("COLUMNS", "180")
+    model, saved = ["examples/text_to_image.py:pipe", "--world-size", "2"], tmp_path / "plan.json"
+    options = ["--cluster", "2xV100", "--memory-limit", "1GiB", "--save", str(saved), "--displaced"]
+    code, stdout, stderr = invoke("tune", "--sample", *model, *options)
     assert code == 0, stderr
     assert "2 groups x 1 stage x 1 patch" in stdout
-    assert "1 group x 2 stages x 4 patches in turn" in stdout
+    rows = [[cell.strip() for cell in line.split("│")] for line in stdout.splitlines() if line.startswith("│")]
+    assert ["2", "1", "1", "1", "", "fresh", "1"] in [row[2:9] for row in rows]
+    assert ["1", "2", "1", "4", "straight"] in [row[2:7] for row in rows]
     assert "longer" in stdout
     assert "expects: " in stdout
-    assert "sampled" not in stdout
+    code, again, _ = invoke("sample", *model, "--steps", "1", "--plan", str(saved))
+    assert (code, "2 groups x 1 stage x 1 patch" in again) == (0, True)
+    code, stdout, _ = invoke("tune", *model, "--sample", "--objective", "throughput")
+    assert (code, "images a" in stdout, " requests in " in stdout) == (0, True, True)
 
 
 def test_python_dash_m_fails_without_a_traceback() -> None:

@@ -1,7 +1,9 @@
 """The layout of a sampler that its user leaves open: estimates against simulated programs of all layouts."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,12 +12,17 @@ from torch import Tensor, nn
 
 import fxpipe
 from cost_models.devices import device
+from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.sampler import Sampler
-from fxpipe.sampling.choosing import ranked, ways
+from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.choosing import Setting, ranked
+from fxpipe.sampling.estimate import estimate
+from fxpipe.sampling.planning import Request, chosen, planned
 
 DEVICE = replace(device("A100-80GB"), peak_flops=1e9, bandwidth=1e10, launch_seconds=1e-6, ramp_seconds=1e-6)
+A100 = device("A100-80GB")
 STEPS, CLUSTER = 6, "4x1xA100+Ethernet-100"
 X, TEXT = torch.randn(2, 3, 16, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
 
@@ -75,27 +82,105 @@ def compiled(name: str, world_size: int = 4, **how: Any) -> Sampler:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_chosen_layout_is_the_best_of_all_that_are_simulated(name: str) -> None:
+def test_estimates_are_what_is_simulated(name: str) -> None:
     made = compiled(name, mode="displaced")
-    asked = replace(made.denoiser.lowering.request, cfg=None)  # type: ignore[attr-defined]
-    setting = made.denoiser.lowering.setting  # type: ignore[attr-defined]
-    case = made.denoiser.lowering.case(made.step.traced, 2)  # type: ignore[attr-defined]
-    seconds = {}
-    for one in ranked(case, asked, setting).candidates:
+    found = ranked(*asked(made)).candidates
+    told = [one for one in found if one.found and one.request.copies == 1 and not one.request.fold]
+    assert len(told) >= 8
+    for one in told[::2]:
         assert one.found is not None
         way = one.request
-        how = {"cfg": way.cfg, "stages": way.stages, "patches": way.patches, "mode": way.how.mode}
+        how = {"cfg": way.cfg, "stages": way.stages, "patches": way.patches, "mode": way.how.mode, "fold": way.fold}
         timeline = compiled(name, **how).simulate(STEPS)
-        seconds[str(one)] = timeline.makespan_seconds
         assert one.found.seconds == pytest.approx(timeline.makespan_seconds, rel=0.1), str(one)
         assert one.found.memory_bytes == pytest.approx(max(timeline.peak_bytes), rel=0.3), str(one)
-    assert len(seconds) == len([*ways(case, asked, setting)]) >= 8
-    best = made.simulate(STEPS).makespan_seconds
-    assert best <= 1.03 * min(seconds.values()) * (1.05 if made.plan.how.mode == "exact" else 1)
     assert made.plan.expects is not None
-    assert made.plan.expects.seconds == pytest.approx(best, rel=0.05)
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
     assert made.verify().ok
     assert SamplePlan.parse(str(made.plan)) == made.plan == SamplePlan.from_dict(made.plan.as_dict())
+
+
+def asked(made: Sampler) -> tuple[SampleCase, Request, Setting]:
+    """What was to be chosen, of the example's call."""
+    lowering: Any = made.denoiser.lowering
+    return lowering.case(made.step.traced, 2), lowering.request, lowering.setting
+
+
+def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) -> dict[Request, float]:
+    """Seconds of all ways to use up to so many ranks, by trying all numbers."""
+    found, every = dict[Request, float](), range(1, world_size + 1)
+    for cfg, stages, patches, copies in product(every, [None, *every], [*every, *range(8, 20, 4)], every):
+        for way, fold in product({EXACT, how}, (False, True)):
+            request = Request(world_size, cfg, stages, fold if stages else None, patches, way, copies=copies)
+            beside = 1 if request.in_turn else patches
+            is_way = cfg * (stages or 1) * beside * copies == world_size and stages != 1
+            is_way = is_way and (way == EXACT or patches in ((stages, 2 * stages, 4 * stages) if stages else every[1:]))
+            if is_way:
+                with suppress(CompileError):
+                    made = chosen(case, request, look=False)
+                    found[request] = estimate(case, made, setting.cluster, setting.steps).seconds
+    return found
+
+
+@pytest.mark.parametrize("mode", ["exact", "displaced"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("world_size", "link"), [(2, "Ethernet-10"), (3, "EFA-400"), (4, "Ethernet-100")])
+def test_the_choice_is_that_of_trying_all(name: str, mode: str, world_size: int, link: str) -> None:
+    case, request, setting = asked(compiled(name, mode=mode))
+    how = replace(request.how, advance=False)
+    request = replace(request, world_size=world_size, how=how)
+    setting = replace(setting, cluster=Cluster.parse(f"{world_size}x1xA100+{link}"), steps=12)
+    one, seconds = ranked(case, request, setting).best, every_layout(case, world_size, how, setting)
+    exact = min(s for way, s in seconds.items() if way.how == EXACT)
+    wins = exact <= 1.05 * min(seconds.values())
+    assert one.is_exact == wins
+    assert one.seconds <= 1.01 * (exact if wins else min(seconds.values()))
+    assert seconds[replace(one.request, fold=bool(one.request.fold) if one.request.stages else None)] == one.seconds
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", [DEVICE, A100])
+def test_few_steps_are_no_slower_than_on_one_device_and_exact(name: str, device: Any) -> None:
+    case, request, setting = asked(compiled(name, mode="displaced"))
+    case = SampleCase(case.traced, 2, device)
+    for steps in range(1, 9):
+        for warmup in (1, 4):
+            how = replace(request.how, warmup=warmup)
+            found = ranked(case, replace(request, how=how), replace(setting, steps=steps))
+            notes = " ".join(found.notes(case, found.best))
+            assert found.best.seconds <= found.alone_seconds
+            assert (found.best.request.copies > 1) == ("predicted to be" in notes)
+            if steps <= warmup + 4:
+                assert found.best.is_exact
+                assert "all are exact" in notes
+            else:
+                assert "exact" not in notes
+    slow = compiled(name, cost_model=A100, steps=4, mode="displaced")
+    assert slow.plan.copies == 4
+    assert slow.verify().ok
+    assert SamplePlan.parse(str(slow.plan)) == slow.plan == SamplePlan.from_dict(slow.plan.as_dict())
+
+
+def test_copies_of_layouts_with_messages_are_exact() -> None:
+    made = compiled("U-Net", 6, cluster="6x1xA100+Ethernet-10", cfg=1, patches=6)
+    case, request, _ = asked(made)
+    of_two = chosen(case, replace(request, patches=2, copies=3))
+    plan, _ = planned(case, of_two, made.plan.cluster, made.plan.cost_model)
+    again = compiled("U-Net", 6, plan=plan, cluster=None)
+    assert (again.plan.copies, again.grid.world_size, again.verify().ok) == (3, 6, True)
+    assert SamplePlan.parse(str(again.plan)) == again.plan
+
+
+def test_throughput_is_that_of_joined_requests() -> None:
+    one, many = (compiled("DiT", objective=objective) for objective in ("latency", "throughput"))
+    assert many.requests > one.requests == 1
+    assert one.plan.expects is not None
+    assert many.plan.expects is not None
+    assert many.plan.expects.seconds / many.requests < one.plan.expects.seconds
+    assert many.plan.num_samples == 2 * many.requests
+    assert many.plan.expects.seconds == pytest.approx(many.simulate(STEPS).makespan_seconds, rel=0.05)
+    assert many.verify().ok
+    assert SamplePlan.parse(str(many.plan)) == many.plan
 
 
 def test_what_is_given_is_kept_and_few_steps_are_exact() -> None:

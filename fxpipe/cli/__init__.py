@@ -21,13 +21,19 @@ from typer.core import TyperGroup
 from fxpipe.cli.costing import cost, profile
 from fxpipe.cli.options import Planning, planned, read
 from fxpipe.cli.planning import compare, fillers, report, simulate, trace, tune
-from fxpipe.cli.sampling import sample
+from fxpipe.cli.sampling import sample, tune_sampling
 from fxpipe.errors import CompileError, FxpipeError, RunError
 from fxpipe.plan.plan import Plan
 
 
 class OneLineErrors(TyperGroup):
-    """A command group whose errors, its parser's and fxpipe's, are one line on stderr and exit code 2."""
+    """A command group whose errors, its parser's and fxpipe's, are one line on stderr and exit code 2; `--sample` among
+    a command's words makes it the one for samplers."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        if args and f"{args[0]} --sample" in self.commands and "--sample" in args:
+            args = [f"{args[0]} --sample", *(word for word in args[1:] if word != "--sample")]
+        return super().parse_args(context, args)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Never:
         extra["standalone_mode"] = False
@@ -49,6 +55,9 @@ app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_ena
 
 for command in (cost, profile, tune, compare, fillers, simulate, trace, report, sample):
     app.command()(command)
+
+
+app.command("tune --sample")(tune_sampling)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`fxpipe sample`: a pipeline's images on several ranks."""
+"""`fxpipe sample`: a pipeline's images on several ranks; `fxpipe tune --sample`: how they would be made."""
 
 import os
 import time
@@ -8,29 +8,93 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from fxpipe.cli.options import print_wide, ranks_asked
-from fxpipe.cli.user_model import load_pipeline
+from fxpipe.cli.options import DEVICE_MODEL, print_wide, ranks_asked
+from fxpipe.cli.user_model import load_pipeline, load_sampled
 from fxpipe.errors import CompileError
+
+Ranks = Annotated[int | None, typer.Option("--world-size", min=1, help="ranks; torchrun's where left out")]
+Steps = Annotated[int | None, typer.Option(min=1, help="num_inference_steps of the call")]
+Height = Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")]
+Width = Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")]
+Groups = Annotated[int | None, typer.Option(min=1, help="groups of samples; chosen where left out")]
+Stages = Annotated[int | None, typer.Option(min=1, help="columns of ranks with a part of the denoiser each")]
+Patches = Annotated[str | None, typer.Option(help="how many of the rows, or bounds in units: 0,3,8")]
+Save = Annotated[Path | None, typer.Option(dir_okay=False, help="file for the plan")]
+Displaced = Annotated[bool, typer.Option(help="patches may read what the others had a step before")]
+Warmup = Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")]
+On = Annotated[str | None, typer.Option("--cluster", help="devices and links to predict for, such as 2x4xA100")]
+Limit = Annotated[str | None, typer.Option("--memory-limit", help="what a rank may hold, as 40GiB")]
+_LATENCY: Literal["latency", "throughput"] = "latency"
+
+
+def tune_sampling(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory of a pipeline, or of a denoiser")],
+    world_size: Ranks = None,
+    objective: Annotated[
+        Literal["latency", "throughput"], typer.Option(help="of one call, or of many requests joined in calls")
+    ] = _LATENCY,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    cfg: Groups = None,
+    stages: Stages = None,
+    patches: Patches = None,
+    displaced: Displaced = False,
+    warmup: Warmup = 4,
+    cluster: On = None,
+    cost_model: Annotated[str | None, typer.Option("--device-model", help=DEVICE_MODEL)] = None,
+    memory_limit: Limit = None,
+    top: Annotated[int | None, typer.Option(min=1, help="rows of the table; all where left out")] = None,
+    save: Save = None,
+) -> None:
+    """Print all layouts for sampling MODEL, the best first, what every other loses by, and the plan.
+
+    A denoiser's call is made from its config; weights may be on the meta device. The chosen plan is lowered and
+    checked; nothing runs.
+    """
+    from fxpipe.plan.sample_outcome import SampleOutcome, sample_table
+    from fxpipe.sample_compiler import compile_sampler
+
+    made, call = load_sampled(model)
+    given = {"num_inference_steps": steps, "height": height, "width": width}
+    call = call if call is None else call | {name: value for name, value in given.items() if value is not None}
+    if call is None and (height or width):
+        raise CompileError(f"--height and --width are of a pipeline's image; {model} is a denoiser, give its call")
+    looked_at: list[tuple[SampleOutcome, ...]] = []
+
+    def observe(name: str, artefact: Any) -> None:
+        if name == "layouts":
+            looked_at.append(artefact)
+
+    mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
+    sampler = compile_sampler(
+        made, ranks_asked(world_size), example=call, cfg=cfg, stages=stages, patches=_patches(patches), mode=mode,
+        warmup=warmup, cluster=cluster, cost_model=cost_model, memory_limit=memory_limit, steps=steps,
+        objective=objective, observe=observe,
+    )  # fmt: skip
+    print_wide(sample_table(looked_at[-1], top))
+    print(sampler.plan.summary())
+    if save is not None:
+        print(f"plan in {sampler.plan.save(save)}")
 
 
 def sample(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory of a pipeline")],
-    world_size: Annotated[int | None, typer.Option(min=1, help="ranks; torchrun's where left out")] = None,
+    world_size: Ranks = None,
     prompt: Annotated[list[str] | None, typer.Option(help="of an image; once for each")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="num_inference_steps of the call")] = None,
-    height: Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")] = None,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
     seed: Annotated[int, typer.Option(help="of the noise")] = 0,
-    cfg: Annotated[int | None, typer.Option(min=1, help="groups of samples; as many as fit where left out")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="columns of ranks with a part of the denoiser each")] = None,
-    patches: Annotated[str | None, typer.Option(help="how many of the rows, or bounds in units: 0,3,8")] = None,
+    cfg: Groups = None,
+    stages: Stages = None,
+    patches: Patches = None,
     plan: Annotated[Path | None, typer.Option(dir_okay=False, help="lower the plan of this file")] = None,
-    save: Annotated[Path | None, typer.Option(dir_okay=False, help="file for the plan")] = None,
-    displaced: Annotated[bool, typer.Option(help="patches read what the others had a step before")] = False,
-    warmup: Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")] = 4,
-    cluster: Annotated[str | None, typer.Option(help="devices and links to predict for, such as 2x4xA100")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="what a rank may hold, as 40GiB")] = None,
-    plan_only: Annotated[bool, typer.Option(help="print all layouts and the plan; sample nothing")] = False,
+    save: Save = None,
+    displaced: Displaced = False,
+    warmup: Warmup = 4,
+    cluster: On = None,
+    memory_limit: Limit = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
     dump: Annotated[Path | None, typer.Option(file_okay=False, help="folder for every rank's graph")] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="image file for all images in a row")] = None,
@@ -41,7 +105,6 @@ def sample(
     """
     import torch
 
-    from fxpipe.plan.sample_outcome import sample_table
     from fxpipe.sample_compiler import compile_sampler
 
     pipe, call = load_pipeline(model)
@@ -51,21 +114,8 @@ def sample(
     mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
     layout = {"cfg": cfg, "stages": stages, "patches": _patches(patches), "plan": plan}
     how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster, "memory_limit": memory_limit}
-    layouts: list[Any] = []
-
-    def observe(name: str, artefact: Any) -> None:
-        if name == "layouts":
-            layouts.append(artefact)
-
-    ranks = ranks_asked(world_size)
-    sampler = compile_sampler(pipe, ranks, example=call, observe=observe, **how)  # type: ignore[arg-type]
-    if plan_only and layouts and not console.quiet:
-        print_wide(sample_table(layouts[-1]))
+    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
     console.print(str(sampler))
-    if plan_only:
-        if save is not None:
-            console.print(f"plan in {sampler.plan.save(save)}")
-        return
     console.print(str(sampler.simulate()))
     if verify:
         console.print(str(sampler.verify()))

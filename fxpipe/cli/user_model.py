@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,33 @@ def load_pipeline(spec: str) -> tuple[Any, dict[str, Any]]:
         kind = type(made).__name__
         raise CompileError(f"{spec} must return a pipeline, or a pipeline and a dict of its arguments; got {kind}")
     return pipe, dict(call)
+
+
+def load_sampled(spec: str) -> tuple[Any, dict[str, Any] | None]:
+    """A pipeline with the arguments of its call; or a denoiser with those of its forward, None where its config tells.
+
+    Raises:
+        CompileError: the name is of neither.
+    """
+    made = _made(spec)
+    model, call = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        return load_pipeline(spec)
+    return model, call
+
+
+def served_pipeline(spec: str) -> tuple[Any, Callable[[list[str]], dict[str, Any]]]:
+    """The pipeline that a server samples from, and what gives the text arguments of its call for some prompts: where
+    only the pipeline is named, the prompts themselves.
+
+    Raises:
+        CompileError: the name is of no pipeline.
+    """
+    made = _made(spec)
+    pipe, embed = made if isinstance(made, tuple) and len(made) == 2 else (made, lambda prompts: {"prompt": prompts})
+    if not is_pipeline(pipe) or not callable(embed):
+        raise CompileError(f"{spec} must return a pipeline, or a pipeline and a function of prompts")
+    return pipe, embed
 
 
 def _made(spec: str) -> Any:

@@ -1,7 +1,8 @@
-"""The machines a plan is made for: equal devices, and the links between them level by level.
+"""The machines a plan is made for: devices of one kind, and the links between them level by level.
 
     8x8xA100-80GB+EFA       level 0: 8 devices over NVSwitch-3       level 1: 8 nodes over EFA-400
                             rank 0..7 are node 0's, 8..15 node 1's
+    4xA100-80GB*1,1,1,0.5   rank 3 takes twice as long for everything
 
 A message uses the ports of the lowest level that joins its two ranks: two devices of a node their own, two nodes the
 node's, which all its devices share. `fxpipe.cluster.network` turns ports into seconds.
@@ -10,10 +11,10 @@ node's, which all its devices share. `fxpipe.cluster.network` turns ports into s
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,23 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices by name, and the levels that join them, the innermost first. Ranks count through the inner ones."""
+    """Devices by name, and the levels that join them, the innermost first. Ranks count through the inner ones.
+
+    `speeds` are every rank's, relative to the device of that name; none where all are equal.
+    """
 
     device: str
     levels: tuple[Level, ...]
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise CompileError(f"a cluster of {self.device} needs at least one level of devices")
+        if self.speeds and (len(self.speeds) != self.num_ranks or not all(0 < one < inf for one in self.speeds)):
+            raise CompileError(
+                f"speeds {list(self.speeds)} of {self.num_ranks} devices: give a number above 0 for each, 1 for those "
+                f"that are as fast as {self.device}"
+            )
 
     @staticmethod
     def parse(text: str) -> "Cluster":
@@ -107,6 +117,19 @@ class Cluster:
             )
         return self
 
+    def require_alike(self) -> "Cluster":
+        """This cluster, if its devices are equally fast.
+
+        Raises:
+            CompileError: they are not.
+        """
+        if len(set(self.speeds)) > 1:
+            raise CompileError(
+                f"the cluster's devices have speeds {list(self.speeds)}: stages are made for equal ones; leave speeds "
+                "out, or sample (fxpipe.compile_sampler sizes patches by them)"
+            )
+        return self
+
     transfer_seconds = network.transfer_seconds
     concurrent_seconds = network.concurrent_seconds
     all_reduce_seconds = network.all_reduce_seconds
@@ -115,6 +138,15 @@ class Cluster:
 
 
 def _from_short(text: str) -> Cluster:
+    text, _, speeds = text.partition("*")
+    try:
+        given = tuple(float(speed) for speed in speeds.split(",")) if speeds else ()
+    except ValueError:
+        raise CompileError(f"speeds {speeds!r} are no numbers; write 4xA100-80GB*1,1,1,0.5") from None
+    return replace(_alike(text), speeds=given)
+
+
+def _alike(text: str) -> Cluster:
     found = re.fullmatch(r"(\d+)\s*x\s*(?:(\d+)\s*x\s*)?([^+]+?)\s*(?:\+\s*([^+]+))?", text)
     if found is None:
         raise CompileError(f"cluster {text!r} is not understood; {_HELP}")
@@ -131,7 +163,8 @@ def _short(cluster: Cluster) -> str:
     sizes = "x".join(str(level.size) for level in reversed(cluster.levels))
     inner, *outer = (level.link.name for level in cluster.levels)
     usual = INSIDE.get(cluster.device, ("",))[0] == inner
-    return "+".join([f"{sizes}x{cluster.device}{'' if usual else f'-{inner}'}", *outer])
+    speeds = "*" + ",".join(f"{speed:g}" for speed in cluster.speeds) if cluster.speeds else ""
+    return "+".join([f"{sizes}x{cluster.device}{'' if usual else f'-{inner}'}", *outer]) + speeds
 
 
 def _from_toml(text: str) -> Cluster:
@@ -139,10 +172,13 @@ def _from_toml(text: str) -> Cluster:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CompileError(f"the cluster's TOML does not parse: {error}") from None
-    _known(table, {"device", "level"}, "a cluster")
+    _known(table, {"device", "level", "speeds"}, "a cluster")
     if not isinstance(table.get("device"), str) or not isinstance(table.get("level"), list):
         raise CompileError('a cluster\'s TOML has device = "..." and [[level]] tables, the innermost first')
-    return Cluster(table["device"], tuple(map(_level, table["level"])))
+    speeds = table.get("speeds", [])
+    if not isinstance(speeds, list) or any(isinstance(s, bool) or not isinstance(s, int | float) for s in speeds):
+        raise CompileError(f"speeds of a cluster are a list of numbers, one for every device, not {speeds!r}")
+    return Cluster(table["device"], tuple(map(_level, table["level"])), tuple(map(float, speeds)))
 
 
 def _level(table: Mapping[str, Any]) -> Level:
@@ -166,7 +202,7 @@ def _known(table: Mapping[str, Any], keys: set[str], what: str) -> None:
 
 
 def _toml(cluster: Cluster) -> str:
-    lines = [f'device = "{cluster.device}"']
+    lines = [f'device = "{cluster.device}"', *[f"speeds = {list(cluster.speeds)}"] * bool(cluster.speeds)]
     for level in cluster.levels:
         link = level.link
         lines += [

@@ -20,16 +20,23 @@ class Grid:
     """`groups` of samples, of `stages` columns of `patches` each.
 
     Group g's patch p is on rank g * patches + p; with stages s too, on rank (g * stages + s) * patches + p.
-    `turns`: patches that follow each other through the stages.
+    `turns`: patches that follow each other through the stages. `copies`: so many times the same, on ranks one after the
+    other, where fewer ranks are faster than all.
     """
 
     groups: int
     patches: int
     stages: int = 1
     turns: int = 1
+    copies: int = 1
 
     @property
     def world_size(self) -> int:
+        return self.copies * self.of_copy
+
+    @property
+    def of_copy(self) -> int:
+        """Ranks that make one prediction together."""
         return self.groups * self.stages * self.patches
 
     def spans(self, batch_size: int) -> list[tuple[int, int]]:
@@ -42,13 +49,14 @@ class Grid:
 
     def __str__(self) -> str:
         stages = "" if self.stages == 1 else f" x {self.stages}"
-        return f"{self.groups}{stages} x {self.patches if self.turns == 1 else self.turns}"
+        times = "" if self.copies == 1 else f" x {self.copies}"
+        return f"{self.groups}{stages} x {self.patches if self.turns == 1 else self.turns}{times}"
 
     @property
     def axes(self) -> str:
         """What `str` counts."""
         stages = "" if self.stages == 1 else " x stages"
-        return f"groups of samples{stages} x patches" + " in turn" * (self.turns > 1)
+        return f"groups of samples{stages} x patches" + " in turn" * (self.turns > 1) + " x copies" * (self.copies > 1)
 
 
 def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None, stages: int | None = None) -> Grid:

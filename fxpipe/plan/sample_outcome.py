@@ -6,35 +6,83 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.schedule import counted
 from fxpipe.plan.timeline import human_seconds
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows; or `turns` patches of
+    them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`.
+    """
+
+    groups: int
+    stages: int
+    beside: int
+    turns: int = 1
+    folded: bool = False
+    warmup: int | None = None
+    copies: int = 1
+    requests: int = 1
+
+    def __str__(self) -> str:
+        told = [counted(self.groups, "group"), counted(self.stages, "stage")]
+        told.append(counted(max(self.beside, self.turns), "patch", "es"))
+        ends = " in turn" * (self.turns > 1) + ", folded" * self.folded + ", displaced" * (self.warmup is not None)
+        ends += f", {self.copies} copies" * (self.copies > 1) + f", {self.requests} requests" * (self.requests > 1)
+        return " x ".join(told) + ends
 
 
 @dataclass(frozen=True)
 class SampleOutcome:
     """One layout: predicted seconds of a call, bytes into the busiest rank in a steady step, bytes in the fullest one;
-    None where it cannot be. `why` says what it lost by, or why it cannot be; empty for the chosen one."""
+    None where it cannot be, or where its `least_seconds` ruled it out. `why` says what it lost by, or why it cannot be;
+    empty for the chosen one."""
 
-    layout: str
+    layout: Layout
     seconds: float | None = None
     wire_bytes: int | None = None
     memory_bytes: int | None = None
     why: str = ""
+    least_seconds: float | None = None
+
+    @property
+    def time(self) -> str:
+        """What a call takes, or takes at least; nothing where it cannot be."""
+        if self.seconds is not None:
+            return human_seconds(self.seconds)
+        return "" if self.least_seconds is None else f"> {human_seconds(self.least_seconds)}"
 
     def __str__(self) -> str:
-        told = [f"{self.layout}: {human_seconds(self.seconds) if self.seconds is not None else 'not possible'}"]
-        return ", ".join([*told, *[self.why] * bool(self.why)])
+        return ", ".join([f"{self.layout}: {self.time or 'not possible'}", *[self.why] * bool(self.why)])
 
 
-def sample_table(outcomes: Sequence[SampleOutcome]) -> Table:
+_LAYOUT = ("groups of samples", "stages", "ranks per patch", "patches in turn", "line", "exchanges", "copies")
+
+
+def sample_table(outcomes: Sequence[SampleOutcome], rows: int | None = None) -> Table:
     """The ranked table, the chosen one first."""
+    many = any(one.layout.requests > 1 for one in outcomes)
     table = Table(title=f"{len(outcomes)} layouts", title_justify="left")
-    for name in ("", "layout", "a call", "a rank receives", "holds", "why not"):
-        table.add_column(name, justify="left" if name in ("layout", "why not") else "right", overflow="fold")
-    for place, one in enumerate(outcomes):
+    predicted = ("a call", *["requests", "images a second"] * many, "a rank receives", "holds")
+    for name in ("", *_LAYOUT, *predicted):
+        table.add_column(name, justify="left" if name in ("line", "exchanges") else "right")
+    table.add_column("why not", overflow="fold")
+    for place, one in enumerate(outcomes[:rows]):
+        requests = one.layout.requests
+        rate = "" if one.seconds is None else f"{requests / one.seconds:.3g}"
         table.add_row(
-            str(place + 1), one.layout, human_seconds(one.seconds) if one.seconds is not None else "",
+            str(place + 1), *_axes(one.layout), one.time,
+            *[str(requests), rate] * many,
             human_bytes(one.wire_bytes) if one.wire_bytes is not None else "",
             human_bytes(one.memory_bytes) if one.memory_bytes is not None else "",
             one.why or "chosen", style="bold" if place == 0 else None,
         )  # fmt: skip
     return table
+
+
+def _axes(layout: Layout) -> list[str]:
+    line = "" if layout.stages == 1 else "folded" if layout.folded else "straight"
+    how = "fresh" if layout.warmup is None else f"displaced after {counted(layout.warmup, 'step')}"
+    numbers = layout.groups, layout.stages, layout.beside, layout.turns
+    return [*map(str, numbers), line, how, str(layout.copies)]

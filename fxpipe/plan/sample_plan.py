@@ -83,22 +83,27 @@ EXACT = How("exact", 0, "", False)
 @dataclass(frozen=True)
 class Expected:
     """What is predicted of a call of so many steps: its seconds, those of one rank, bytes that the busiest rank gets in
-    a steady step, bytes that the fullest one holds."""
+    a steady step, bytes that the fullest one holds. The call has the samples of so many `requests`."""
 
     steps: int
     seconds: float
     alone_seconds: float
     wire_bytes: int
     memory_bytes: int
+    requests: int = 1
 
     @staticmethod
-    def of(steps: int, seconds: float, alone_seconds: float, wire_bytes: int, memory_bytes: int) -> "Expected":
+    def of(
+        steps: int, seconds: float, alone_seconds: float, wire_bytes: int, memory_bytes: int, requests: int = 1
+    ) -> "Expected":
         """With seconds to four digits, as they are printed."""
-        return Expected(steps, float(f"{seconds:.4g}"), float(f"{alone_seconds:.4g}"), wire_bytes, memory_bytes)
+        rounded = float(f"{seconds:.4g}"), float(f"{alone_seconds:.4g}")
+        return Expected(steps, *rounded, wire_bytes, memory_bytes, requests)
 
     def __str__(self) -> str:
         return (
-            f"expects: {counted(self.steps, 'step')} in {self.seconds:.4g} s, {self.alone_seconds:.4g} s on one rank; "
+            f"expects: {counted(self.steps, 'step')}{f' of {self.requests} requests' * (self.requests > 1)} in "
+            f"{self.seconds:.4g} s, {self.alone_seconds:.4g} s on one rank; "
             f"{self.wire_bytes} bytes come to a rank in a step, {self.memory_bytes} are held"
         )
 
@@ -111,6 +116,7 @@ class SamplePlan:
         fingerprint: of the call it was made for: its graph with these sizes, where rows are, the blocks it is cut into.
         cluster, cost_model: what it was made for; a cost model that has no name is "".
         num_samples: of the call; group by group as even as can be.
+        copies: how often the groups are there, where fewer ranks than all are the fastest.
         cut: into how many blocks the call was to be cut, for how many samples.
         staged: blocks of every stage; its ranks group by group, patch by patch where these are beside each other.
         labels: of every stage its share of the work and the modules it begins and ends with.
@@ -129,6 +135,7 @@ class SamplePlan:
     cost_model: str
     num_samples: int
     groups: int
+    copies: int
     cut: PlannedCut
     staged: Staged
     labels: tuple[str, ...]
@@ -160,7 +167,8 @@ class SamplePlan:
     def grid(self) -> Grid:
         """Groups, stages and patches on ranks."""
         patches, turns = (1, self.num_patches) if self.in_turn else (self.num_patches, 1)
-        return Grid(self.groups, patches, self.world_size // (self.groups * patches), turns)
+        stages = self.world_size // (self.copies * self.groups * patches)
+        return Grid(self.groups, patches, stages, turns, self.copies)
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -242,10 +250,11 @@ class SamplePlan:
 
 
 def _head(plan: SamplePlan) -> str:
+    copies = f" x {plan.copies} copies" * (plan.copies > 1)
     return (
         f"plan: {counted(plan.num_samples, 'sample')} in {counted(plan.groups, 'group')} x "
-        f"{counted(plan.staged.num_stages, 'stage')} x {counted(plan.num_patches, 'patch', 'es')} on "
-        f"{counted(plan.world_size, 'rank')} ({plan.staged.schedule})"
+        f"{counted(plan.staged.num_stages, 'stage')} x {counted(plan.num_patches, 'patch', 'es')}"
+        f"{copies} on {counted(plan.world_size, 'rank')} ({plan.staged.schedule})"
     )
 
 
@@ -267,13 +276,13 @@ def _lines(plan: SamplePlan) -> Iterator[str]:
 
 
 _HEAD = re.compile(
-    r"plan: (\d+) samples? in (\d+) groups? x \d+ stages? x \d+ patch(?:es)? on (\d+) ranks? "
+    r"plan: (\d+) samples? in (\d+) groups? x \d+ stages? x \d+ patch(?:es)?(?: x (\d+) copies)? on (\d+) ranks? "
     rf"\(({'|'.join(ORDERS)})\)"
 )
 _DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
 _ROWS = re.compile(r"rows: (\d+) in \d+ units? of (\d+)")
 _EXPECTS = re.compile(
-    r"expects: (\d+) steps? in ([\d.e+-]+) s, ([\d.e+-]+) s on one rank; "
+    r"expects: (\d+) steps?(?: of (\d+) requests)? in ([\d.e+-]+) s, ([\d.e+-]+) s on one rank; "
     r"(\d+) bytes come to a rank in a step, (\d+) are held"
 )
 _ATTENTION = re.compile(r"attention: (\d+ (?:gather|ulysses|ring)(?:, \d+ (?:gather|ulysses|ring))*)")
@@ -307,8 +316,8 @@ def _parse(text: str) -> SamplePlan:
         )
     num_rows, unit_rows = read["rows"][0]
     plan = SamplePlan(
-        fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut,
-        Staged(*read_stages(read), head[4], False, int(head[3])), tuple(label for *_, label in read["stage"]),
+        fingerprint, cluster, cost_model, int(head[1]), int(head[2]), int(head[3] or 1),
+        cut, Staged(*read_stages(read), head[5], False, int(head[4])), tuple(label for *_, label in read["stage"]),
         num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
         read["how"][0], next(iter(read["attention"]), ()), orders[0], tuple(read["note"]),
         next(iter(read["expects"]), None), tuple(read["considered"]),
@@ -335,7 +344,8 @@ def _read(line: str, read: Read) -> None:
     elif found := _PATCH.fullmatch(line):
         read["patch"].append((int(found[1]), int(found[2]) + 1, found[3] is not None))
     elif found := _EXPECTS.fullmatch(line):
-        read["expects"].append(Expected(int(found[1]), float(found[2]), float(found[3]), int(found[4]), int(found[5])))
+        seconds, sizes = (float(found[3]), float(found[4])), (int(found[5]), int(found[6]))
+        read["expects"].append(Expected(int(found[1]), *seconds, *sizes, int(found[2] or 1)))
     elif line.startswith("considered: "):
         read["considered"].append(line.removeprefix("considered: "))
     else:

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, Stopped
 from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.plan.transport import Channel, Transport
+from fxpipe.plan.transport import Channel, T, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 from fxpipe.run.step_agreement import StepAgreement
@@ -124,6 +124,11 @@ class Ranks(ABC):
         ...
 
     @abstractmethod
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank of a launch."""
+        ...
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the network."""
         ...
@@ -162,6 +167,9 @@ class LocalRanks(Ranks):
         finally:
             for run in self._runs.values():
                 run.reset()
+
+    def broadcast(self, value: T) -> T:
+        return value
 
     def close(self) -> None:
         pass
@@ -207,12 +215,21 @@ class LaunchedRank(Ranks):
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
-        """What is raised inside ends the other ranks too."""
-        self._used = []
+        """What is raised inside ends the other ranks too; but for `Stopped`, which all of them raise."""
+        self._used, stopped = [], None
         with told(self._transport):
-            yield
+            try:
+                yield
+            except Stopped as raised:
+                stopped = raised
             self._agreement.end()
             self._run.reset()
+        if stopped is not None:
+            raise stopped
+
+    def broadcast(self, value: T) -> T:
+        self._transport.set_action("what rank 0 has for all")
+        return self._transport.broadcast_object(value)
 
     def close(self) -> None:
         self._transport.close()

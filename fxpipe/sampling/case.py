@@ -41,6 +41,12 @@ class SampleCase:
     def _known(self) -> dict[Any, Any]:
         return {}
 
+    def of(self, num_samples: int) -> "SampleCase":
+        """The call with another number of samples; what is known of both is found once."""
+        other = SampleCase(self.traced, num_samples, self.cost_model)
+        other.__dict__["_known"] = self._known
+        return other
+
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()

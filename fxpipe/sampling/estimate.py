@@ -5,12 +5,13 @@ displaced rows   nobody waits, but the links must keep up: max(compute, transfer
 stages           cells of the line by their columns, hops between them                                  (`paced`)
 
 Seconds of operations and bytes of messages are those of a patch's own graph (`passes.sampling.work`). Ranks of a group
-are taken to work in step, as patches of one size do. A channel has one message under way at a time.
+are taken to work in step, as patches of one size do; where ranks have different speeds, the slowest patch counts, and
+of stages beside each other the first. A channel has one message under way at a time.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,7 @@ from fxpipe.plan import displaced_ops, row_ops
 from fxpipe.plan.sample_plan import IN_TURN
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.links import Busy, Links
-from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.planning import Choices, patch_speeds
 from fxpipe.sampling.seconds import own_seconds
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP
 from passes.sampling.cells import cells
@@ -41,11 +42,15 @@ class Estimate:
     memory_bytes: int
 
 
-def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int) -> Estimate:
-    """Of a call of so many steps on this cluster."""
-    if made.spans is None:
+def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
+    """Of a call of so many steps on this cluster, whose ranks have these speeds; all the same where left out."""
+    if made.spans is not None:
+        return _Stages(case, made, cluster, speeds).estimate(steps)
+    slowest = patch_speeds(speeds, made.grid)
+    if not slowest:
         return _Rows(case, made, cluster).estimate(steps)
-    return _Stages(case, made, cluster).estimate(steps)
+    each = [_Rows(case, made, cluster, speed, patch).estimate(steps) for patch, speed in enumerate(slowest)]
+    return Estimate(*(max(numbers) for numbers in zip(*map(astuple, each), strict=True)))
 
 
 def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[Told], bool]) -> tuple[float, float]:
@@ -146,16 +151,19 @@ class _Layout:
 
 
 class _Rows(_Layout):
-    """Patches beside each other, a rank each."""
+    """Patches beside each other, a rank each: seen from one of them, on a rank of this speed; from one with neighbours
+    on both sides, where there is one and none is given."""
+
+    def __init__(
+        self, case: SampleCase, made: Choices, cluster: Cluster, speed: float = 1.0, patch: int | None = None
+    ) -> None:
+        super().__init__(case, made, cluster)
+        self.speed = speed
+        self.inner = min(1, max(self.grid.patches - 2, 0)) if patch is None else patch
 
     @cached_property
     def work(self) -> PatchWork:
         return self.case.work(self.size, self.made.bounds, self.inner, self.made.text_first, self.made.attention)
-
-    @cached_property
-    def inner(self) -> int:
-        """A patch with neighbours on both sides, where there is one."""
-        return min(1, max(self.grid.patches - 2, 0))
 
     def crosses(self, told: Told) -> bool:
         """Whether it is read a step later."""
@@ -166,8 +174,8 @@ class _Rows(_Layout):
 
     def estimate(self, steps: int) -> Estimate:
         how, once = self.made.how, self.case.once(self.size)
-        items = [item if item.name not in once else _free(item) for item in self.work.items]
-        first = sum(item.seconds for item in self.work.items if item.name in once)
+        items = [_free(item) if item.name in once else _at_speed(item, self.speed) for item in self.work.items]
+        first = sum(item.seconds for item in self.work.items if item.name in once) / self.speed
         last = self.links.of_groups(self.result_bytes(self.size))
         exact = clocked(items, self.links, 0, lambda told: True)[0] + last
         crossing = [item.told for item in items if item.told and self.crosses(item.told)]
@@ -177,11 +185,12 @@ class _Rows(_Layout):
         own = sum(told.own_bytes for told in crossing if told.kind != "moments")
         weights, alive = self.work.held_bytes(frozenset(self.work.owners.values()))
         received = sum(item.told.received_bytes for item in items if item.told)
+        received += (self.grid.groups - 1) * self.result_bytes(self.size)
         if how.mode == "exact":
             memory = weights + alive + self.inputs_bytes() + self.case.kept_bytes(self.size)
             return Estimate(first + steps * exact, received, memory)
         compute, busy = clocked(items, self.links, 0, lambda told: not self.crosses(told))
-        step = max(compute + last + sum(self._copies(crossing)), busy)
+        step = max(compute + last + sum(self._copies(crossing)) / self.speed, busy)
         warm = min(how.warmup, steps)
         exact += sum(self._packed(crossing))
         caches = inbound * (2 + how.advance) + 2 * own * how.advance
@@ -225,9 +234,12 @@ class _Rows(_Layout):
 class _Stages(_Layout):
     """Columns of ranks, samples or patches one after the other."""
 
-    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster) -> None:
+    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
         super().__init__(case, made, cluster)
         assert made.spans is not None
+        columns = range(self.grid.stages)
+        self.speeds = [min(speeds[column * self.grid.patches :: self.grid.stages * self.grid.patches])
+                       for column in columns] if speeds else [1.0] * len(columns)  # fmt: skip
         self.run = case.run_size(self.grid)
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
         self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
@@ -271,7 +283,7 @@ class _Stages(_Layout):
             if early:
                 names = self.column_names[stage.column] & self.line.early - self.case.once(self.run)
                 taken += sum(item.seconds for item in work.items if item.name in names)
-            self._seconds[key] = taken
+            self._seconds[key] = taken / self.speeds[stage.column]
         return self._seconds[key]
 
     def _kept(self, kind: str, own_bytes: int) -> float:
@@ -361,6 +373,13 @@ def _of_bytes(num_bytes: int) -> torch.Tensor:
 
 def _free(item: Item) -> Item:
     return Item(item.name, 0.0, item.told, item.reads)
+
+
+def _at_speed(item: Item, speed: float) -> Item:
+    if speed == 1.0:
+        return item
+    told = item.told and replace(item.told, seconds=item.told.seconds / speed)
+    return Item(item.name, item.seconds / speed, told, item.reads)
 
 
 def _renumbered(items: Sequence[Item], places: Sequence[int]) -> list[Item]:

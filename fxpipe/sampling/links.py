@@ -1,4 +1,4 @@
-"""Seconds of what ranks of a grid tell each other at once, every group of samples the same at the same time."""
+"""Seconds of what ranks of a grid tell each other at once: every group of samples, and every copy, does the same."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Links:
     def to_all(self, column: int, num_bytes: int) -> float:
         """A prediction from a column's first patch of every group to all other ranks."""
         sources = [self._rank(group, column, 0) for group in range(self.grid.groups)]
-        ranks = range(self.grid.world_size)
+        ranks = range(self.grid.of_copy)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst).until_there
 
     def of_groups(self, num_bytes: int) -> float:
@@ -66,7 +66,8 @@ class Links:
         return (group * self.grid.stages + column) * self.grid.patches + patch
 
     def _at_once(self, transfers: Iterable[Transfer]) -> Busy:
-        sent = tuple(transfer for transfer in transfers if transfer[2])
+        firsts = range(0, self.grid.world_size, self.grid.of_copy)
+        sent = tuple((at + a, at + b, size) for a, b, size in transfers if size for at in firsts)
         if sent not in self._known:
             latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
             seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency

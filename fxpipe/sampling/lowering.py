@@ -24,7 +24,7 @@ from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence, require_sequence
 from fxpipe.sampling.attention import require_attention, with_attention
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import Setting, ranked
+from fxpipe.sampling.choosing import Ranked, Setting, ranked
 from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
@@ -34,7 +34,7 @@ from fxpipe.simulate.sample_ops import sample_ops
 from passes.sampling.attention import Shared
 from passes.sampling.forms import displaced_programs
 from passes.sampling.fresh import fresh_programs
-from passes.sampling.groups import Alone, grouped
+from passes.sampling.groups import Alone, copied, grouped
 from passes.sampling.once import with_once
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
@@ -53,7 +53,8 @@ class SampleLowering:
     """What `compile_sampler` was asked for, to be done for every kind of call; `plan` is for one of them.
 
     `cluster` and `priced` are what predictions are for, by their texts; in a `setting` what is left open is chosen,
-    else groups of samples and patches of rows are as many as there can be.
+    else groups of samples and patches of rows are as many as there can be. `looked_at` has the candidates for one kind
+    of call.
     """
 
     request: Request
@@ -65,6 +66,7 @@ class SampleLowering:
     priced: str = ""
     plan: SamplePlan | None = None
     setting: Setting | None = None
+    looked_at: Ranked | None = None
 
     def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
         """The call as one flat graph, and which inputs have rows."""
@@ -77,6 +79,11 @@ class SampleLowering:
     def case(self, traced: Traced, batch_size: int) -> SampleCase:
         """What planning asks of a call."""
         return SampleCase(traced, batch_size, self.cost_model)
+
+    def looking(self, traced: Traced, num_samples: int) -> "SampleLowering":
+        """Knowing all candidates for calls of some requests with so many samples each."""
+        assert self.setting is not None
+        return replace(self, looked_at=ranked(self.case(traced, num_samples), self.request, self.setting))
 
     @held_collector()
     def step(self, traced: Traced, batch_size: int) -> SampleStep:
@@ -104,8 +111,10 @@ class SampleLowering:
         elif self.setting is None:
             yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)
         else:
-            found = ranked(case, self.request, self.setting)
-            for one in (one for one in found.candidates if one.made and not one.why):
+            found = self.looked_at
+            if found is None or not any(found.fallbacks(case.num_samples)):
+                found = ranked(case, self.request, replace(self.setting, objective="latency"))
+            for one in found.fallbacks(case.num_samples):
                 self.observe("layouts", tuple(found.outcomes(one)))
                 made = self._chosen(case, one.request, self.setting.cluster)
                 plan, line = planned(case, made, self.cluster, self.priced)
@@ -125,7 +134,7 @@ class SampleLowering:
 
         # programs: patches that follow each other, or groups of patches beside each other; every form checked
         lowered = _piped if plan.in_turn else _grouped
-        programs, messages = lowered(case, plan, line, self.device)
+        programs, messages = copied(lowered(case, plan, line, self.device), plan.copies)
         programs = with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows))
         self.observe("programs", programs)
 
@@ -137,7 +146,7 @@ class SampleLowering:
         rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
         forms = [{"fresh": Form(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
-        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model))
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model, self.request.speeds))
 
 
 def _piped(case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:
@@ -202,5 +211,9 @@ def _require(programs: Sequence[SampleProgram], messages: Any) -> None:
         require_sequence(programs, messages, ("fresh", "again", "again", "displaced", "again", "last"))
 
 
-def _seconds_of(model: CostModel, programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:
-    return operation_seconds(model, (node for program in programs for node in program.graph.nodes))
+def _seconds_of(model: CostModel, speeds: Sequence[float], programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:
+    found = operation_seconds(model, (node for program in programs for node in program.graph.nodes))
+    if speeds:
+        for program in programs:
+            found |= {node: found[node] / speeds[program.rank] for node in program.graph.nodes if node in found}
+    return found

@@ -16,7 +16,7 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
-from passes.sampling.patches import even_bounds, patches_of, require_units
+from passes.sampling.patches import even_bounds, patches_of, require_units, shared_bounds
 from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks
 from passes.sampling.text import Text, balanced_bounds
 
@@ -25,7 +25,8 @@ _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 
 @dataclass(frozen=True)
 class Request:
-    """What a user has asked for, None where it is left open; `patches` may be bounds in units."""
+    """What a user has asked for, None where it is left open; `patches` may be bounds in units. The ranks are so many
+    `copies` of fewer, and have these `speeds`; none where they are equal."""
 
     world_size: int
     cfg: int | None
@@ -35,6 +36,8 @@ class Request:
     how: How
     text: Text = "first"
     attention: Literal["auto", "gather", "ulysses", "ring"] = "auto"
+    copies: int = 1
+    speeds: tuple[float, ...] = ()
 
     @property
     def in_turn(self) -> bool:
@@ -103,7 +106,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
     notes = (*case.traced.notes, *map(str, rows.notes), *made.notes)
     plan = SamplePlan(
-        case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, cut, staged,
+        case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, grid.copies, cut, staged,
         tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds,
         made.text_first, made.how, made.attention, _steady(case, made, line), notes,
     )  # fmt: skip
@@ -150,12 +153,14 @@ def _grid(case: SampleCase, request: Request) -> Grid:
     """Of samples that need each other, as perturbed attention's halves do, one group; unless more are asked for."""
     asked = request.num_patches
     patches = 1 if request.in_turn else asked
-    grid = grid_for(request.world_size, case.num_samples, request.cfg, patches, request.stages)
+    ranks = request.world_size // request.copies
+    grid = grid_for(ranks, case.num_samples, request.cfg, patches, request.stages)
+    grid = replace(grid, copies=request.copies)
     if grid.groups == 1 or case.dependent is None:
         return grid
     if request.cfg is not None or asked is not None:
         raise case.dependent
-    return grid_for(request.world_size, case.num_samples, 1, patches, request.stages)
+    return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 
 def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple[tuple[int, ...], bool]:
@@ -172,15 +177,23 @@ def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple
     require_units(rows, count)
     beside = grid.stages == 1 and not request.in_turn and count > 1
     if beside and request.text == "first" and case.has_text(size):
-        bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count)
+        speeds = patch_speeds(request.speeds, grid)
+        bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count, speeds)
         if case.first_has_text(size, bounds) is not None if look else case.may_give_text(size):
             return bounds, True
+    if request.speeds and not request.in_turn:
+        return given or shared_bounds(rows.units.count, patch_speeds(request.speeds, grid)), False
     return given or even_bounds(rows.units.count, count), False
 
 
+def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
+    """Of every patch the speed of the slowest rank that has it; none where ranks are equal."""
+    return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
+
+
 def _ranks(grid: Grid, column: int) -> Iterator[int]:
-    """A stage's, group by group, patch by patch."""
-    for group in range(grid.groups):
+    """A stage's, copy by copy, group by group, patch by patch."""
+    for group in range(grid.copies * grid.groups):
         first = (group * grid.stages + column) * grid.patches
         yield from range(first, first + grid.patches)
 
@@ -215,4 +228,4 @@ def _steady(case: SampleCase, made: Choices, line: Line | None) -> Schedule:
                 ranks.append(tuple(Action(s, "F", run * num_patches + patch + beside) for s, run, patch in own))
         num_runs += runs
     num_stages = len(line.stages) if line else 1
-    return Schedule(made.order, num_stages, num_runs * num_patches, tuple(ranks))
+    return Schedule(made.order, num_stages, num_runs * num_patches, tuple(ranks) * grid.copies)

@@ -80,17 +80,21 @@ class Spread:
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
         """The programs for a call; of its tensors only shapes and types are used."""
+        return self._of_size(*self.traced(args, kwargs))
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
+        """A call's graph, and its number of samples."""
         self._forget_other_weights()
         for traced in self._traced:
             size = traced.num_samples(args, kwargs)
             if size is not None:
-                return self._of_size(traced, size)
+                return traced, size
         traced = self._resized(args, kwargs)
         size = traced.num_samples(args, kwargs)
         assert size is not None
         self._traced.append(traced)
         self._settings = settings_of(self.module)  # as tracing has left them
-        return self._of_size(traced, size)
+        return traced, size
 
     def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """A call's graph by one with free sizes, if one holds for it, else by a trace."""

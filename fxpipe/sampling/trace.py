@@ -50,7 +50,8 @@ class Tracing:
         inputs, tensors = describe(module, args, kwargs, None)
         if inputs.batch_size == 1:
             with suppress(FxpipeError):
-                found = self._traced(module, *describe(module, *inputs.rebuild(_twice(inputs, tensors)), 2), free)
+                twice = inputs.rebuild(_repeated(inputs, tensors, 2))
+                found = self._traced(module, *describe(module, *twice, 2), free)
                 if found.captured.batch:
                     return found
         return self._traced(module, inputs, tensors, free)
@@ -72,10 +73,17 @@ class Tracing:
         return Traced(call.captured, call.returned, rows, call.any_size)
 
 
-def _twice(inputs: InputSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Every sample once more."""
+def repeated(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], times: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of so many times the samples."""
+    inputs, tensors = describe(module, args, kwargs, None)
+    return inputs.rebuild(_repeated(inputs, tensors, times))
+
+
+def _repeated(inputs: InputSpec, tensors: Sequence[torch.Tensor], times: int) -> list[torch.Tensor]:
     leaves = [leaf for leaf in inputs.leaves if leaf.is_tensor]
-    return [torch.cat([t, t]) if leaf.batched else t for leaf, t in zip(leaves, tensors, strict=True)]
+    return [torch.cat([t] * times) if leaf.batched else t for leaf, t in zip(leaves, tensors, strict=True)]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ samples 0:2, patches 0 1        rank 0: x[0:1], patch 0      rank 2: x[1:2], pat
                                 then ranks 0 and 2 swap their predictions, as do 1 and 3
 
 The halves of classifier-free guidance are such samples. Groups exchange nothing but the prediction: a message per step.
+Copies exchange nothing at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,18 +48,55 @@ def grouped(
     return tuple(programs), {form: (*of_form, *shared) for form, of_form in messages.items()}
 
 
+def copied(alone: Alone, copies: int) -> Alone:
+    """The same again on the ranks that follow."""
+    if copies == 1:
+        return alone
+    programs, of_forms = alone
+    edges = 1 + max((message.edge for of in of_forms.values() for message in of), default=-1)
+    places = [_Place(copy * len(programs), copy * edges) for copy in range(copies)]
+    messages = {form: tuple(place.moved(m) for place in places for m in of) for form, of in of_forms.items()}
+    return [_again(program, place) for place in places for program in programs], messages
+
+
+def _again(program: SampleProgram, place: "_Place") -> SampleProgram:
+    """A program on another rank."""
+    forms = {name: replace(form, graph=place.written(form.graph)) for name, form in program.forms.items()}
+    return replace(program, rank=place.rank + program.rank, forms=forms)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a group is: its first rank, the first edge of its messages, its samples."""
 
     rank: int
     edge: int
-    span: Span
+    span: Span = (0, 0)
 
     def moved(self, message: Message) -> Message:
         members = tuple(map(self.moved, message.members))
         src, dst = message.src + self.rank, message.dst + self.rank
         return replace(message, edge=message.edge + self.edge, src=src, dst=dst, members=members)
+
+    def written(self, graph: fx.Graph) -> fx.Graph:
+        """The graph, with messages between its own ranks."""
+        new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in graph.nodes:
+            env[node] = new.node_copy(node, env.__getitem__)
+            self.move(env[node])
+        new.lint()
+        return new
+
+    def move(self, node: fx.Node) -> None:
+        """Make a message that of the group's own ranks."""
+        if node.target not in (ops.send, ops.recv):
+            return
+        args: list[Any] = list(node.args)
+        rank, edge = (2, 3) if node.target is ops.send else (1, 2)
+        args[rank] += self.rank
+        args[edge] += self.edge
+        node.args = tuple(args)
+        node.meta = {**node.meta, "message": self.moved(node.meta["message"])}
 
 
 def _predictions(groups: Sequence[Sequence[SampleProgram]], first_edge: int) -> tuple[Message, ...]:
@@ -120,22 +158,12 @@ class _MovedForm:
                 self.graph.output((whole, *rest) if carries else whole)
                 break
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
-            if node.target in (ops.send, ops.recv):
-                self._move(self.env[node])
+            self.place.move(self.env[node])
             if node.target is ops.begin and not sliced:
                 sliced = True
                 self._slice()
         self.graph.lint()
         return self.graph
-
-    def _move(self, node: fx.Node) -> None:
-        """A message of the group, between its own ranks."""
-        args: list[Any] = list(node.args)
-        rank, edge = (2, 3) if node.target is ops.send else (1, 2)
-        args[rank] += self.place.rank
-        args[edge] += self.place.edge
-        node.args = tuple(args)
-        node.meta = {**node.meta, "message": self.place.moved(node.meta["message"])}
 
     def _slice(self) -> None:
         """The group's samples of every input that has some."""

@@ -6,7 +6,7 @@ at half the rows, 9 units of 2, 1 short                      patch 0: rows 0:8, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from torch import fx
@@ -86,6 +86,19 @@ def even_bounds(count: int, num_patches: int) -> tuple[int, ...]:
     for index in range(num_patches):
         bounds.append(bounds[-1] + small + (index < extra))
     return tuple(bounds)
+
+
+def shared_bounds(count: int, speeds: Sequence[float], first: float = 0.0) -> tuple[int, ...]:
+    """Bounds of patches whose units are as even in time as can be: a patch of u units takes u over its speed.
+
+    Args:
+        first: units that what the first patch has beside its own takes as long as.
+    """
+    sizes = [1] * len(speeds)
+    for _ in range(count - len(speeds)):
+        ends = [(size + 1 + first * (place == 0)) / speeds[place] for place, size in enumerate(sizes)]
+        sizes[ends.index(min(ends))] += 1
+    return (0, *accumulate(sizes))
 
 
 def patches_of(plan: RowPlan, bounds: Sequence[int], text: Literal["all", "first"] = "all") -> list[Patch]:

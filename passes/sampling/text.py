@@ -20,7 +20,7 @@ from passes.rows.layout import Rows
 from passes.sampling.attention import Shared
 from passes.sampling.messages import exchange_nodes
 from passes.sampling.patch_graph import patch_graph
-from passes.sampling.patches import Patch, even_bounds, patches_of
+from passes.sampling.patches import Patch, even_bounds, patches_of, shared_bounds
 from passes.sampling.shared import shared_values
 from passes.sampling.times import PATCH, binding_times
 
@@ -52,9 +52,11 @@ def first_has_text(
 
 
 def balanced_bounds(
-    plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], num_patches: int
-) -> tuple[int, ...]:
-    """Bounds of even patches but the first, whose text and rows take about as long as the rows of another."""
+    plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], num_patches: int,
+    speeds: Sequence[float] = (),
+) -> tuple[int, ...]:  # fmt: skip
+    """Bounds of even patches but the first, whose text and rows take about as long as the rows of another; by the
+    `speeds` of their ranks where these are given."""
     shared, count, text, rows = shared_text(plan, sample), plan.units.count, 0.0, 0.0
     for name, seconds in node_seconds.items():
         state = plan.states[name]
@@ -63,6 +65,9 @@ def balanced_bounds(
             part = 1 - sum(p.size(count) for p in state.parts if p.kind == "rows") / state.size(count)
         if state is not None or name in shared or isinstance(plan.found[name].how, Summed):
             text, rows = text + part * seconds, rows + (1 - part) * seconds
+
+    if speeds:
+        return shared_bounds(count, speeds, text / rows * count if rows else 0.0)
 
     def longest(first: int) -> float:
         return max(text + rows * first / count, rows * -(-(count - first) // (num_patches - 1)) / count)
