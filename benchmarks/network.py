@@ -5,10 +5,11 @@
 
     torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/network.py          the link between two machines
 
-Ping-pong between ranks 0 and 1 by gloo: latency is half a round trip of 4 bytes, bandwidth what a round trip of 16 MiB
-adds to it. Both directions at once then show whether they share the link, and both beside matrix products what messages
-take from computation. Each is the tenth percentile of many, so that other work on the machine counts little. Rank 0
-prints.
+Between ranks 0 and 1 by gloo. Latency is half a round trip of 4 bytes; bandwidth is by what a message of 32 MiB takes
+longer than one of 16: what a link lets through at once counts for nothing, which was 12 % through 100 Mbit/s of tc, by
+messages of 256 KiB. It is taken one direction at a time, and both at once, which shows whether they share the link;
+where they do not, that of both at once counts, as programs use it. Both beside matrix products show what messages take
+from computation. Each is the tenth percentile of many, so that other work on the machine counts little. Rank 0 prints.
 """
 
 import os
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist  # noqa: TID251 (measures what the transport runs on)
@@ -25,7 +27,7 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 
 SMALL, LARGE = 4, 1 << 24
-WARM_UP, SMALL_ROUNDS, LARGE_ROUNDS = 20, 300, 30
+SMALL_ROUNDS, LARGE_ROUNDS = 300, 30
 PRODUCT = 384  # rows and columns of a matrix: in a core's cache
 
 
@@ -53,13 +55,16 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     """By messages of so many bytes over the default process group; None on ranks that only wait."""
     if rank >= 2:
         return None
+    rounds = LARGE_ROUNDS if num_bytes >= LARGE else LARGE_ROUNDS // 3  # fewer on slow links
     small = usual_seconds(lambda: ping_pong(rank, SMALL), SMALL_ROUNDS) / 2
-    large = usual_seconds(lambda: ping_pong(rank, num_bytes), LARGE_ROUNDS) / 2
-    both = usual_seconds(lambda: exchange(rank, num_bytes), LARGE_ROUNDS)
+    sizes = num_bytes, 2 * num_bytes
+    large, larger = (usual_seconds(partial(ping_pong, rank, size), rounds) / 2 for size in sizes)
+    both, more = (usual_seconds(partial(exchange, rank, size), rounds) for size in sizes)
     work = products(4 * both)
-    beside = usual_seconds(lambda: exchange(rank, num_bytes, work), LARGE_ROUNDS)
-    taken = beside - usual_seconds(lambda: exchange(rank, SMALL, work), LARGE_ROUNDS)
-    return cluster(small, num_bytes / (large - small), both / large, taken / (2 * large), world_size)
+    beside = usual_seconds(lambda: exchange(rank, num_bytes, work), rounds)
+    taken = beside - usual_seconds(lambda: exchange(rank, SMALL, work), rounds)
+    alone, shared = num_bytes / (larger - large), num_bytes / (more - both)
+    return cluster(small, alone, shared, taken * alone / (2 * num_bytes), world_size)
 
 
 def ping_pong(rank: int, num_bytes: int) -> None:
@@ -90,26 +95,28 @@ def exchange(rank: int, num_bytes: int, work: Callable[[], None] = lambda: None)
 
 
 def usual_seconds(run: Callable[[], object], rounds: int) -> float:
-    for _ in range(WARM_UP):
+    for _ in range(rounds // 2):
         run()
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
-    return statistics.quantiles(seconds, n=10)[0]
+    return statistics.quantiles(seconds, n=10, method="inclusive")[0]
 
 
-def cluster(latency: float, bandwidth: float, slowdown: float, taken: float, world_size: int) -> Cluster:
+def cluster(latency: float, alone: float, shared: float, taken: float, world_size: int) -> Cluster:
+    """Bytes per second of a direction `alone` and of each of both at once, of which a message takes `taken`."""
     print(
-        f"latency {latency * 1e6:.1f} us, bandwidth {bandwidth / 1e9:.4f} GB/s; both directions at once take "
-        f"{slowdown:.2f} x one; a message takes {taken:.2f} of its time from what its ends compute",
+        f"latency {latency * 1e6:.1f} us, bandwidth {alone / 1e9:.4f} GB/s, {shared / 1e9:.4f} each of both directions "
+        f"at once; a message takes {taken:.2f} of its time from what its ends compute",
         file=sys.stderr,
     )
-    duplex = slowdown < 1.5
+    duplex = alone < 1.5 * shared
+    bandwidth = shared if duplex else alone
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-    shared = one_machine and not duplex
-    link = Link("measured", round(bandwidth), round(latency, 9), duplex, shared, round(max(taken, 0.0), 3))
+    bus = one_machine and not duplex
+    link = Link("measured", round(bandwidth), round(latency, 9), duplex, bus, round(max(taken, 0.0), 3))
     return Cluster("CPU", (Level(world_size, link),))
 
 

@@ -6,9 +6,10 @@
 
 A step of Stable Diffusion's layout with frozen encoders, `benchmarks/racing/model.py`. Links are throttled by tc
 between network namespaces, which needs root; elsewhere only "none", the wire as it is, is run. On every wire the link
-is measured, fxpipe plans for it, and of torch's ways the best settings are found: of pipelines every cut, number of
-micro-batches and place of the encoders is estimated, and the most promising are timed under both schedules. Everyone
-must compute one device's loss and gradients before it is timed. Then all take turns; shown are medians over the steps.
+is measured, fxpipe plans for it by a profile of the step's blocks, and of torch's ways the best settings are found: of
+pipelines every cut, number of micro-batches and place of the encoders is estimated, and the most promising are timed
+under both schedules. Everyone must compute one device's loss and gradients before it is timed. Then all take turns;
+shown are medians over the steps, and what the profile predicts after some more rounds.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
 from benchmarks.network import LARGE, measured_cluster
-from benchmarks.racing.compiled import Compiled
+from benchmarks.racing.compiled import Compiled, Profiled
 from benchmarks.racing.contestant import Contestant, on_one_device, require_same
 from benchmarks.racing.model import Batch, RacedStep
 from benchmarks.racing.pipelines import SCHEDULES, Pipeline, Split, likely_splits
@@ -36,6 +37,7 @@ from benchmarks.racing.replicas import BUCKETS, Replicas
 Gradients = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 T = TypeVar("T")
 STEPS = 3  # of a contestant's turn, after one that is not counted
+ROUNDS = 3  # of the profile, before the turns and after them
 
 
 def main() -> None:
@@ -70,6 +72,7 @@ def race(options: argparse.Namespace) -> None:
     model = RacedStep(options.tiny)
     batch = model.example_inputs(options.batch)
     true = on_one_device(model, batch)
+    profiled = Profiled(model, batch)
     for rate in options.rates:
         if can_throttle():
             throttle(rate)
@@ -77,15 +80,17 @@ def race(options: argparse.Namespace) -> None:
             console.print(f"{rate}: skipped, throttling needs root, ip and tc")
             continue
         cluster = alike(measured_cluster(dist.get_rank(), 2, LARGE if rate == "none" else 1 << 18))
-        ours = Compiled(model, batch, cluster)
-        others = [Compiled(model, batch, cluster, schedule=schedule) for schedule in options.own]
+        profile = profiled.profile(ROUNDS)
+        ours = Compiled(model, batch, cluster, profile)
+        others = [Compiled(model, batch, cluster, profile, schedule=schedule) for schedule in options.own]
         for one in (ours, *others):
             verified(one, batch, true)
         progress.print(f"{rate}: {ours.program.plan.summary()}")
         link = cluster.levels[0].link.bandwidth_bytes_per_second
         peers = [*best_pipelines(model, batch, true, link, options.splits, progress), best_replicas(model, batch, true)]
         seconds = in_turns([ours, *others, *peers], batch, options.rounds)
-        predicted = {one.name: one.predicted_seconds() for one in (ours, *others)}
+        profile = profiled.profile(ROUNDS)
+        predicted = {one.name: one.predicted_seconds(profile) for one in (ours, *others)}
         for one in (ours, *others):
             one.close()
         seconds = {"one device, halved": one_device_seconds(model, batch) / 2, **seconds}

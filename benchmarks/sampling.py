@@ -9,7 +9,8 @@ A U-Net and a DiT whose step on two samples, as with and without a prompt, takes
 Links are throttled by tc between network namespaces, which needs root; elsewhere only "none", the wire as it is, is
 measured. Every rank compiles every way once. Then on every wire rounds of all ways take turns, since a machine's speed
 drifts; what is shown are medians over the steps, of displaced ones over those that follow others. They are predicted
-from the machine's measured roofline, scaled so that the program of one rank takes what it took, and the measured link.
+from the programs' operations, each timed by all ranks at once, scaled so that the program of one rank takes what it
+took, and the measured link.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from torch import nn
 import fxpipe
 from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
 from benchmarks.network import LARGE, measured_cluster
+from cost_models.timed import Timed
 from fxpipe.analysis import shared_cost_model
 from fxpipe.cluster import Cluster
-from fxpipe.costs.model import CostModel
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.run.launch import join
 from fxpipe.simulate import timeline
@@ -103,7 +104,7 @@ def measure(options: argparse.Namespace) -> None:
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
         table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
     join(options.ranks)
-    measured = shared_cost_model("measured", options.ranks)
+    measured = Timed("cpu", shared_cost_model("measured", options.ranks))
     compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
     for rate in options.rates:
         if can_throttle():
@@ -124,20 +125,20 @@ def measure(options: argparse.Namespace) -> None:
 class Compared:
     """All ways of one model."""
 
-    def __init__(self, name: str, ranks: int, tiny: bool, costs: CostModel) -> None:
+    def __init__(self, name: str, ranks: int, tiny: bool, costs: Timed) -> None:
         self.name = name
         self.model, self.example = MODELS[name](tiny)
-        how: dict[str, Any] = {"example": self.example, "cost_model": costs, "cfg": 1}
+        how: dict[str, Any] = {"example": self.example, "cost_model": "measured", "cfg": 1}
         self.alone = fxpipe.compile_sampler(self.model, 1, **how)
         self.samplers = {
             way: fxpipe.compile_sampler(self.model, ranks, **how, **given) for way, given in ways(ranks).items()
         }
         counts = (BEFORE, BEFORE + 1)
         self.ops = {
-            way: [sampler.denoiser.lowering.ops(sampler.step, count) for count in counts]
+            way: [sampler.denoiser.lowering.ops(sampler.step, count, costs) for count in counts]
             for way, sampler in self.samplers.items()
         }
-        self.predicted_alone = self.alone.simulate().makespan_seconds
+        self.predicted_alone = self.alone.simulate(cost_model=costs).makespan_seconds
 
     def rows(self, rounds: int, cluster: Cluster | None) -> Iterator[list[str]]:
         """Of the table, on one wire; `cluster` is what it was measured to be, None where another rank knows."""

@@ -4,12 +4,11 @@
     copy of 64 MiB           ->  bandwidth                        add of one number       ->  launch
     matrix product 64, 128   ->  ramp
 
-The peak is what the largest matrix product reaches, so the efficiency of products is 1.
+The peak of float32 is what the fastest of products, convolutions and attention reaches.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cost_models.roofline import Roofline
-from cost_models.timing import device_bytes, wait_for
+from cost_models.timing import device_bytes, now
 
 _REPEATS = 7  # of which the fastest counts: on a busy core a quarter of all were 20 % slower than the best of seven
 _LAUNCHES = 200  # in one timing: of a single one, a tenth is reading the clock
@@ -51,19 +50,21 @@ def measured(device: str | None = None) -> Roofline:
     sizes = _GPU if gpu else _CPU
     launch = _seconds(lambda x: x + 1, torch.zeros(1, device=where), batch=_LAUNCHES)
     types = (torch.float16, torch.bfloat16, torch.float32, torch.float64) if gpu else (torch.float32, torch.float64)
-    peaks = {dtype: _product_rate(sizes.product, dtype, where) for dtype in types}
+    rates = {dtype: _product_rate(sizes.product, dtype, where) for dtype in types}
     if not gpu:  # half precision: as float32, on most CPUs it is slower
-        peaks |= dict.fromkeys((torch.float16, torch.bfloat16), peaks[torch.float32])
-    peak = peaks[torch.float32]
+        rates |= dict.fromkeys((torch.float16, torch.bfloat16), rates[torch.float32])
+    product = rates[torch.float32]
+    convolution, attention = _convolution_rate(sizes.images, where), _attention_rate(sizes.heads, where)
+    peak = max(product, convolution, attention)
     return Roofline(
-        peak_flops=peaks,
+        peak_flops={dtype: rate * peak / product for dtype, rate in rates.items()},
         bandwidth=_copy_rate(sizes.num_copied, where),
-        matrix_efficiency=1.0,
+        matrix_efficiency=product / peak,
         memory_efficiency=1.0,
         launch_seconds=launch,
-        convolution_efficiency=min(1.0, _convolution_rate(sizes.images, where) / peak),
-        attention_efficiency=min(1.0, _attention_rate(sizes.heads, where) / peak),
-        ramp_seconds=_ramp(sizes.small_products, peak, launch, where),
+        convolution_efficiency=convolution / peak,
+        attention_efficiency=attention / peak,
+        ramp_seconds=_ramp(sizes.small_products, product, launch, where),
         memory_bytes=device_bytes(where),
     )
 
@@ -106,10 +107,8 @@ def _seconds(run: Callable[[Tensor], Tensor], x: Tensor, batch: int = 1) -> floa
     found = []
     with torch.no_grad():
         for _ in range(_REPEATS):
-            wait_for(x.device)
-            started = time.perf_counter()
+            started = now(x.device)
             for _ in range(batch):
                 run(x)
-            wait_for(x.device)
-            found.append((time.perf_counter() - started) / batch)
+            found.append((now(x.device) - started) / batch)
     return min(found)

@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,16 @@ def wait_for(device: torch.device) -> None:
     """Until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock for what this thread computes, all of it done.
+
+    Where it computes alone, of the time that it runs: what other processes take of its core is not counted, so that a
+    busy machine is measured as an idle one.
+    """
+    wait_for(device)
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def expected(seconds: Sequence[float]) -> float:

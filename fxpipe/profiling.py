@@ -7,7 +7,6 @@ As in a step, a backward comes long after its forward: what it reads is no longe
 time of small models. Rounds spread a block's runs over time: a machine that others use is slower for seconds at a time.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -135,11 +134,9 @@ class Profiler:
         self._time(("backward", number, size), partial(part.backward, saved, *tangents))
 
     def _time(self, label: Label, run: Callable[[], Any]) -> Any:
-        timing.wait_for(self._device)
-        started = time.perf_counter()
+        started = timing.now(self._device)
         made = run()
-        timing.wait_for(self._device)
-        self._taken[label].append(time.perf_counter() - started)
+        self._taken[label].append(timing.now(self._device) - started)
         return made
 
     def _draws(self) -> dict[str, tuple[Draw, int]]:

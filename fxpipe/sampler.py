@@ -14,9 +14,10 @@ import torch
 
 from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
+from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.pipelines import recorded_call, shell, with_components, with_submodule
-from fxpipe.options import check_counts
+from fxpipe.options import check_cost_model, check_counts
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.sample_grid import Grid
@@ -168,16 +169,22 @@ class Sampler:
             raise CompileError(f"form={form!r}: the programs have the forms {', '.join(self.step.forms)}")
         return Traffic(self.step.messages_of[form])
 
-    def simulate(self, steps: int = 1, cluster: Cluster | str | None = None) -> Timeline:
+    def simulate(
+        self, steps: int = 1, cluster: Cluster | str | None = None, cost_model: CostModel | None = None
+    ) -> Timeline:
         """Predict the denoiser's part of a call from the programs of all ranks: time, traffic and memory of each.
 
         Args:
             steps: of the call, from its first; what follows displaced ones is as long as the last of them.
             cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
+            cost_model: seconds of operations, such as `cost_models.timed.Timed()`, which times them here; the one
+                compiled for where left out.
         """
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         check_counts(steps=steps)
-        ops = self.denoiser.lowering.ops(self.step, steps)
+        if cost_model is not None:
+            check_cost_model(cost_model)
+        ops = self.denoiser.lowering.ops(self.step, steps, cost_model)
         return timeline(ops, network.require(self.grid.world_size))
 
     def trace(self, path: str | Path, steps: int = 1) -> Path:

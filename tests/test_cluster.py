@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import network as measuring
 from cost_models.devices import DEVICES
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import FAMILIES, INSIDE, LINKS, Link
 from fxpipe.cluster.network import fair_rates, route
 from fxpipe.errors import CompileError
 
+GIGABIT = 125e6
 FAST, SLOW = Link("fast", 100.0, 1.0), Link("slow", 10.0, 5.0)
 TWO_NODES = Cluster("toy", (Level(4, FAST), Level(2, SLOW)))
 ONE_NODE = Cluster("toy", (Level(4, FAST),))
@@ -176,3 +178,12 @@ def test_collectives_are_no_faster_than_their_bytes(ranks: set[int], num_bytes: 
     gather = TWO_NODES.all_gather_seconds(sorted(ranks), num_bytes)
     assert gather >= least * (1 - 1e-9)
     assert 2 * gather >= TWO_NODES.all_reduce_seconds(sorted(ranks), num_bytes) >= 2 * least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("both", "bandwidth", "duplex"), [(0.9, 0.9, True), (0.5, 1.0, False)])
+def test_a_measured_link_is_what_a_direction_reaches_beside_the_other(
+    both: float, bandwidth: float, duplex: bool
+) -> None:
+    (level,) = measuring.cluster(1e-4, GIGABIT, both * GIGABIT, 0.25, 2).levels
+    assert level.link.bandwidth_bytes_per_second == pytest.approx(bandwidth * GIGABIT)
+    assert (level.link.duplex, level.link.shared, level.link.taken_share) == (duplex, not duplex, 0.25)

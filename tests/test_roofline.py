@@ -158,3 +158,4 @@ def test_the_machine_at_hand() -> None:
     large = NodeCost(forward_flops=sympy.Integer(10**11), dtype=torch.float32, kind="matrix")
     small = NodeCost(forward_flops=sympy.Integer(10**3), dtype=torch.float32, kind="matrix")
     assert seconds_of(model, large, 1).forward > seconds_of(model, small, 1).forward > 0
+    assert max(model.matrix_efficiency, model.convolution_efficiency, model.attention_efficiency) == 1.0  # type: ignore[type-var]

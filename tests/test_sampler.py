@@ -9,6 +9,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 
 import fxpipe
+from cost_models.devices import device
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.transport import Transport
@@ -274,6 +275,7 @@ def test_time_is_predicted_from_the_programs(pipe: StableDiffusionPipeline, tmp_
     shared = fxpipe.compile_sampler(pipe, 2, example=call(1, 256, 192))
     assert alone / 2 <= shared.simulate().makespan_seconds < alone
     assert shared.simulate(cluster="2x1xV100+Ethernet-1").makespan_seconds > shared.simulate().makespan_seconds
+    assert shared.simulate(cost_model=device("CPU")).makespan_seconds > shared.simulate().makespan_seconds
     assert "predict" in shared.trace(tmp_path / "trace.json").read_text()
 
 

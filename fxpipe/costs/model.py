@@ -14,6 +14,7 @@ import numpy as np
 import sympy
 
 from fxpipe.costs import NodeCost
+from fxpipe.costs.operations import Operation
 from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
@@ -78,6 +79,10 @@ class CostModel(Protocol):
     def chain_seconds(self, moved: Sequence[tuple[int, int]]) -> float:
         """Seconds of kernels that only move memory, each what the one before has made: bytes read and written."""
         return sum(self.moving_seconds(*kernel) for kernel in moved)
+
+    def operation_seconds(self, operations: Sequence[Operation]) -> Sequence[float | None]:
+        """Seconds of a patch's operations at their own sizes, where the model times them; None: by their counts."""
+        return [None] * len(operations)
 
     def drawing_seconds(self, target: str, num_bytes: int) -> float:
         """Seconds to draw so many bytes of random numbers by an operation: on GPUs hardly any."""

@@ -141,12 +141,13 @@ class SampleLowering:
         rows = case.rows(case.num_samples)
         return SampleStep(case.traced, plan, rows.inputs, case.likes, tuple(programs), messages, str(rows))
 
-    def ops(self, step: SampleStep, num_steps: int) -> StepOps:
+    def ops(self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None) -> StepOps:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""
         rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
         forms = [{"fresh": Form(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
-        return sample_ops(programs, sent, step.likes, partial(_seconds_of, self.cost_model, self.request.speeds))
+        by = cost_model or self.cost_model
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, self.request.speeds))
 
 
 def _piped(case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:

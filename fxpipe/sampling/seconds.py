@@ -1,7 +1,8 @@
 """Seconds of a denoiser's operations, forward.
 
 One of ATen's is a kernel by its FLOPs and bytes. One of a patch's own (`row_ops`, `displaced_ops`) is the kernels that
-it is made of, each of which moves bytes: at small patches their number is what counts.
+it is made of, each of which moves bytes: at small patches their number is what counts. A model that times operations is
+asked for each first.
 """
 
 import operator
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.flops import node_costs
 from fxpipe.costs.model import CostModel, node_seconds
+from fxpipe.costs.operations import Operation
 from fxpipe.costs.table import CostTable
 from fxpipe.plan import displaced_ops, ops, row_ops
 from passes.sampling import exchanges
@@ -58,12 +60,14 @@ def _like(value: Any) -> Any:
 
 
 def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, float]:
-    stand_ins = {node: _attention(node) for node in operations if node.target is row_ops.attend}
-    of_aten = [node for node in operations if isinstance(node.target, torch._ops.OpOverload)] + [*stand_ins.values()]
+    found = _timed(model, operations)
+    left = [node for node in operations if node not in found]
+    stand_ins = {node: _attention(node) for node in left if node.target is row_ops.attend}
+    of_aten = [*filter(_is_aten, left), *stand_ins.values()]
     for read in {operand for node in of_aten for operand in (node, *node.all_input_nodes)}:
         read.meta["requires_grad"] = False
     costs = node_costs(of_aten)
-    found = dict(zip(costs, node_seconds(model, CostTable.of(costs.values()), 1).forward.tolist(), strict=True))
+    found |= zip(costs, node_seconds(model, CostTable.of(costs.values()), 1).forward.tolist(), strict=True)
     found |= {node: found.pop(stand_in) for node, stand_in in stand_ins.items()}
     for node in operations:
         value = (node.args[1] if node.target is displaced_ops.put else node).meta.get("val")  # type: ignore[union-attr]
@@ -73,8 +77,8 @@ def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, f
             operand, num_groups = node.args
             found[node] = own_seconds(model, row_ops.moments, operand.meta["val"], num_groups)  # type: ignore[union-attr]
             found[node] += own_seconds(model, row_ops.merge_moments, [value, value], [1, 1])
-        elif (kernels := _kernels(node)) is not None:
-            found[node] = model.chain_seconds(kernels)
+        elif _is_own(node) and not node.kwargs and (operation := Operation.of_node(node)) is not None:
+            found[node] = model.chain_seconds(_kernels(operation))
         elif isinstance(value, torch.Tensor):
             found[node] = model.moving_seconds(value.nbytes, value.nbytes)
     return found
@@ -94,36 +98,31 @@ def _attention(node: fx.Node) -> fx.Node:
 
 def own_seconds(model: CostModel, operation: Callable[..., Any], *arguments: Any) -> float:
     """Of one of a patch's own operations on these arguments, tensors on any device."""
-    leaves, spec = pytree.tree_flatten(arguments)
-    likes = tuple(_Like.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return model.chain_seconds(_kernels_of(operation, likes, spec))
+    return model.chain_seconds(_kernels(Operation.of(operation, *arguments)))
 
 
-def _kernels(node: fx.Node) -> tuple[tuple[int, int], ...] | None:
-    """Bytes that each kernel of one of a patch's own operations reads and writes; None where values are not known."""
-    if getattr(node.target, "__module__", "") not in _OWN or node.kwargs:
-        return None
-    values = {operand: operand.meta.get("val") for operand in node.all_input_nodes}
-    likes = {operand: _Like.of(value) for operand, value in values.items() if isinstance(value, torch.Tensor)}
-    if len(likes) < len(values):
-        return None
-    leaves, spec = pytree.tree_flatten(fx.map_arg(node.args, lambda operand: likes[operand]))
-    return _kernels_of(node.target, tuple(leaves), spec)
+def _timed(model: CostModel, nodes: Iterable[fx.Node]) -> dict[fx.Node, float]:
+    """Of the operations that the model times."""
+    able = {node: Operation.of_node(node) for node in nodes if _is_aten(node) or _is_own(node)}
+    known = {node: operation for node, operation in able.items() if operation is not None}
+    taken = model.operation_seconds([*known.values()])
+    return {node: seconds for node, seconds in zip(known, taken, strict=True) if seconds is not None}
 
 
-class _Like(tuple[Any, ...]):
-    """Shape and type of a tensor."""
+def _is_aten(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)
 
-    @staticmethod
-    def of(value: torch.Tensor) -> "_Like":
-        return _Like((tuple(value.shape), value.dtype))
+
+def _is_own(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") in _OWN
 
 
 @cache
-def _kernels_of(target: Any, leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> tuple[tuple[int, int], ...]:
-    made = [torch.empty(one[0], dtype=one[1], device=_META) if isinstance(one, _Like) else one for one in leaves]
+def _kernels(operation: Operation) -> tuple[tuple[int, int], ...]:
+    """Bytes that each kernel of one of a patch's own operations reads and writes."""
+    run = operation.bound(_META)
     with _Counted() as counted, torch.no_grad():
-        target(*pytree.tree_unflatten(made, spec))
+        run()
     return tuple(counted.moved)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.settings import Settings, settings_of
+from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.run.ownership import require_new
 from fxpipe.run.ranks import Ranks
@@ -36,7 +37,7 @@ class Lowering(Protocol):
         """The programs of all ranks for so many samples."""
         ...
 
-    def ops(self, step: SampleStep, num_steps: int) -> StepOps:
+    def ops(self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None) -> StepOps:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""
         ...
 

@@ -84,8 +84,8 @@ def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor]) -> d
     with meter, torch.no_grad():
         walk = _Walk(program.graph, state, meter)
         walk.run(*(likes.get(node.name) for node in program.graph.find_nodes(op="placeholder")))
-    for node, (shape, dtype) in walk.values.items():
-        node.meta["val"] = torch.empty(shape, dtype=dtype, device=_META)
+    for node, (shape, strides, dtype) in walk.values.items():
+        node.meta["val"] = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
     return walk.found
 
 
@@ -96,7 +96,7 @@ class _Walk(fx.Interpreter):
         super().__init__(fx.GraphModule(torch.nn.Module(), fx.Graph()), graph=graph)
         self.state, self.meter = state, meter
         self.found: dict[fx.Node, Bytes] = {}
-        self.values: dict[fx.Node, tuple[torch.Size, torch.dtype]] = {}
+        self.values: dict[fx.Node, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._last: tuple[fx.Node, int, int] | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -111,7 +111,7 @@ class _Walk(fx.Interpreter):
         else:
             result = super().run_node(n)
         if isinstance(result, torch.Tensor):
-            self.values[n] = result.shape, result.dtype
+            self.values[n] = result.shape, result.stride(), result.dtype
         self._last = n, before, self.meter.now
         return result
 
