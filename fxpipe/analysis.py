@@ -281,8 +281,9 @@ def priced_name(given: CostModel | str, found: CostModel) -> str:
     """The cost model as a plan names it, with the numbers that were measured; "" where it has no name."""
     if not isinstance(given, str):
         return ""
-    is_measured = given.lower().startswith(devices.MEASURED) and isinstance(found, Roofline)
-    return devices.told(given, found) if is_measured else given
+    if given.lower().startswith(devices.MEASURED) and isinstance(found, Roofline):
+        return devices.told(given, found)
+    return given
 
 
 def shared_cost_model(given: CostModel | str, world_size: int) -> CostModel:
