@@ -6,6 +6,7 @@ by default, its matrix products under `torch.set_float32_matmul_precision("high"
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -82,11 +83,13 @@ MEASURED = "measured"
 def device(name: str = "A100-80GB") -> Roofline:
     """The device of that name, spelled freely; `H100@bfloat16` costs a float32 graph as bfloat16.
 
-    "measured" is the machine at hand, calibrated now, in seconds.
+    "measured" is the machine at hand, calibrated now, in seconds; with the numbers of `told`, as it was then.
 
     Raises:
         CompileError: there is none; lists them.
     """
+    if name.lower().startswith(MEASURED) and "{" in name:
+        return _told(name)
     wanted, _, precision = name.partition("@")
     names = {key.lower(): key for key in DEVICES}
     key = "-".join(wanted.split()).lower()
@@ -95,6 +98,18 @@ def device(name: str = "A100-80GB") -> Roofline:
         raise CompileError(f"unknown device {wanted!r}; known are {known}, or make a Roofline of your own")
     found = measured() if key == MEASURED else DEVICES[names[key]]
     return replace(found, compute_dtype=_dtype(precision)) if "@" in name else found
+
+
+def told(name: str, found: Roofline) -> str:
+    """A name that tells `device` all of a measured device, in any process: "measured {"peak_flops": ...}"."""
+    return f"{name.partition(' {')[0]} {json.dumps(found.as_dict())}"
+
+
+def _told(name: str) -> Roofline:
+    try:
+        return Roofline.from_dict(json.loads(name[name.index("{") :]))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CompileError(f"{name!r} does not tell a measured device: {error}; measure it again") from None
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -294,6 +294,23 @@ def given_cost_model(given: CostModel | str) -> CostModel:
     return devices.device(given)
 
 
+def priced(given: CostModel | str | None, known: str, cluster: Cluster) -> CostModel | str:
+    """What a step is costed by: what the user gives, else by what the plan is that it comes with, else the cluster's
+    device. A machine that the plan's maker measured is not measured again."""
+    if isinstance(given, str) and known.startswith(f"{given} {{"):
+        return known
+    return given or known or cluster.device
+
+
+def priced_name(given: CostModel | str, found: CostModel) -> str:
+    """The cost model as a plan names it, with the numbers that were measured; "" where it has no name."""
+    if not isinstance(given, str):
+        return ""
+    if given.lower().startswith(devices.MEASURED) and isinstance(found, Roofline):
+        return devices.told(given, found)
+    return given
+
+
 def shared_cost_model(given: CostModel | str, world_size: int) -> CostModel:
     """As `given_cost_model`; of a launch's ranks only rank 0 measures, so that all cut and plan by the same numbers."""
     if not isinstance(given, str) or not given.lower().startswith(devices.MEASURED) or join(world_size) is None:

@@ -17,7 +17,18 @@ from typing import Any
 
 import torch
 
-from fxpipe.analysis import CostedStep, Cut, Example, Observe, costed_step, example_of, planned_cut, shared_cost_model
+from fxpipe.analysis import (
+    CostedStep,
+    Cut,
+    Example,
+    Observe,
+    costed_step,
+    example_of,
+    planned_cut,
+    priced,
+    priced_name,
+    shared_cost_model,
+)
 from fxpipe.back_end import BackEnd
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
@@ -249,8 +260,8 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     known = given_plan(given["plan"], world_size, limit, **counts, **choices)
     network = given_cluster(known.cluster if known and given["cluster"] is None else given["cluster"], world_size)
     network.require_alike()
-    priced = given["cost_model"] or (known.cost_model if known else "") or network.device
-    seconds_of, asked = shared_cost_model(priced, world_size), given_schedule(given["schedule"], world_size)
+    by = priced(given["cost_model"], known.cost_model if known else "", network)
+    seconds_of, asked = shared_cost_model(by, world_size), given_schedule(given["schedule"], world_size)
     batch_size = known.batch_size * known.cut.rows if known else given["batch_size"]
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
@@ -264,7 +275,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     )  # fmt: skip
     if known is None:
         require_possible(request)
-    name = priced if isinstance(priced, str) else ""
+    name = priced_name(by, seconds_of)
     return Requested(example, request, cut, network, seconds_of, name, where, known, captures)
 
 

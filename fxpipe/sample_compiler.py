@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.analysis import Observe, shared_cost_model
+from fxpipe.analysis import Observe, priced, priced_name, shared_cost_model
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
@@ -155,15 +155,15 @@ def compile_sampler(
     # programs: for the example, and for other calls when they come
     rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
-    priced = cost_model or (known.cost_model if known else "") or network.device
+    price = priced(cost_model, known.cost_model if known else "", network)
+    by = shared_cost_model(price, world_size)
     how = How(mode, warmup, norms, advance and stages is None) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
     asked = replace(asked, speeds=network.speeds[:world_size])
-    texts = str(network), priced if isinstance(priced, str) else ""
+    texts = str(network), priced_name(price, by)
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit, objective)
     tracing = Tracing(rows_of, sizes, captures, observe)
-    by = shared_cost_model(priced, world_size)
     lowering = SampleLowering(asked, tracing, where, by, observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
     if objective == "throughput" and known is None:

@@ -5,11 +5,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import fxpipe
+from cost_models.devices import device
 from fxpipe.plan.plan import Plan
+from tests import toy_model
 from tests.test_cli import TOY, invoke
 
 FROZEN, WIDER = (f"{Path(__file__).parent / 'toy_model.py'}:{name}" for name in ("frozen", "wider"))
@@ -115,6 +119,20 @@ def test_what_does_not_go_with_a_plan_is_told(given: list[str], says: str, saved
     code, _, stderr = invoke("simulate", *given, "--plan", str(saved))
     assert (code, stderr.count("\n")) == (2, 1)
     assert says in stderr
+
+
+def test_a_plan_by_a_measured_machine_holds_where_it_would_be_measured_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are cut by the machine's seconds: the plan says which they were."""
+    monkeypatch.setattr("cost_models.devices.measured", lambda: device("CPU"))
+    plan = fxpipe.compile(toy_model.frozen(), 2, batch_size=8, cost_model="measured", budget=0.0).plan
+    monkeypatch.setattr("cost_models.devices.measured", lambda: pytest.fail("measured again"))
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "plan.txt").write_text(str(plan))
+    assert fxpipe.compile(toy_model.frozen(), 2, plan=tmp_path / "plan.json").plan == plan
+    text = fxpipe.compile(toy_model.frozen(), 2, plan=tmp_path / "plan.txt", cost_model="measured").plan
+    assert text == replace(plan, outcomes=())
 
 
 def test_what_the_plan_says_may_be_said_beside_it(saved: Path) -> None:

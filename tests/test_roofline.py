@@ -60,6 +60,8 @@ def test_precision_in_a_name() -> None:
         ("B300", "unknown device 'B300'; known are A100-80GB, A100-40GB"),
         ("H100@int8", "unknown precision 'int8' after '@'; choose one of bfloat16"),
         ("H100@", "unknown precision ''"),
+        ("measured {}", "does not tell a measured device: 'peak_flops'; measure it again"),
+        ("measured {", "does not tell a measured device"),
     ],
 )
 def test_unknown_names_are_refused(name: str, says: str) -> None:

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.compiler import requested
 from fxpipe.models.self_conditioning import conditioned
+from passes.placement.cascade import first_pass
 from tests.distributed import run_processes
 
 SEED, STEPS = 5, 6
@@ -122,6 +124,14 @@ def test_both_passes_of_a_stage_are_on_its_rank() -> None:
     assert program.step.without is not None
     sent = [sum(m.num_bytes for m in step.messages) for step in (program.step, program.step.without)]
     assert sent[1] < sent[0]
+
+
+def test_replicas_leave_the_first_pass_out_too() -> None:
+    asked = requested(fxpipe.SelfConditioning(Step()), 2, batch_size=4, data_parallel=2, cache=False)
+    costed = asked.analysed()
+    plan = asked.planned(costed)
+    length = first_pass(costed.graph, costed.blocks)
+    assert length in plan.staged.boundaries[1:-1]
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,13 @@ def test_blocks_are_recomputed_where_memory_asks_for_it_and_no_more_than_that() 
         found(2, 64, memory_limit_bytes=(free.needs + least.needs) // 2, recompute=False, **asked)
 
 
+def test_the_only_way_is_taken_however_few_the_blocks() -> None:
+    """One micro-batch is for one pipeline, whose ranks are more than there are blocks to train."""
+    world_size = len(case().blocks) + 1
+    best = found(world_size, 2 * world_size, microbatches=1, fill="none").best
+    assert best.placed.pipelines == [(*range(world_size),)]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from math import ceil, inf, log2
 from typing import TYPE_CHECKING
@@ -144,14 +146,11 @@ def all_reduce_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float)
     bytes twice through every port (Sanders, Speck, Traff, Parallel Computing 35, 2009). Hierarchical: reduce-scatter
     within the nodes, rings across them on every part, gather within (Cho et al., BlueConnect, SysML 2019).
     """
-    ranks = _checked(ranks)
     if len(ranks) < 2 or not num_bytes:
         return 0.0
-    latency, busy = _ring(cluster, [ranks], num_bytes)
-    num = len(ranks)
-    ring = 2 * (num - 1) * (latency + busy / num)
-    tree = 2 * ceil(log2(num)) * latency + 2 * busy
-    return min(ring, tree, 2 * _hierarchical(cluster, ranks, num_bytes))
+    found = _group(cluster, tuple(ranks))
+    tree = 2 * ceil(log2(found.num)) * found.ring.latency + 2 * found.ring.busy * num_bytes
+    return min(2 * found.ring.seconds(num_bytes), tree, 2 * found.hierarchical_seconds(num_bytes))
 
 
 def all_gather_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
@@ -159,48 +158,78 @@ def all_gather_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float)
 
     A ring of n-1 steps (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005), or one across nodes and one within.
     """
-    ranks = _checked(ranks)
-    if len(ranks) < 2 or not num_bytes:
-        return 0.0
-    latency, busy = _ring(cluster, [ranks], num_bytes)
-    return min((len(ranks) - 1) * (latency + busy / len(ranks)), _hierarchical(cluster, ranks, num_bytes))
+    return 0.0 if len(ranks) < 2 or not num_bytes else _group(cluster, tuple(ranks)).gather_seconds(num_bytes)
 
 
-def _checked(ranks: Sequence[int]) -> list[int]:
+@dataclass(frozen=True)
+class _Rings:
+    """Rings of `num` ranks, all at once: the latency of a step, and of the busiest port seconds per byte that each rank
+    sends to the next."""
+
+    num: int
+    latency: float
+    busy: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of num - 1 steps, each of an equal part."""
+        return (self.num - 1) * (self.latency + self.busy * num_bytes / self.num)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks of a collective: one ring, and rings `across` nodes that are filled evenly with several each, and
+    those `within` nodes, of which equal ones count once."""
+
+    num: int
+    ring: _Rings
+    inside: int = 1
+    across: _Rings | None = None
+    within: tuple[_Group, ...] = ()
+
+    def gather_seconds(self, num_bytes: float) -> float:
+        return min(self.ring.seconds(num_bytes), self.hierarchical_seconds(num_bytes))
+
+    def hierarchical_seconds(self, num_bytes: float) -> float:
+        """A gather (or a reduce-scatter): across the nodes, a ring per place in a node, then in all nodes at once."""
+        if self.across is None:
+            return inf
+        within = max(node.gather_seconds(num_bytes) for node in self.within)
+        return self.across.seconds(num_bytes / self.inside) + within
+
+
+@lru_cache(maxsize=1 << 14)
+def _group(cluster: Cluster, ranks: tuple[int, ...]) -> _Group:
     if len(set(ranks)) < len(ranks):
         raise CompileError(f"a collective over ranks {list(ranks)} names one twice")
-    return sorted(ranks)
+    ranks = tuple(sorted(ranks))
+    ring, nodes = _rings(cluster, [ranks]), _nodes(cluster, ranks)
+    inside = len(nodes[0])
+    if inside == 1 or len(nodes) == 1 or any(len(node) != inside for node in nodes):
+        return _Group(len(ranks), ring)
+    across = _rings(cluster, list(zip(*nodes, strict=True)))
+    within = dict.fromkeys(_group(cluster, tuple(node)) for node in nodes)
+    return _Group(len(ranks), ring, inside, across, tuple(within))
 
 
-def _ring(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float) -> tuple[float, float]:
-    """Latency of a step, and seconds of the busiest port if every rank of every ring sends `num_bytes` to the next."""
+def _rings(cluster: Cluster, rings: Sequence[Sequence[int]]) -> _Rings:
     latency = 0.0
     seconds: defaultdict[Port, float] = defaultdict(float)
     for source, target in ((ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))):
         link, ports = route(cluster, source, target)
         latency = max(latency, link.latency_seconds)
         for port in ports:
-            seconds[port] += num_bytes / link.bandwidth_bytes_per_second
-    return latency, max(seconds.values())
+            seconds[port] += 1 / link.bandwidth_bytes_per_second
+    return _Rings(len(rings[0]), latency, max(seconds.values()))
 
 
-def _hierarchical(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """A gather (or a reduce-scatter): rings across the nodes, one per place in a node, then rings in all nodes at once.
-
-    Infinite where the ranks fill their nodes unevenly, or have only one.
-    """
-    span = cluster.num_ranks
+def _nodes(cluster: Cluster, ranks: Sequence[int]) -> list[list[int]]:
+    """The ranks by the members of the outermost level that they are several of."""
+    span, groups = cluster.num_ranks, dict[int, list[int]]()
     for level in reversed(cluster.levels):
         span //= level.size
-        groups: dict[int, list[int]] = {}
+        groups = {}
         for rank in ranks:
             groups.setdefault(rank // span, []).append(rank)
         if len(groups) > 1:
             break
-    nodes = list(groups.values())
-    inside, num = len(nodes[0]), len(nodes)
-    if inside == 1 or any(len(node) != inside for node in nodes):
-        return inf
-    latency, busy = _ring(cluster, list(zip(*nodes, strict=True)), num_bytes / inside)
-    within = max(all_gather_seconds(cluster, node, num_bytes) for node in nodes)
-    return (num - 1) * (latency + busy / num) + within
+    return list(groups.values())

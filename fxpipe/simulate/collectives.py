@@ -11,6 +11,7 @@ each node one by one. What messages use of the links meanwhile is not counted.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Port, route
@@ -43,14 +44,21 @@ class Collective:
         return f"{COLLECTIVES[self.kind]} of {human_bytes(self.num_bytes)} over ranks {ranks}"
 
 
+class _Issued(NamedTuple):
+    """A group's collectives: their edges as the first rank issues them, and how many every rank has issued."""
+
+    order: list[int]
+    counts: dict[int, int]
+
+
 class Collectives:
     """All that are under way on a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._issued: dict[int, dict[int, float]] = {}  # edge -> rank -> when
-        self._order: dict[tuple[int, ...], list[int]] = {}  # edges as the first rank of each group issues them
-        self._counts: dict[tuple[tuple[int, ...], int], int] = {}  # how many a rank has issued in a group
+        self._groups: dict[tuple[int, ...], _Issued] = {}
+        self._group_of: dict[int, _Issued] = {}  # by edge: many ranks are hashed for long
         self._free: dict[tuple[int, ...] | Port, float] = {}  # by group, and by port
 
     def issue(self, now: float, rank: int, collective: Collective) -> tuple[float, float] | None:
@@ -71,9 +79,12 @@ class Collectives:
         return start, end
 
     def _keep_order(self, rank: int, collective: Collective) -> None:
-        assert rank in collective.ranks, f"rank {rank} issues {collective}"
-        order = self._order.setdefault(collective.ranks, [])
-        count = self._counts.get((collective.ranks, rank), 0)
+        if collective.edge not in self._group_of:
+            issued = self._groups.setdefault(collective.ranks, _Issued([], dict.fromkeys(collective.ranks, 0)))
+            self._group_of[collective.edge] = issued
+        order, counts = self._group_of[collective.edge]
+        assert rank in counts, f"rank {rank} issues {collective}"
+        count = counts[rank]
         if count == len(order):
             order.append(collective.edge)
         if order[count] != collective.edge:
@@ -81,7 +92,7 @@ class Collectives:
                 f"rank {rank} issues collective {collective.edge} where another rank of {collective.ranks} has issued "
                 f"{order[count]}; a group's ranks issue theirs in one order"
             )
-        self._counts[collective.ranks, rank] = count + 1
+        counts[rank] = count + 1
 
 
 @lru_cache(maxsize=1 << 12)

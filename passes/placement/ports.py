@@ -6,6 +6,7 @@ Schedules are simulated with every transfer as a lag of its own, which hides tha
 this bound is what a step takes.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import lcm
@@ -16,6 +17,7 @@ from fxpipe.plan.block_graph import BlockGraph, Edge
 from fxpipe.plan.staged import Staged
 
 Ranks = tuple[int, ...]
+_Hop = tuple[Ranks, Ranks, bool]
 
 
 def message_seconds(
@@ -37,19 +39,23 @@ def message_seconds(
 
 def _rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int], relayed: bool) -> dict[tuple[int, int], float]:
     """Bytes a step from rank to rank: a value one way, its gradient back."""
-    found: dict[tuple[int, int], float] = {}
-    samples: dict[tuple[int, int], list[int]] = {}
+    there, back = Counter[_Hop](), Counter[_Hop]()  # bytes of a sample, or of a value that all samples share
     for edge in (edge for edge in graph.edges if isinstance(edge.producer, int)):
         for made, reading in _hops(edge, staged, relayed):
-            counts = len(made), len(reading)
-            if counts not in samples:
-                turns = lcm(*counts)
-                samples[counts] = [sum(sizes[turn::turns]) for turn in range(turns)]
-            for turn, num_samples in enumerate(samples[counts]):
-                pair = made[turn % counts[0]], reading[turn % counts[1]]
-                for a, b in (pair, pair[::-1]) if edge.requires_grad else (pair,):
-                    if a != b:
-                        found[a, b] = found.get((a, b), 0.0) + edge.num_bytes(num_samples)
+            there[made, reading, edge.batched] += edge.bytes_per_sample
+            back[made, reading, edge.batched] += edge.requires_grad * edge.bytes_per_sample
+    found, samples = dict[tuple[int, int], float](), dict[int, list[int]]()
+    for hop, forward in there.items():
+        made, reading, batched = hop
+        turns = lcm(len(made), len(reading))
+        if turns not in samples:
+            samples[turns] = [sum(sizes[turn::turns]) for turn in range(turns)]
+        for turn, num_samples in enumerate(samples[turns]):
+            a, b = made[turn % len(made)], reading[turn % len(reading)]
+            if a != b:
+                times = num_samples if batched else 1
+                found[a, b] = found.get((a, b), 0.0) + times * forward
+                found[b, a] = found.get((b, a), 0.0) + times * back[hop]
     return found
 
 

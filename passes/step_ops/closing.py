@@ -5,7 +5,8 @@ whose weights then begin the next step; those of
 tied weights go to the first rank that has one, are added there, and go back to all that hold the weight.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,8 +56,22 @@ class Closing:
     def scattered(self, stage: int, rank: int) -> tuple[int, int]:
         """Bytes of the sums that a rank has of a stage's gradients, and of what is moved for them."""
         reduction = self.reductions[stage]
-        own = sum(size for name, size in self._own[stage].items() if self.owners[name] == rank)
+        own = self._owned.get((stage, rank), 0)
         return own, scattered_bytes(reduction.num_bytes, own, len(reduction.ranks))
+
+    @cached_property
+    def _owned(self) -> Mapping[tuple[int, int], int]:
+        """By stage and rank: bytes of its weights that the rank trains."""
+        found = Counter[tuple[int, int]]()
+        for stage, sizes in self._own.items():
+            for name, size in sizes.items():
+                found[stage, self.owners[name]] += size
+        return found
+
+    @cached_property
+    def reduced(self) -> Mapping[int, int]:
+        """The stage of every reduction, by edge."""
+        return {reduction.edge: stage for stage, reduction in self.reductions.items()}
 
     @cached_property
     def tied(self) -> list[TiedGradient]:

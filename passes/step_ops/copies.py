@@ -80,10 +80,9 @@ def _renamed(ops: Sequence[Op], messages: dict[int, PlannedMessage], actions: Se
 
 def _resized(closing: Closing, op: Op, model: int, rank: int) -> Op:
     """Sums of gradients over replicas take what is this rank's own."""
-    stages = {of.edge: stage for stage, of in closing.reductions.items()}
-    if op.collective is None or op.memory is None or op.collective.edge not in stages:
+    if op.collective is None or op.memory is None or op.collective.edge not in closing.reduced:
         return op
-    stage = stages[op.collective.edge]
+    stage = closing.reduced[op.collective.edge]
     (_, before), (own, moved) = closing.scattered(stage, model), closing.scattered(stage, rank)
     taken, freed, sent, *most = op.memory
     if op.kind == "reduce_scatter":

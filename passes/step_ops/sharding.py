@@ -6,6 +6,7 @@ The largest first, each to the rank that has least so far (Graham, SIAM J. Appl.
 """
 
 from collections.abc import Mapping, Sequence
+from heapq import heapreplace
 
 
 def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -17,8 +18,15 @@ def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequenc
     """
     candidates = [(size, name, stage) for stage, of_stage in sizes.items() for name, size in of_stage.items()]
     loads = dict.fromkeys((rank for stage in sizes for rank in stage_ranks[stage]), 0)
+    groups = {stage: tuple(sorted(stage_ranks[stage])) for stage in sizes}
+    least = {ranks: [(0, rank) for rank in ranks] for ranks in groups.values()}  # heaps: loads never fall
+    heaps = {stage: least[ranks] for stage, ranks in groups.items()}
     found: dict[str, int] = {}
     for size, name, stage in sorted(candidates, key=lambda item: (-item[0], item[1])):
-        owner = min(sorted(stage_ranks[stage]), key=loads.__getitem__)
+        heap = heaps[stage]
+        while heap[0][0] != loads[heap[0][1]]:  # it has grown by a stage of other ranks
+            heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        owner = heap[0][1]
         found[name], loads[owner] = owner, loads[owner] + size
+        heapreplace(heap, (loads[owner], owner))
     return found

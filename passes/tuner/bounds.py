@@ -126,11 +126,14 @@ def busiest_seconds(seconds: ActionSeconds, sizes: Sequence[int]) -> float:
     """Of the rank with most to compute, frozen work aside: micro-batch m of stage s is that of its replica m modulo
     their number."""
     staged, busy = seconds.staged, [0.0] * seconds.staged.world_size
+    shares: dict[int, list[dict[int, int]]] = {}  # by a number of replicas: of each, its micro-batches by their size
     for stage in (stage for stage in range(staged.num_stages) if staged.blocks(stage)):
         ranks = staged.stage_ranks[stage]
-        for turn, rank in enumerate(ranks):
-            for size, count in Counter(sizes[turn :: len(ranks)]).items():
-                busy[rank] += count * sum(seconds.of(Action(stage, kind, 0), size) for kind in "FB")
+        if len(ranks) not in shares:
+            shares[len(ranks)] = [Counter(sizes[turn :: len(ranks)]) for turn in range(len(ranks))]
+        of = {size: sum(seconds.of(Action(stage, kind, 0), size) for kind in "FB") for size in {*sizes}}
+        for rank, share in zip(ranks, shares[len(ranks)], strict=True):
+            busy[rank] += sum(count * of[size] for size, count in share.items())
     return max(busy)
 
 

@@ -38,15 +38,20 @@ def candidates(case: Case, request: Request) -> Iterator[Candidate]:
     """
     forms = _forms(case, request)
     levels = case.cluster.levels_of(case.world_size)
-    for found, microbatches in _ways(request, _names(case, request), levels > 1):
-        if request.stages is None and request.is_open and found.stages > max(found.places, len(case.blocks) // 2):
-            continue  # too few blocks to balance several stages per rank
-        if request.data_parallel is None and 1 < len(case.blocks) < found.places < request.batch_size:
-            continue  # some rank would have nothing to train, and others may share its samples
+    ways = [*_ways(request, _names(case, request), levels > 1)]
+    for found, microbatches in [way for way in ways if _is_sensible(case, request, way[0])] or ways:
         if found.is_uneven and microbatches < found.places:
             continue  # some replica would have nothing to do
         for ahead in forms:
             yield Candidate(found, microbatches, ahead, compute_seconds(case, found, microbatches, ahead))
+
+
+def _is_sensible(case: Case, request: Request, found: Shape) -> bool:
+    """Whether a shape is looked at where there are others."""
+    if request.stages is None and request.is_open and found.stages > max(found.places, len(case.blocks) // 2):
+        return False  # too few blocks to balance several stages per rank
+    # some rank would have nothing to train, and others may share its samples
+    return not (request.data_parallel is None and 1 < len(case.blocks) < found.places < request.batch_size)
 
 
 def require_possible(request: Request) -> None:

@@ -28,6 +28,7 @@ from passes.fill.per_device import no_fill, per_device
 from passes.fill.problem import FillProblem, Interval
 from passes.fill.result import Fill
 from passes.placement import buckets
+from passes.placement.cascade import first_pass
 from passes.placement.frozen_ranks import home_ranks
 from passes.placement.place import Shape, balanced, place
 from passes.step_ops import step_ops
@@ -227,12 +228,13 @@ class Trials:
         return self._placed[key]
 
     def _bucketed(self, shape: Shape, staged: Staged) -> Iterator[Staged]:
-        """For pipelines of one rank: stages of equal gradients, and as data parallel training has them."""
+        """For pipelines of one rank: stages of equal gradients, and as data parallel training has them; none of both
+        passes, of which the first may be left out."""
         costs, asked = self.case.costs, self.request
         if shape.places > 1 or shape.stages == 1 or asked.stages is not None or not asked.is_open:
             return
         for size in (sum(costs.trained_bytes) / shape.stages, buckets.BUCKET_BYTES):
-            boundaries = buckets.buckets(costs, size)
+            boundaries = tuple(sorted({*buckets.buckets(costs, size), first_pass(self.case.graph, costs)}))
             yield replace(staged, boundaries=boundaries, stage_ranks=staged.stage_ranks[:1] * (len(boundaries) - 1))
 
     def _ordered(self, trial: Trial) -> Iterator[Trial]:
