@@ -20,7 +20,8 @@ def checkpointed(capture: Capture, graph: BlockGraph) -> tuple[Run, ...]:
 
 def _runs(calls: list[list[int | None]]) -> Iterator[Run]:
     start = None
-    for block, (marks, following) in enumerate(pairwise([*calls, [None]])):
+    none: list[int | None] = [None]
+    for block, (marks, following) in enumerate(pairwise([*calls, none])):
         known = [mark for mark in marks if mark is not None]
         if known and start is None:
             start = block

@@ -227,14 +227,14 @@ def cheapest(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> tup
 def _saved(model: Any, held: Held, again: dict[int, Any], joined: dict[int, Any]) -> Any:
     """Whether values are saved: unless all that keep them are computed again, and those of their readers that are so
     are in the run of their maker, as are the blocks between."""
-    if held.keepers == (held.maker,) and not held.readers:
+    if held.maker is not None and held.keepers == (held.maker,) and not held.readers:
         return ~again[held.maker]
     saved = model.new_bool_var("")
     for block in held.keepers:
         model.add_bool_or(saved, again[block])
     last = held.maker
     for block in held.readers:
-        if held.maker is None:
+        if last is None:
             model.add_bool_or(saved, ~again[block])
             continue
         model.add_bool_or(saved, ~again[block], again[last])
