@@ -37,10 +37,12 @@ from fxpipe.plan.block_graph import Block, BlockGraph, Component
 from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Run
 from fxpipe.run.launch import join, text_of_rank_zero
 from passes.batch import BatchPlan, parts_of_batch
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
+from passes.blocks.checkpoints import checkpointed
 from passes.case import Case
 from passes.costs.block_costs import block_costs
 from passes.costs.frozen_layers import FrozenLayers, frozen_layers
@@ -156,6 +158,11 @@ class CostedStep:
     def likely_samples(self) -> int:
         """Of the micro-batch that blocks were balanced for."""
         return -(-self.batch_size // (self.microbatches or self.likely))
+
+    @cached_property
+    def checkpointed(self) -> tuple[Run, ...]:
+        """Blocks that the model itself wants computed again."""
+        return checkpointed(self.captured, self.graph)
 
     @cached_property
     def fingerprint(self) -> str:

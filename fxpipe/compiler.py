@@ -73,7 +73,7 @@ def compile(
     schedule: str | Schedule = "auto",
     memory_limit: int | str | None = None,
     collocation: str | None = None,
-    recompute: bool | None = None,
+    recompute: bool | str | None = None,
     shard_optimizer: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
@@ -108,8 +108,9 @@ def compile(
             text ("40GiB"); where left out, what the device planned for has, unless nothing fits into that.
         collocation: of a wave's skips: "hard" keeps both ends of each on one rank, "soft" only where balance allows;
             where left out, the faster one with "auto", else "hard".
-        recompute: whether backwards compute their stage's forward again instead of keeping its values; where left out,
-            only if nothing fits otherwise.
+        recompute: whether backwards compute their stage's forward again instead of keeping its values. "auto": of the
+            blocks of every stage those that take least time, if nothing fits otherwise; where left out, those that the
+            model calls through `torch.utils.checkpoint` (`enable_gradient_checkpointing`) in any case.
         shard_optimizer: whether each replica of a stage trains a share of its parameters, and tells the others, so that
             an optimizer keeps state for that share alone (ZeRO-1), or all of them; where left out, a share, unless that
             makes the step longer.
@@ -195,7 +196,8 @@ def _tell_left_out(step: CostedStep) -> None:
 class Requested:
     """What is to be compiled, and how, checked as far as it can be before anything is captured.
 
-    `priced` is the cost model's name, "" where it has none; `plan` is one that was made before.
+    `priced` is the cost model's name, "" where it has none; `plan` is one that was made before; `recompute` is as
+    given.
     """
 
     example: Example
@@ -206,6 +208,7 @@ class Requested:
     priced: str
     device: torch.device
     plan: Plan | None
+    recompute: bool | str | None
     cache: Path | None = None
 
     def analysed(self, see: Observe = lambda name, artefact: None) -> CostedStep:
@@ -217,6 +220,8 @@ class Requested:
         request = replace(
             self.request, batch_size=step.batch_size, microbatches=step.microbatches, divisible=step.batch.divisible
         )
+        if self.recompute is None:
+            request = replace(request, recompute=step.checkpointed)
         require_possible(request)
         return step.on(self.cluster, request.world_size), request
 
@@ -227,7 +232,12 @@ class Requested:
         if self.plan is not None:
             text = json.dumps({**self.plan.as_dict(), "outcomes": []})
             given = f"one of digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        return {**vars(self.request), "precision": str(self.example.autocast), "plan": given}
+        return {
+            **vars(self.request),
+            "recompute": self.recompute,
+            "precision": str(self.example.autocast),
+            "plan": given,
+        }
 
     def planned(self, step: CostedStep) -> Plan:
         """The plan for it."""
@@ -237,8 +247,15 @@ class Requested:
         cut = PlannedCut(self.cut.num_blocks, step.likely_samples, step.batch.divisible, rows)
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
-        notes = (*step.captured.notes, *step.captured.inputs.notes, *uncosted, *made.notes)
+        of_step = *step.captured.notes, *step.captured.inputs.notes, *uncosted, *self._checkpointed(step)
+        notes = *of_step, *made.notes
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
+
+    def _checkpointed(self, step: CostedStep) -> tuple[str, ...]:
+        if self.recompute is not None or not step.checkpointed:
+            return ()
+        blocks = sum(stop - start for start, stop in step.checkpointed)
+        return (f"{blocks} blocks are recomputed as the model asks; recompute='auto': only where memory does",)
 
 
 def requested(model: Any, world_size: int, **given: Any) -> Requested:
@@ -268,15 +285,15 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     stages, microbatches = given["stages"], given["microbatches"]
     cut = Cut.of(known) if known else planned_cut(example.batch_size, world_size, stages, microbatches, asked)
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
+    again = given["recompute"] if isinstance(given["recompute"], bool) else ()
     request = Request(
-        asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"],
-        given["recompute"], limit, example.conditioning, given["fill"], given["budget"],
-        shard_optimizer=given["shard_optimizer"],
+        asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"], again, limit,
+        example.conditioning, given["fill"], given["budget"], shard_optimizer=given["shard_optimizer"],
     )  # fmt: skip
     if known is None:
         require_possible(request)
     name = priced_name(by, seconds_of)
-    return Requested(example, request, cut, network, seconds_of, name, where, known, captures)
+    return Requested(example, request, cut, network, seconds_of, name, where, known, given["recompute"], captures)
 
 
 def _require_fresh(plan: Plan, step: CostedStep) -> None:

@@ -59,8 +59,8 @@ def check_others(
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if shapes not in ("any", "fixed"):
         raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
-    if recompute not in (None, True, False):
-        raise CompileError(f"recompute={recompute!r}; give True or False, or leave it out")
+    if recompute not in (None, "auto", True, False):
+        raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
     if shard_optimizer not in (None, True, False):
         raise CompileError(f"shard_optimizer={shard_optimizer!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:

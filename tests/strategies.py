@@ -273,7 +273,8 @@ def _tied(draw: st.DrawFn, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """How a step is laid out. `schedule` is a name, or "custom" for any correct order, drawn from `seed`."""
+    """How a step is laid out. `schedule` is a name, or "custom" for any correct order, drawn from `seed`; so are the
+    runs of blocks to recompute where that is "blocks"."""
 
     world_size: int
     batch_size: int
@@ -281,7 +282,7 @@ class Split:
     schedule: str
     stages: int | None = None
     data_parallel: int | None = None
-    recompute: bool | None = None
+    recompute: bool | str | None = None
     seed: int = 0
 
 
@@ -301,5 +302,5 @@ def splits(draw: st.DrawFn) -> Split:
         copies = copies if copies <= (microbatches or batch_size) else 1
     places = world_size // (copies or 1)
     stages = draw(st.integers(1, 8)) if schedule == "custom" else None if chosen is None else chosen * places
-    recompute = draw(st.sampled_from((None, None, True))) if schedule != "custom" else None
+    recompute = draw(st.sampled_from((None, True, "blocks") if schedule != "custom" else (None, "blocks")))
     return Split(world_size, batch_size, microbatches, schedule, stages, copies, recompute, draw(st.integers(0, 99)))

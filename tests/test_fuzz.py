@@ -8,6 +8,8 @@ runs more, and `--hypothesis-seed=N` others.
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import fxpipe
 from fxpipe.capture import loss_of
 from fxpipe.compiler import requested
 from fxpipe.plan.actions import Action, Work
-from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.program import Program
 from passes.placement.place import place_schedule
@@ -81,12 +83,24 @@ def trains(model: RandomStep, batch: Mapping[str, Any]) -> bool:
 
 def compiled(model: RandomStep, batch: dict[str, Any], split: Split, **more: Any) -> Program:
     options: dict[str, Any] = {"example_inputs": batch, "batch_size": split.batch_size, **more}
+    if split.recompute == "blocks":
+        plan = compiled(model, batch, replace(split, recompute=None), **more).plan
+        return fxpipe.compile(model, split.world_size, **options, plan=with_random_runs(plan, split.seed))
     if split.schedule != "custom":
         named = {"schedule": split.schedule, "stages": split.stages, "microbatches": split.microbatches}
         named |= {"data_parallel": split.data_parallel, "recompute": split.recompute, "budget": 0.0}
         return fxpipe.compile(model, split.world_size, **options, **named)
     text = custom_schedule(model, split, options)
     return fxpipe.compile(model, split.world_size, schedule=text, **options)
+
+
+def with_random_runs(plan: Plan, seed: int) -> Plan:
+    """The plan with any blocks of every stage computed again, in runs of any length."""
+    rng, runs = random.Random(seed), list[tuple[int, int]]()
+    for start, stop in pairwise(plan.staged.boundaries):
+        marks = [start, *(block for block in range(start + 1, stop) if rng.random() < 0.6), stop]
+        runs += [run for run in pairwise(marks) if run[0] < run[1] and rng.random() < 0.6]
+    return replace(plan, staged=replace(plan.staged, recompute=tuple(runs)))
 
 
 def custom_schedule(model: RandomStep, split: Split, options: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.overrides import _pop_mode, _push_mode
@@ -47,6 +48,10 @@ VALUE_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 _ASSERTIONS = (
     "_assert_async", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size",
 )  # fmt: skip
+
+
+_CHECKPOINT = "fxpipe.checkpoint"
+"""The annotation of what runs inside `torch.utils.checkpoint`."""
 
 
 def is_assertion(target: Any) -> bool:
@@ -182,11 +187,12 @@ def plain_regions() -> Iterator[None]:
 def flatten_regions(module: fx.GraphModule) -> fx.Graph:
     """The graph of a `torch.export` graph module, its switches of autograd and autocast made marks on the nodes.
 
-    Marks: `no_grad` True, `autocast` (device, type, whether enabled) of the innermost region.
+    Marks: `no_grad` True, `autocast` (device, type, whether enabled) of the innermost region, `checkpoint` the number
+    of the call of `torch.utils.checkpoint` that it is in.
     """
     flat = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    no_grad, autocasts = False, dict[fx.Node, tuple[Any, ...]]()
+    no_grad, autocasts, checkpoints = False, dict[fx.Node, tuple[Any, ...]](), dict[int, int]()
     for node in module.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             no_grad = not node.args[0]
@@ -203,6 +209,8 @@ def flatten_regions(module: fx.GraphModule) -> fx.Graph:
             marks: dict[str, Any] = {"no_grad": True} if no_grad else {}
             if autocasts:
                 marks["autocast"] = list(autocasts.values())[-1]
+            if (checkpointed := (node.meta.get("custom") or {}).get(_CHECKPOINT)) is not None:
+                marks["checkpoint"] = checkpoints.setdefault(checkpointed, len(checkpoints))
             env[node] = flat.node_copy(node, lambda n: env[n])
             env[node].meta = {"val": node.meta.get("val"), "path": _module_path(node), **marks}
     return flat
@@ -231,10 +239,25 @@ def _module_path(node: fx.Node) -> str:
 
 
 def plain_checkpoints() -> AbstractContextManager[None]:
-    """`torch.utils.checkpoint` runs its function once and keeps everything, with the same result and gradient."""
+    """`torch.utils.checkpoint` runs its function once and keeps everything, with the same result and gradient.
+
+    Operations of each outermost call are annotated with a number of its own.
+    """
+    number, depth = count(), [0]
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield  # here the function runs; an error of its own passes through
+        mode = get_proxy_mode()
+        nodes = None if mode is None else mode.tracer.graph.nodes
+        before = 0 if nodes is None else len(nodes)
+        depth[0] += 1
+        try:
+            yield  # here the function runs; an error of its own passes through
+        finally:
+            depth[0] -= 1
+        if nodes is not None and not depth[0]:
+            mark = {_CHECKPOINT: next(number)}
+            for node in islice(reversed(nodes), len(nodes) - before):
+                node.meta["custom"] = mark
 
     return replaced(checkpoint, "_checkpoint_without_reentrant_generator", around)
 

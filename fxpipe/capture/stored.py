@@ -25,7 +25,7 @@ from fxpipe.capture.randomness import Draw
 
 _MOST_CONSTANT_BYTES = 1 << 22  # of all constants that are not the model's own: a capture is some MB
 _META = {"val", "path", "kind", "state", "input", "requires_grad", "no_grad", "autocast", "of"} | {
-    "extra", "detaches", "output",
+    "extra", "detaches", "output", "checkpoint",
 }  # fmt: skip
 _ON_NUMBERS: dict[str, Any] = {
     f"{module.__name__}.{name}": getattr(module, name)

@@ -112,6 +112,12 @@ def whole_stages(boundaries: Sequence[int]) -> tuple[Run, ...]:
     return tuple((start, stop) for start, stop in pairwise(boundaries) if start < stop)
 
 
+def runs_within(runs: Sequence[Run], boundaries: Sequence[int]) -> tuple[Run, ...]:
+    """The runs, those that cross a boundary in parts."""
+    parts = ((max(start, first), min(stop, last)) for start, stop in runs for first, last in pairwise(boundaries))
+    return tuple((start, stop) for start, stop in parts if start < stop)
+
+
 def stage_bytes(graph: BlockGraph, staged: Staged) -> dict[tuple[int, int], int]:
     """Bytes per sample from stage to stage, each value once per reader."""
     moved: dict[tuple[int, int], int] = {}

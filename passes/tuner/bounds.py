@@ -64,7 +64,7 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     pipeline, costs = staged.pipelines[0], case.costs
     if case.limit_bytes is None or staged.recompute:
         return 0.0
-    saved, kept = costs.saved_bytes(num_samples), costs.saved_bytes_recomputed(num_samples)
+    saved = costs.saved_bytes(num_samples)
     of_stage = [sum(saved[block] for block in staged.blocks(stage)) for stage in range(staged.num_stages)]
     flying = Counter[int]()
     for actions in schedule.ranks:
@@ -74,7 +74,7 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     over = sum(w.num_bytes + w.trained * (w.num_bytes + states * w.num_elements) for w in costs.weights if w.blocks)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
     seconds, total = costs.at(num_samples).forward_seconds, 0.0
-    freed = {block: count[block] * (saved[block] - kept[block]) for block in case.blocks}
+    freed = {block: count[block] * saved[block] for block in case.blocks}  # in a run that nothing comes into
     for block in sorted((b for b in case.blocks if freed[b] > 0), key=lambda b: seconds[b] / freed[b]):
         if over <= 0:
             break

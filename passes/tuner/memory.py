@@ -2,25 +2,22 @@
 
 frozen weights   t5 (9 GiB) on every rank: 40 GiB, 40, 40, 40          on the last rank: 31 GiB, 31, 31, 40
 stages           cut anew by what blocks hold, how often, and what every rank has left: 32 GiB, 32, 32, 32
-recomputed       of the blocks whose forward is cheap for what they hold as many as must be; or whole stages
+recomputed       the blocks that take least time of all whose values leave enough room: `recompute`
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
+from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Run, Staged, whole_stages
+from fxpipe.plan.staged import Run, Staged, runs_within, whole_stages
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.placement.frozen_ranks import frozen_ranks
 from passes.tuner.candidates import Candidate
+from passes.tuner.recompute import Ordered, fitting_runs
 from passes.tuner.recut import cut_by_memory
 from passes.tuner.simulate import least_peaks
-
-_MOST_PARTS, _STEP = 4, 0.05
-"""How often more blocks are recomputed where those that should do did not, and the least number more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +38,8 @@ def thriftier_stages(
     """Other stages that fit, or nearly: what messages in flight add is not known yet; with blocks recomputed only where
     they may `recompute`."""
 
-    def ordered(found: Staged) -> tuple[Schedule, list[int]]:
-        schedule, needed = peaks(found)
-        return schedule, [needs.total for needs in needed]
-
     def cut(tried: Staged) -> Staged | None:
-        return cut_by_memory(case, candidate, tried, ordered, limit_bytes)
+        return cut_by_memory(case, candidate, tried, _totals(peaks), limit_bytes)
 
     for tried in (staged, *_with_frozen_ranks(case, staged, peaks, limit_bytes)):
         fits = most(peaks(tried)[1]) <= limit_bytes
@@ -54,10 +47,11 @@ def thriftier_stages(
             yield tried
         if not fits and (anew := cut(tried)):
             yield anew
-        if recompute:
-            fitting = [*_recomputed(case, tried, peaks, limit_bytes)]
+        if recompute and not fits:
+            fitting = [*_recomputed(case, candidate, tried, peaks, limit_bytes)]
             if not fitting and (anew := cut(replace(tried, recompute=_every_block(case)))):
-                fitting = [*_recomputed(case, replace(anew, recompute=()), peaks, limit_bytes)]
+                anew = replace(anew, recompute=runs_within(tried.recompute, anew.boundaries))
+                fitting = [*_recomputed(case, candidate, anew, peaks, limit_bytes)]
             yield from fitting
 
 
@@ -133,61 +127,20 @@ def _every_block(case: Case) -> tuple[Run, ...]:
 # -- recomputation
 
 
-def _recomputed(case: Case, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
-    """As few blocks recomputed as must be, cheapest first; all stages as a whole where not even all blocks are enough.
-
-    What every place needs is taken to fall with what its blocks save, and looked at again.
-    """
-    orders = _cheapest_first(case, staged)
-    counts = {ranks: len(blocks) for ranks, blocks in orders.items()}
-    none, every = (_by_place(peaks(_with(staged, orders, of))[1], of) for of in (dict.fromkeys(orders, 0), counts))
-    if max(every.values()) > limit_bytes:
-        whole = replace(staged, recompute=whole_stages(staged.boundaries))
-        if most(peaks(whole)[1]) <= limit_bytes:
-            yield whole
-        return
-    parts = {ranks: _part(none[ranks], every[ranks], limit_bytes) for ranks in orders}
-    for _ in range(_MOST_PARTS):
-        tried = {ranks: _count(case, orders[ranks], part) for ranks, part in parts.items()}
-        found = _with(staged, orders, tried)
-        needed = _by_place(peaks(found)[1], tried)
-        if max(needed.values()) <= limit_bytes:
-            yield found
-            return
-        over = {ranks: _part(size, every[ranks], limit_bytes) for ranks, size in needed.items()}
-        parts = {
-            ranks: part + (1 - part) * max(_STEP, over[ranks]) * (over[ranks] > 0) for ranks, part in parts.items()
-        }
-    yield _with(staged, orders, counts)
+def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
+    """With the cheapest blocks recomputed that leave enough room, and as a whole where that is so, too."""
+    num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
+    found = fitting_runs(case, staged, num_samples, _totals(peaks), limit_bytes)
+    if found is not None:
+        yield found
+    whole = replace(staged, recompute=whole_stages(staged.boundaries))
+    if whole != found and most(peaks(whole)[1]) <= limit_bytes:
+        yield whole
 
 
-def _by_place(needed: Sequence[Needs], places: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-    return {ranks: max(needed[rank].total for rank in ranks) for ranks in places}
+def _totals(peaks: Peaks) -> Ordered:
+    def ordered(staged: Staged) -> tuple[Schedule, list[int]]:
+        schedule, needed = peaks(staged)
+        return schedule, [needs.total for needs in needed]
 
-
-def _part(now: int, least: int, limit: int) -> float:
-    """Of what can be saved from now on, the part that must be."""
-    return min(1.0, max(0.0, (now - limit) / (now - least))) if now > least else 0.0
-
-
-def _count(case: Case, order: Sequence[int], part: float) -> int:
-    """The first blocks of an order that save this part of what all of them do."""
-    saved, kept = case.costs.saved_bytes(1), case.costs.saved_bytes_recomputed(1)
-    sums = [*accumulate((saved[b] - kept[b] for b in order), initial=0)]
-    return bisect_left(sums, part * sums[-1])
-
-
-def _cheapest_first(case: Case, staged: Staged) -> dict[tuple[int, ...], list[int]]:
-    """The blocks of every set of replicas by seconds per byte; those that hold no more than comes in are left out."""
-    seconds = case.costs.at(1).forward_seconds
-    saved, kept = case.costs.saved_bytes(1), case.costs.saved_bytes_recomputed(1)
-    found: dict[tuple[int, ...], list[int]] = {}
-    for stage, ranks in enumerate(staged.stage_ranks):
-        found.setdefault(ranks, []).extend(b for b in staged.blocks(stage) if saved[b] > kept[b])
-    return {ranks: sorted(of, key=lambda b: seconds[b] / (saved[b] - kept[b])) for ranks, of in found.items()}
-
-
-def _with(staged: Staged, orders: dict[tuple[int, ...], list[int]], counts: dict[tuple[int, ...], int]) -> Staged:
-    blocks = sorted(block for ranks, order in orders.items() for block in order[: counts[ranks]])
-    runs: tuple[Run, ...] = tuple((block, block + 1) for block in blocks)
-    return replace(staged, recompute=runs)
+    return ordered

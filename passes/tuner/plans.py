@@ -4,7 +4,7 @@
 a schedule         its own placement
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fxpipe.collector import held_collector
@@ -20,6 +20,7 @@ from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.tuner.candidates import Candidate, candidates
 from passes.tuner.finals import finals
 from passes.tuner.orders import Orders
+from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import Simulated, simulate
@@ -79,9 +80,21 @@ def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
     count = schedule.num_microbatches
     times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
     staged = place_schedule(case.graph, times, schedule, case.cluster)
-    staged = replace(staged, sharded=request.shard_optimizer is not False and staged.replicas > 1)
+    staged = replace(
+        staged, sharded=request.shard_optimizer is not False and staged.replicas > 1,
+        recompute=request.runs(staged.boundaries),
+    )  # fmt: skip
     require(schedule, case.work.of(staged, count), staged.world_size)
-    step = simulate(case, staged, schedule, microbatch_sizes(request.batch_size, count))
+    sizes = microbatch_sizes(request.batch_size, count)
+    step = simulate(case, staged, schedule, sizes)
+    if not case.fits(step.peak_bytes) and not isinstance(request.recompute, bool):
+
+        def ordered(found: Staged) -> tuple[Schedule, Sequence[int]]:
+            return schedule, simulate(case, found, schedule, sizes).clock.rank_bytes
+
+        assert case.limit_bytes is not None
+        staged = fitting_runs(case, staged, sizes[0], ordered, case.limit_bytes) or staged
+        step = simulate(case, staged, schedule, sizes)
     _require_room(case, step)
     shape = Shape(schedule.name, staged.num_stages, (tuple(range(staged.world_size)),))
     known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, True, schedule, step, done=True)

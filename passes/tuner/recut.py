@@ -10,7 +10,7 @@ from dataclasses import replace
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged, whole_stages
+from fxpipe.plan.staged import Staged, runs_within, whole_stages
 from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
 from passes.placement.memory import StageMemory
@@ -45,7 +45,7 @@ def cut_by_memory(
             found = place(case.graph, case.costs, times, shape, case.cluster, candidate.microbatches, memory)
         except CompileError:
             return None
-        recompute = whole_stages(found.boundaries) if whole else staged.recompute
+        recompute = whole_stages(found.boundaries) if whole else runs_within(staged.recompute, found.boundaries)
         cut = replace(
             found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks,
             sharded=staged.sharded,

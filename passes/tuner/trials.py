@@ -18,7 +18,7 @@ from math import inf
 
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged, whole_stages
+from fxpipe.plan.staged import Staged
 from fxpipe.plan.tuning import Outcome
 from fxpipe.simulate import Clock
 from fxpipe.simulate.op_lists import StepOps
@@ -201,7 +201,7 @@ class Trials:
         for staged in self._stages(trial):
             if not shape.hard and staged.collocated and self.request.collocation != "soft":
                 continue  # free skips that all stay on their ranks: the hard placement
-            recompute = whole_stages(staged.boundaries) if self.request.recompute else ()
+            recompute = self.request.runs(staged.boundaries)
             for sharded in self._shardings(staged, trial.sizes(case)[-1]):
                 found = replace(staged, schedule=shape.schedule, recompute=recompute, sharded=sharded)
                 bound = placed_seconds(case, found, trial.sizes(case))
@@ -242,7 +242,7 @@ class Trials:
         orders, candidate, seconds = self._orders(trial), trial.candidate, trial.bound_seconds
         if orders.pipelines:
             seconds = max(seconds, orders.seconds_of(orders.of_one))
-            if self.request.recompute is None:
+            if not isinstance(self.request.recompute, bool):
                 again = again_seconds(self.case, trial.placed, orders.of_one, trial.sizes(self.case)[-1])
                 with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
                 seconds = max(seconds, with_it)
@@ -253,7 +253,7 @@ class Trials:
         recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
         if self.case.limit_bytes is None or trial.is_thrifty:
             return
-        limit, recompute = self.case.limit_bytes - unseen, self.request.recompute is None
+        limit, recompute = self.case.limit_bytes - unseen, not isinstance(self.request.recompute, bool)
         for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), limit, recompute):
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._thrifty:

@@ -1,0 +1,272 @@
+"""Which blocks of a rank are computed again, so that it has room: those that take least time, exactly.
+
+    block                 0    1    2    3      on a rank whose order has 4 micro-batches in flight
+    seconds               8    2    2    2
+    saved, comes in     5, 1 6, 3 6, 3 6, 3     4 x 23 = 92
+    again, each alone          x    x    x      4 x (5 + 3 + 3 + 3) + 6 = 62
+    again, as one run          (---------)      4 x (5 + 3) + 18 = 50
+
+minimise     the seconds of the blocks that are computed again
+subject to   saved values of all micro-batches in flight, and what the largest run makes anew, fit; on every rank, at
+             every point of its order
+
+A value is saved, once, where a block that is not computed again keeps it for its backward, or where it comes into a run
+of such blocks from outside. The program is one in zeros and ones, after Jain et al., "Checkmate" (MLSys 2020), section
+4, for blocks of which each is computed again at most once, right before its run's backward: runs are segments of Chen
+et al., "Training deep nets with sublinear memory cost" (2016), section 4, of any length.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from fxpipe.plan.actions import Action
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Run, Staged
+from passes.case import Case
+
+_PARTS = 50_000
+"""Bytes and seconds are counted in so many parts of all there are: solvers of whole numbers want small ones."""
+_LIMIT = 0.2
+"""Deterministic seconds for one place: 30 blocks are solved to the end in a tenth of that, 108 of a U-Net on one rank
+to within 1 % of the step."""
+
+
+_MOST_TRIED = 4
+"""Choices whose memory is counted in full: what the program leaves out, as temporaries, is that of the last one."""
+
+Ordered = Callable[[Staged], tuple[Schedule, Sequence[int]]]
+"""The order of stages, and what every rank needs in it."""
+
+
+def fitting_runs(case: Case, staged: Staged, num_samples: int, ordered: Ordered, limit_bytes: int) -> Staged | None:
+    """The same stages with blocks computed again so that they fit, those that are now among them; None where none do.
+
+    Args:
+        num_samples: of a micro-batch.
+    """
+    schedule, needed = ordered(staged)
+    all_places = places(case, staged, schedule, num_samples)
+    runs = [tuple(run for run in staged.recompute if place.has(run)) for place in all_places]
+    always, best = tuple(runs), None
+    for _ in range(_MOST_TRIED):
+        before = tuple(runs)
+        for number, place in enumerate(all_places):
+            most = max(needed[rank] for rank in place.ranks)
+            if most <= limit_bytes and runs[number] == always[number]:
+                continue
+            beside = most - place.num_bytes(runs[number])
+            found = cheapest(place, limit_bytes - beside, always[number])
+            if found is None:
+                return best
+            runs[number] = found
+        if tuple(runs) == before:
+            return best
+        tried = replace(staged, recompute=tuple(sorted(run for of_place in runs for run in of_place)))
+        needed = ordered(tried)[1]
+        if max(needed) <= limit_bytes and (best is None or _seconds(case, tried) < _seconds(case, best)):
+            best = tried
+    return best
+
+
+def _seconds(case: Case, staged: Staged) -> float:
+    seconds = case.costs.at(1).forward_seconds
+    return sum(seconds[block] for run in staged.recompute for block in range(*run))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Values in the stage at `position` of a place: `maker` is its block there, None where it comes from elsewhere;
+    `keepers` and `readers` are blocks, in order. `earlier` is the same memory in an earlier stage of the place."""
+
+    position: int
+    num_bytes: int
+    maker: int | None
+    keepers: tuple[int, ...]
+    readers: tuple[int, ...]
+    earlier: int | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks that share stages, and what these hold. `flying` are numbers of micro-batches in flight, by stage."""
+
+    ranks: tuple[int, ...]
+    blocks: tuple[range, ...]
+    held: tuple[Held, ...]
+    seconds: Sequence[float]
+    flying: tuple[tuple[int, ...], ...]
+
+    def has(self, run: Run) -> bool:
+        """Whether a run of blocks is in one of its stages."""
+        return any(run[0] in of_stage for of_stage in self.blocks)
+
+    def num_bytes(self, runs: Sequence[Run]) -> int:
+        """The most on a rank: what is saved, and what the largest of the runs makes anew."""
+        run_of = {block: number for number, run in enumerate(runs) for block in range(*run)}
+        saved = [_is_saved(held, run_of) for held in self.held]
+        anew = [0] * len(runs)
+        for held, is_saved in zip(self.held, saved, strict=True):
+            if not is_saved and held.keepers:
+                anew[run_of[held.keepers[0]]] += held.num_bytes
+        alone = [s and not (h.earlier is not None and saved[h.earlier]) for h, s in zip(self.held, saved, strict=True)]
+        most = max(
+            sum(h.num_bytes * f[h.position] for h, s in zip(self.held, alone, strict=True) if s) for f in self.flying
+        )
+        return most + max(anew, default=0)
+
+
+def _is_saved(held: Held, run_of: dict[int, int]) -> bool:
+    maker = None if held.maker is None else run_of.get(held.maker)
+    into = any(block in run_of and run_of[block] != maker for block in held.readers)
+    return into or any(block not in run_of for block in held.keepers)
+
+
+def places(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> list[Place]:
+    """Of all ranks; for micro-batches of so many samples."""
+    groups: list[set[int]] = []
+    for ranks in map(set, staged.stage_ranks):
+        touched = [group for group in groups if group & ranks]
+        groups = [group for group in groups if not group & ranks] + [ranks.union(*touched)]
+    sizes = case.costs.values.sizes.at(num_samples)
+    seconds = case.costs.at(num_samples).forward_seconds
+    found = []
+    for group in groups:
+        stages = [s for s, ranks in enumerate(staged.stage_ranks) if group & {*ranks} and staged.blocks(s)]
+        if stages:
+            flying = {of for rank in group for of in _flying(schedule.ranks[rank], stages)}
+            blocks = tuple(staged.blocks(stage) for stage in stages)
+            held = tuple(_held(case, blocks, [int(size) for size in sizes]))
+            found.append(Place(tuple(sorted(group)), blocks, held, seconds, tuple(sorted(flying))))
+    return found
+
+
+def _flying(actions: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Numbers of micro-batches between their forward and the end of their backward, where none are more."""
+    ends = {a.stage: "W" for a in actions if a.kind == "W"}
+    now, last = dict.fromkeys(stages, 0), "B"
+    for action in actions:
+        if action.stage in now and action.kind in ("F", ends.get(action.stage, "I"), "B"):
+            if action.kind != "F" and last == "F":
+                yield tuple(now.values())
+            now[action.stage] += 1 if action.kind == "F" else -1
+            last = action.kind
+    yield tuple(now.values())
+
+
+def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Held]:
+    values = case.costs.values
+    known: dict[int, int] = {}
+    found: list[Held] = []
+    for position, of_stage in enumerate(blocks):
+        keepers: dict[int, list[int]] = {}
+        readers: dict[int, list[int]] = {}
+        for by_value, of in ((keepers, values.kept), (readers, values.read)):
+            for block in of_stage:
+                for value in of[block]:
+                    by_value.setdefault(value, []).append(block)
+        alike: dict[tuple[object, ...], int] = {}
+        for value in sorted({*keepers, *readers}):
+            maker = values.maker[value]
+            maker = maker if maker in of_stage else None
+            how = maker, tuple(keepers.get(value, ())), tuple(readers.get(value, ())), known.get(value)
+            if how in alike:
+                found[alike[how]] = replace(found[alike[how]], num_bytes=found[alike[how]].num_bytes + sizes[value])
+            else:
+                alike[how] = len(found)
+                found.append(Held(position, sizes[value], *how))
+            known.setdefault(value, alike[how])
+    return found
+
+
+# -- the program
+
+
+def cheapest(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> tuple[Run, ...] | None:
+    """The runs of a place that take least time and fit, with the blocks of `always`; None where none do."""
+    model = cp_model.CpModel()
+    blocks = [block for of_stage in place.blocks for block in of_stage]
+    firsts = {of_stage[0] for of_stage in place.blocks}
+    again = {block: model.new_bool_var("") for block in blocks}
+    joined = {block: model.new_bool_var("") for block in blocks if block not in firsts}  # in the run of the one before
+    for block, is_joined in joined.items():
+        model.add_implication(is_joined, again[block])
+        model.add_implication(is_joined, again[block - 1])
+    for block in (block for run in always for block in range(*run) if block in again):
+        model.add(again[block] == 1)
+    saved = [_saved(model, held, again, joined) for held in place.held]
+
+    unit = max(1, sum(held.num_bytes * max(f[held.position] for f in place.flying) for held in place.held) // _PARTS)
+    sizes = [-(-held.num_bytes // unit) for held in place.held]
+    alone = list(saved)
+    for number, held in enumerate(place.held):
+        if held.earlier is not None:
+            alone[number] = model.new_bool_var("")
+            model.add_bool_or(alone[number], ~saved[number], saved[held.earlier])
+    anew = _anew(model, place, sizes, saved, joined)
+    for flying in place.flying:
+        held_bytes = sum(
+            size * flying[h.position] * is_saved for size, h, is_saved in zip(sizes, place.held, alone, strict=True)
+        )
+        model.add(held_bytes + anew <= max(-1, budget_bytes // unit))
+
+    total = sum(place.seconds[block] for block in blocks) or 1.0
+    model.minimize(sum(max(1, round(place.seconds[b] / total * _PARTS)) * is_again for b, is_again in again.items()))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 2  # a knapsack's bounds are those of its relaxation
+    solver.parameters.max_deterministic_time = _LIMIT
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return tuple(_runs([b for b in blocks if solver.value(again[b])], {b for b in joined if solver.value(joined[b])}))
+
+
+def _saved(model: Any, held: Held, again: dict[int, Any], joined: dict[int, Any]) -> Any:
+    """Whether values are saved: unless all that keep them are computed again, and those of their readers that are so
+    are in the run of their maker, as are the blocks between."""
+    if held.maker is not None and held.keepers == (held.maker,) and not held.readers:
+        return ~again[held.maker]
+    saved = model.new_bool_var("")
+    for block in held.keepers:
+        model.add_bool_or(saved, again[block])
+    last = held.maker
+    for block in held.readers:
+        if last is None:
+            model.add_bool_or(saved, ~again[block])
+            continue
+        model.add_bool_or(saved, ~again[block], again[last])
+        for between in range(last + 1, block + 1):
+            model.add_bool_or(saved, ~again[block], joined[between])
+        last = block
+    return saved
+
+
+def _anew(model: Any, place: Place, sizes: Sequence[int], saved: Sequence[Any], joined: dict[int, Any]) -> Any:
+    """What the largest run makes anew: sums along runs."""
+    made: dict[int, list[int]] = {}
+    for number, held in enumerate(place.held):
+        if held.keepers and held.maker is not None:
+            made.setdefault(held.maker, []).append(number)
+    most = sum(sizes)
+    largest, sums = model.new_int_var(0, most, ""), {}
+    for of_stage in place.blocks:
+        for block in of_stage:
+            own = sum(sizes[number] * ~saved[number] for number in made.get(block, ()))
+            sums[block] = model.new_int_var(0, most, "")
+            model.add(sums[block] >= own)
+            if block in joined:
+                model.add(sums[block] >= sums[block - 1] + own).only_enforce_if(joined[block])
+            model.add(largest >= sums[block])
+    return largest
+
+
+def _runs(blocks: Sequence[int], joined: set[int]) -> Iterator[Run]:
+    start = None
+    for block, following in pairwise([*blocks, -1]):
+        start = block if start is None else start
+        if following not in joined:
+            yield start, block + 1
+            start = None
