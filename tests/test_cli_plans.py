@@ -40,7 +40,7 @@ def test_every_command_takes_the_plan_and_plans_nothing(
     assert code == 0
     assert plan.summary() in stdout
     assert Plan.load(tmp_path / "out" / "plan.json") == Plan.load(tmp_path / "out" / "plan.txt") == plan
-    assert invoke("run", *given, "--steps", "1")[1].startswith("step 1  loss ")
+    assert invoke("run", *given, "--steps", "1")[1].startswith("step 1/1  loss ")
     assert plan.predicted.keys() == {"step", "steady"}
     assert invoke("simulate", *given)[1].count("step: ") == 2
     assert invoke("trace", *given, "--out", str(tmp_path / "trace.json"))[0] == 0
