@@ -37,7 +37,8 @@ class Trains(Protocol):
 
 
 class Live:
-    """A context in which `live(loss)` after every step shows how the run goes; on other ranks than 0 it does nothing.
+    """`live(loss)` after every step shows how the run goes; as a context, on a terminal, in one line. Other ranks than 0
+    say nothing.
 
     Args:
         total: steps in all, counted as `engine.step_index` is.

@@ -36,6 +36,7 @@ from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
 from fxpipe.run.step_outputs import StepOutputs
 from fxpipe.run.trained_model import TrainedModel
+from fxpipe.run.unchanged import Unchanged
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
-        self.num_samples = 0
+        self.num_samples, self._unchanged = 0, Unchanged(model)
         self.write_trace: Callable[[Timeline, str | Path, bool], object] | None = None  # beside the predicted step
         self.check_batches, self._closed = True, False
         self._loaders, self._positions = [], []
@@ -198,7 +199,8 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         events = [event for of_rank in self._everyones(mine) for event in of_rank]
         if self._is_at(0):
             assert self.write_trace is not None, "an engine of a program knows what is predicted"
-            self.write_trace(Recording(events).timeline(), path, self._make_filled is not None)
+            is_ahead = any("[" in event.action for event in events)  # pieces of the next batch's frozen work
+            self.write_trace(Recording(events).timeline(), path, is_ahead)
 
     def close(self) -> None:
         """Leave the network; every rank calls it when it is done. What is trained stays in the model.
@@ -219,6 +221,7 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
+        self._unchanged.require()
         if following is not None and min(batch.size, following.size) < self._plan.batch_size:
             following = None  # frozen work is done a step early for whole batches alone, and beside those
         carried, self._carried, self._parts = self._carried, None, {}
