@@ -67,7 +67,7 @@ def test_a_generator_of_the_models_own_is_seeded_by_the_engine() -> None:
 
 
 def test_a_generator_that_is_made_in_forward_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"a torch.Generator that no module holds .* attribute of the model"):
+    with pytest.raises(CaptureError, match=r"a torch.Generator passed inside .* attribute of the model"):
         fxpipe.compile(Noisy(own=False).double(), 2, batch_size=4, schedule="1f1b")
 
 

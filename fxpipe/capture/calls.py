@@ -59,7 +59,7 @@ class Calls(TorchFunctionMode):
             given = kwargs.pop("generator")
             if given is not None and all(given is not own for own in _own.get()):
                 raise CaptureError(
-                    "a torch.Generator that no module holds cannot be captured: it may be seeded in every call; draw "
-                    "without generator=, or keep the generator in an attribute of the model"
+                    "a torch.Generator passed inside the model, held by no module, cannot be captured: it may be "
+                    "seeded in every call; draw without generator=, or keep the generator in an attribute of the model"
                 )
         return func(*args, **kwargs) if instead is None else instead(func, *args, **kwargs)

@@ -37,8 +37,8 @@ class Trains(Protocol):
 
 
 class Live:
-    """`live(loss)` after every step shows how the run goes; as a context, on a terminal, in one line. Other ranks than 0
-    say nothing.
+    """`live(loss)` after every step shows how the run goes; as a context, on a terminal, in one line. Ranks other than
+    0 say nothing.
 
     Args:
         total: steps in all, counted as `engine.step_index` is.
