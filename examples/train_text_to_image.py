@@ -121,8 +121,10 @@ def main() -> None:
 
     log = Log(options.output_dir)
     total = options.max_train_steps * options.gradient_accumulation_steps
+    live = engine.live(total, every=options.gradient_accumulation_steps)
     for batch, following in islice(pairs(loader), total - engine.step_index):
         loss = engine.step(batch, following, scaler)  # the next batch is encoded in this step's idle time
+        live(loss)
         update, left = divmod(engine.step_index, options.gradient_accumulation_steps)
         if left:
             continue
@@ -226,7 +228,6 @@ class Log:
         if self.board is not None:
             for name, value in scalars.items():
                 self.board.add_scalar(name, value, update)
-        print(f"update {update}  " + "  ".join(f"{name} {value:.4g}" for name, value in scalars.items()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from fxpipe.plan.fewer_samples import first_samples
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require as require_schedule
-from fxpipe.plan.step import StepPlan
+from fxpipe.plan.step import Predicted, StepPlan
 from passes.lowering import Form, Lowered, lower_form
 from passes.lowering.call_costs import call_costs, piece_costs
 from passes.lowering.step_graphs import StepGraphs
@@ -28,6 +28,7 @@ class BackEnd:
     plan: Plan
     device: torch.device
     conditioning: float | None
+    backend: str = "eager"
 
     @cached_property
     def graphs(self) -> StepGraphs:
@@ -71,7 +72,7 @@ class BackEnd:
         self, order: Schedule, lowered: Lowered, calls: Mapping[str, CallCost], graphs: StepGraphs
     ) -> StepPlan:
         """One form, and where it has a first pass also the form without it."""
-        captured = self.costed.captured
+        captured, plan = self.costed.captured, self.plan
         placeholders = captured.graph.find_nodes(op="placeholder")
         names = {n.name: n.meta["input"] for n in placeholders if n.meta["kind"] == "input"}
         draws = {draw.index: draw for draw in captured.draws.values()}
@@ -79,5 +80,6 @@ class BackEnd:
         return StepPlan(
             captured.inputs, names, graphs.batch_size, captured.fewest, draws, order, lowered.programs,
             lowered.messages, lowered.reductions, self.device, self.plan.fingerprint, calls, without,
-            self.conditioning or 0.0, graphs.outputs,
+            self.conditioning or 0.0, graphs.outputs, lowered.sends, self.backend,
+            None if plan.best is None else Predicted(plan.best.seconds, plan.cost_model or plan.cluster),
         )  # fmt: skip

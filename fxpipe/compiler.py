@@ -52,10 +52,11 @@ from fxpipe.plan.staged import PlannedCut
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
 from fxpipe.shapes import Shapes, several
+from fxpipe.show.explain import Replanned
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
 from passes.tuner.candidates import require_possible
-from passes.tuner.plans import make_plan
+from passes.tuner.plans import make_plan, usable_bytes
 from passes.tuner.request import Request
 
 
@@ -85,6 +86,7 @@ def compile(
     observe: Observe | None = None,
     plan: Plan | str | Path | None = None,
     shapes: str = "any",
+    backend: str = "eager",
 ) -> Program:
     """Compile one training step for `world_size` ranks.
 
@@ -129,6 +131,8 @@ def compile(
         plan: one that was made before, a `Plan` or the file it was saved in: nothing is planned. What is asked for
             beside it must be what it says; `memory_limit` is held against what it needs.
         shapes: of batches that are no example's: "any" compiles them when they come, "fixed" refuses them.
+        backend: how stage graphs run: "eager", operation by operation, or by "inductor", each compiled when it first
+            runs; plans and predictions are of eager ones.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -143,6 +147,7 @@ def compile(
         schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute,
         shard_optimizer=shard_optimizer, budget=budget, fill=fill, precision=precision, cluster=cluster,
         cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan, shapes=shapes,
+        backend=backend,
     )  # fmt: skip
     asked = requested(model, world_size, example_inputs=first, **given)
 
@@ -160,10 +165,11 @@ def compile(
     see("plan", chosen)
 
     # lower: this process's rank, or all of them in one process
-    back = BackEnd(step, chosen, asked.device, asked.example.conditioning)
+    back = BackEnd(step, chosen, asked.device, asked.example.conditioning, backend)
     back.require_schedules()
     known = Shapes(lambda example: _another(model, world_size, example, given), shapes == "fixed")
-    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known)
+    again = asked.replanned(step)
+    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known, again)
     known.add(program)
     see("programs", program.step.programs)
     see("stage graphs", back.graphs)
@@ -257,6 +263,18 @@ class Requested:
         blocks = sum(stop - start for start, stop in step.checkpointed)
         return (f"{blocks} blocks are recomputed as the model asks; recompute='auto': only where memory does",)
 
+    def replanned(self, step: CostedStep) -> Replanned | None:
+        """How other plans for it are made, without a search; None where the order is the user's own."""
+        if isinstance(self.request.schedule, Schedule):
+            return None
+        limit, device_bytes = self.request.memory_limit_bytes, self.cost_model.memory_bytes
+
+        def plan(**changes: int) -> Plan:
+            case, request = self.case(step)
+            return make_plan(case, replace(request, budget_seconds=0.0, **changes), device_bytes)  # type: ignore[arg-type]
+
+        return Replanned(plan, usable_bytes(device_bytes) if limit is None and device_bytes else limit)
+
 
 def requested(model: Any, world_size: int, **given: Any) -> Requested:
     """The options of `compile` by name, checked and completed; the same for whoever only plans.
@@ -269,7 +287,17 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
     choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", "shard_optimizer")}
-    others = ("cost_model", "observe", "recompute", "budget", "collocation", "fill", "shard_optimizer", "shapes")
+    others = (
+        "cost_model",
+        "observe",
+        "recompute",
+        "budget",
+        "collocation",
+        "fill",
+        "shard_optimizer",
+        "shapes",
+        "backend",
+    )
     check_others(**{name: given[name] for name in others})
     check_counts(world_size=world_size, **counts)
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])

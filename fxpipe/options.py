@@ -47,6 +47,7 @@ def check_others(
     fill: Any,
     shard_optimizer: Any,
     shapes: Any = "any",
+    backend: Any = "eager",
 ) -> None:
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
@@ -59,6 +60,8 @@ def check_others(
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if shapes not in ("any", "fixed"):
         raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
+    if backend not in ("eager", "inductor"):
+        raise CompileError(f"backend={backend!r}; give 'eager' or 'inductor', or leave it out")
     if recompute not in (None, "auto", True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
     if shard_optimizer not in (None, True, False):

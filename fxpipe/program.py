@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.options import check_cost_model
 from fxpipe.plan.block_graph import BlockGraph, human_bytes
+from fxpipe.plan.explanation import Explanation
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.schedule import Schedule
@@ -30,13 +31,15 @@ from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
 from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, tolerance_of
 from fxpipe.shapes import Shapes
+from fxpipe.show.explain import Replanned, explain
 from fxpipe.simulate.memory import ADAMW_BYTES
-from fxpipe.simulate.prediction import Costing, predict
+from fxpipe.simulate.prediction import Costing, predict, step_ops
 
 if TYPE_CHECKING:
     from fxpipe.analysis import CostedStep
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
+AnEngine = TypeVar("AnEngine", Engine, LocalEngine)
 Lower = Callable[[Form, Sequence[int] | None, int | None], StepPlan]
 """The programs of one form of the step, of some ranks or of all; of a smaller batch where its size is given."""
 
@@ -46,7 +49,7 @@ class Program:
     """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward.
 
     `ranks` are those whose programs this process holds, all where None; what needs the others makes them. `shapes` has
-    the programs for batches of other shapes; what is given a batch takes the one for it.
+    the programs for batches of other shapes; what is given a batch takes the one for it. `again` makes other plans.
     """
 
     costed: "CostedStep"
@@ -55,6 +58,7 @@ class Program:
     lower: Lower
     ranks: tuple[int, ...] | None = None
     shapes: Shapes | None = None
+    again: Replanned | None = None
 
     @cached_property
     def step(self) -> StepPlan:
@@ -150,6 +154,13 @@ class Program:
         form = whole.filled.steady if filled and whole.filled is not None else whole.step
         return predict(form, self.capture, costing, optimizer_bytes)
 
+    def explain(self) -> Explanation:
+        """Why the plan is what it is: what a step would take on a free network, with more memory, in better balance,
+        otherwise cut, and what ruled other layouts out. It prints."""
+        whole = self.whole
+        form = whole.filled.steady if whole.filled is not None else whole.step
+        return explain(self.plan, step_ops(form, self.capture, self.costing)[0], self.cluster, self.again)
+
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is.
 
@@ -206,7 +217,7 @@ class Program:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         whole = self.whole
         given = whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling, whole.smaller
-        return LocalEngine(*given, self._kinds(whole=True))
+        return self._traced(LocalEngine(*given, self._kinds(whole=True)))
 
     def engine(
         self,
@@ -236,7 +247,12 @@ class Program:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
         given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
-        return Engine(*given, self.smaller, self._kinds(whole=False))
+        return self._traced(Engine(*given, self.smaller, self._kinds(whole=False)))
+
+    def _traced(self, engine: AnEngine) -> AnEngine:
+        """It can write what is predicted beside what it measures."""
+        engine.write_trace = lambda measured, path, filled: self.trace(path, filled, measured)
+        return engine
 
     def _kinds(self, whole: bool) -> Kinds | None:
         """How an engine finds the programs for batches of other shapes."""
@@ -297,14 +313,15 @@ class Program:
 
         return dump(self.whole, Path(directory), filled)
 
-    def trace(self, path: str | Path, filled: bool = False) -> Path:
-        """Write the predicted step as a Chrome trace, for Perfetto; `write_trace` does it for a recorded one.
+    def trace(self, path: str | Path, filled: bool = False, measured: Timeline | None = None) -> Path:
+        """Write the predicted step as a Chrome trace, for Perfetto, beside a `measured` one where it is given, as
+        `engine.trace` does.
 
         `filled` as in `simulate`.
         """
         from fxpipe.show.trace_format import write_trace
 
-        return write_trace(self.simulate(filled=filled), path)
+        return write_trace(self.simulate(filled=filled), path, measured)
 
     def report(self, path: str | Path, memory_limit_bytes: int | None = None) -> Path:
         """Write the predicted step as one HTML page: timeline, load, memory, blocks, traffic, plan."""

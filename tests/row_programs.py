@@ -68,7 +68,7 @@ class RowPrograms:
         return self.step.messages
 
     @property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> Mapping[Channel, int]:
         return self.step.channels
 
     def traffic(self, form: str = "fresh") -> Traffic:
@@ -86,7 +86,7 @@ class RowPrograms:
     def bound(self) -> list[BoundProgram]:
         """Every rank's program with the model's own tensors, to run."""
         state = self.state()
-        return [BoundProgram(program, state) for program in self.programs]
+        return [BoundProgram(program, state, self.step.sends) for program in self.programs]
 
     def predict(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Every rank's prediction, all ranks being threads of this process."""

@@ -129,7 +129,7 @@ def test_compile_dumps_and_prints(name: str, tmp_path: Path) -> None:
 def test_run_in_one_process_prints_a_loss_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     code, stdout, _ = invoke("run", f"{TOY}:toy", "--steps", "3", "--world-size", "2", "--lr", "0.01")
-    losses = [float(line.split()[-1]) for line in stdout.splitlines() if line.startswith("step ")]
+    losses = [float(line.split()[3]) for line in stdout.splitlines() if line.startswith("step ")]
     assert code == 0
     assert len(losses) == 3
     assert losses[0] > losses[1] > losses[2]

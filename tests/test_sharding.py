@@ -39,7 +39,7 @@ def test_shares_are_nearly_equal(of_stages: list[dict[str, int]], data: st.DataO
 
 def exchange(transport: Transport) -> list[torch.Tensor]:
     """What a rank has of sums, and all parameters, of two groups at once: several types, shapes, and shares of none."""
-    transport.open_channels([], GROUPS)
+    transport.open_channels({}, GROUPS)
     draw = torch.Generator().manual_seed(transport.rank)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((3, 4), torch.float32), ((5,), torch.float64), ((), torch.float64), ((0, 2), torch.float32),

@@ -1,8 +1,12 @@
-"""Attention with dropout, written out, so that its mask is a draw like any other.
+"""Attention as it can be cut into samples: with dropout written out, so that its mask is a draw like any other; and
+diffusers' sliced one, which takes some heads of some samples at a time to save memory, as one.
 
 scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +17,20 @@ from fxpipe.errors import CaptureError
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
+
+
+_SLICED = {"SlicedAttnProcessor": "AttnProcessor", "SlicedAttnAddedKVProcessor": "AttnAddedKVProcessor"}
+
+
+@contextmanager
+def whole_attention() -> Iterator[None]:
+    """Inside, what `set_attention_slice` has set computes the same in one piece."""
+    with ExitStack() as stack:
+        processors = sys.modules.get("diffusers.models.attention_processor")
+        for sliced, whole in _SLICED.items() if processors is not None else ():
+            call = getattr(processors, whole).__call__  # of no attribute of its own
+            stack.enter_context(private.replaced(getattr(processors, sliced), "__call__", call))
+        yield
 
 
 def expand_attention_dropout(graph: fx.Graph) -> None:

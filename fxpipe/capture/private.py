@@ -570,3 +570,11 @@ def position_in_backward() -> int | None:
     """The place of the operation whose backward runs, None outside of backwards."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def inductor(module: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+    """The module compiled for inputs like these; of an input that is a list, with `steal_arg`, the list is emptied."""
+    from torch import _inductor
+
+    found: Callable[..., Any] = _inductor.compile(module, given)
+    return found

@@ -14,13 +14,12 @@ from typing import Annotated, Any, Never
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.rule import Rule
 from typer.core import TyperGroup
 
 from fxpipe.cli.costing import cost, profile
 from fxpipe.cli.options import Planning, planned, read
-from fxpipe.cli.planning import compare, fillers, report, simulate, trace, tune
+from fxpipe.cli.planning import compare, explain, fillers, report, simulate, trace, tune
 from fxpipe.cli.sampling import sample, tune_sampling
 from fxpipe.errors import CompileError, FxpipeError, RunError
 from fxpipe.plan.plan import Plan
@@ -53,7 +52,7 @@ class OneLineErrors(TyperGroup):
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 
-for command in (cost, profile, tune, compare, fillers, simulate, trace, report, sample):
+for command in (cost, profile, tune, compare, fillers, simulate, explain, trace, report, sample):
     app.command()(command)
 
 
@@ -69,7 +68,7 @@ def main() -> None:
 def _root(context: typer.Context) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
     if context.invoked_subcommand is None:
-        known = "compile, show, run, cost, profile, tune, compare, fillers, simulate, trace, report, sample"
+        known = "compile, show, run, cost, profile, tune, compare, fillers, simulate, explain, trace, report, sample"
         raise CompileError(f"no command given; one of {known} (fxpipe --help tells more)")
 
 
@@ -118,13 +117,13 @@ def run(
     program, batch = planning.compiled(device)
     engine = program.engine(device, seed) if "WORLD_SIZE" in os.environ else program.local_engine(seed)
     optimizer, scaler = torch.optim.AdamW(engine.parameters(), lr=lr), engine.scaler()
-    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
-    for index in track(range(steps), "training", console=console, disable=not console.is_terminal):
-        loss = engine.step(batch, scaler=scaler)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        console.print(f"step {index + 1}  loss {float(loss):.6f}")
+    with engine.live(steps, every=1) as live:
+        for _ in range(steps):
+            loss = engine.step(batch, scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            live(loss)
     engine.close()
 
 

@@ -1,10 +1,12 @@
-"""`fxpipe tune`, `compare`, `fillers`, `simulate`, `trace` and `report`: plans, and what they will cost."""
+"""`fxpipe tune`, `compare`, `fillers`, `simulate`, `explain`, `trace` and `report`: plans, and what they will cost."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from fxpipe.cli.options import Planning, planned, print_wide
@@ -116,9 +118,35 @@ def simulate(planning: Planning) -> None:
 
 
 @planned
-def trace(planning: Planning, out: Out = Path("trace.json"), filled: Filled = False) -> None:
-    """Write the predicted step as a Chrome trace, for Perfetto."""
-    print(planning.compiled()[0].trace(out, filled=filled))
+def explain(planning: Planning) -> None:
+    """Print why the plan for MODEL is what it is, and what would make a step faster, in predicted seconds."""
+    Console(highlight=False).print(planning.compiled()[0].explain())
+
+
+@planned
+def trace(
+    planning: Planning,
+    out: Out = Path("trace.json"),
+    filled: Filled = False,
+    measured: Annotated[bool, typer.Option(help="run it, too, and write its second step beside the predicted")] = False,
+) -> None:
+    """Write the predicted step as a Chrome trace, for Perfetto.
+
+    With --measured MODEL trains for two steps, under torchrun a rank a process, else all ranks in this one.
+    """
+    program, batch = planning.compiled()
+    if measured and filled:
+        raise CompileError("--measured runs a step that does its own frozen work: leave --filled out")
+    if not measured:
+        print(program.trace(out, filled=filled))
+        return
+    engine = program.engine() if "WORLD_SIZE" in os.environ else program.local_engine()
+    engine.step(batch)
+    with engine.trace(out):
+        engine.step(batch)
+    engine.close()
+    if os.environ.get("RANK", "0") == "0":
+        print(out)
 
 
 @planned

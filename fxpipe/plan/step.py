@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,18 @@ from fxpipe.capture.randomness import Draw
 from fxpipe.costs.call_costs import CallCost
 from fxpipe.errors import CompileError
 from fxpipe.models.self_conditioning import conditioned
+from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.outputs import Output
-from fxpipe.plan.rank_program import Message, RankProgram, Reduction
+from fxpipe.plan.rank_program import Message, RankProgram, Reduction, Traffic
 from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.transport import Channel
+
+
+class Predicted(NamedTuple):
+    """A step's seconds, and on which devices."""
+
+    seconds: float
+    device: str
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class StepPlan:
     `programs` are those of all ranks, or of this process's alone; messages and reductions are all ranks'. `calls` says
     what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph from
     `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
-    `probability` that of one. `outputs` are what it returns beside the loss.
+    `probability` that of one. `outputs` are what it returns beside the loss, `sends` its messages in an order in which
+    all can be sent. `backend` is what stage graphs run by; `predicted` what a step in a row of them takes.
     """
 
     inputs: InputSpec
@@ -42,6 +52,9 @@ class StepPlan:
     without: "StepPlan | None" = None
     probability: float = 1.0
     outputs: tuple[Output, ...] = ()
+    sends: SendOrder = field(default_factory=lambda: SendOrder((), {}))
+    backend: str = "eager"
+    predicted: Predicted | None = None
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
@@ -81,9 +94,10 @@ class StepPlan:
         return {program.rank: program for program in self.programs}[rank]
 
     @property
-    def channels(self) -> list[tuple[int, int]]:
-        others = self.without.channels if self.without else ()
-        return sorted({*others, *(message.channel for message in self.messages)})
+    def channels(self) -> dict[Channel, int]:
+        """The bytes that each carries in a step."""
+        others = self.without.channels if self.without else {}
+        return {**others, **Traffic(self.messages).channels}
 
     def drawn(self, seed: int, step: int) -> "StepPlan":
         """What runs at this step."""

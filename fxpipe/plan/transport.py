@@ -10,11 +10,14 @@ A step ends with `flush` on every rank; edge ids may repeat in the next step. Wh
 next, it ends with `advance`: what was posted in one step is waited for in a later one, and the last ends with `flush`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from fxpipe.plan.lanes import SendOrder
 
 T = TypeVar("T")
 Channel = tuple[int, int]  # (source rank, destination rank)
@@ -38,8 +41,13 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
-        """Collective: makes channels, and groups of ranks that reduce, ready in this order on every rank."""
+    def open_channels(self, channels: Mapping[Channel, int], groups: Sequence[tuple[int, ...]]) -> None:
+        """Collective: makes channels, each with the bytes it carries in a step, and groups of ranks that reduce, ready
+        in this order on every rank."""
+        ...
+
+    def begin_form(self, sends: "Callable[[], SendOrder]") -> None:
+        """Before a form of a step: the order in which its messages can be sent, for who has to keep one."""
         ...
 
     def set_action(self, action: str) -> None:

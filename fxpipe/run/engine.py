@@ -15,6 +15,7 @@ from fxpipe.plan.reads import batched_inputs, samples_read
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import owners
@@ -63,9 +64,10 @@ class Engine(Training):
             agree_on_state(transport, self._state)
             self._open(plan.channels, plan.groups)
 
-    def _open(self, channels: Iterable[Channel], groups: Iterable[tuple[int, ...]]) -> None:
+    def _open(self, channels: Mapping[Channel, int], groups: Iterable[tuple[int, ...]]) -> None:
         """Those that no engine on this transport has opened."""
-        self._transport.open_channels(sorted({*channels} - self._opened[0]), sorted({*groups} - self._opened[1]))
+        new = {channel: size for channel, size in channels.items() if channel not in self._opened[0]}
+        self._transport.open_channels(new, sorted({*groups} - self._opened[1]))
         self._opened[0].update(channels)
         self._opened[1].update(groups)
 
@@ -212,7 +214,7 @@ class Engine(Training):
                 self._shared_smaller[form.batch_size] = self._shared_by(form)
         self._shared.hold(self._trainable(), self._refreshed_by(self._plan))
         agree_on_state(self._transport, self._state)
-        channels = {channel for form in forms for channel in form.channels}
+        channels = {channel: size for form in forms for channel, size in form.channels.items()}
         groups = {group for form in forms for group in form.groups}
         self._open(channels, groups)
 
@@ -221,6 +223,7 @@ class Engine(Training):
     ) -> Executed:
         draws = Draws(plan, self.seed, step, self.device)
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
+        self._transport.begin_form(lambda: plan.sends)
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
             self._observe, nexts, carried, self._loss_scale,
@@ -234,13 +237,17 @@ class Engine(Training):
         for name in program.state:
             if name not in self._held:
                 self._held[name] = _at(plan.device, self._given[name])
-        self._modules[id(plan)] = program.bind({name: self._state[name] for name in program.state})
+        self._modules[id(plan)] = runnable(program, {name: self._state[name] for name in program.state}, plan.backend)
         if plan.without is not None:
             self._take(plan.without)
 
     def sent_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes this rank has sent on each channel since the engine was made."""
         return self._transport.sent_bytes()
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(self._transport.sent_bytes().values())
 
     def _trainable(self) -> list[str]:
         """What this rank holds of the parameters that require gradients."""

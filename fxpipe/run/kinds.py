@@ -44,6 +44,7 @@ class EngineKinds(ABC):
 
     seed: int
     step_index: int
+    num_samples: int
     check_batches: bool
     device: torch.device
     _plan: StepPlan
@@ -74,6 +75,7 @@ class EngineKinds(ABC):
         engine._loss_scale, self._parts = self._loss_scale, {}
         loss = engine._step(batch, following)
         parts, engine._parts = engine._parts, {}
+        self.num_samples += batch.size
         self.step_index, self._parts, self._returned = engine.step_index, parts, engine._of_size(batch.size).outputs
         return loss
 

@@ -9,12 +9,16 @@ from torch import fx, nn
 from fxpipe.plan.outputs import Parts
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
+from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind
 from fxpipe.run.ownership import require_new
 from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
 from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
+
+_TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0}
+"""The longest that a rank waits for another, which may compile."""
 
 
 class LocalEngine(Training):
@@ -23,6 +27,11 @@ class LocalEngine(Training):
     rank = 0
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
+    _bytes_here = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())  # type: ignore[attr-defined]
 
     def _another(self, kind: Kind) -> "LocalEngine":
         given = self._model, kind.state, self.seed, self._shown, self._observe
@@ -55,7 +64,8 @@ class LocalEngine(Training):
             result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine, scale)
             return result, transport.sent_bytes()
 
-        results = run_ranks(plan.world_size, body)
+        results = run_ranks(plan.world_size, body, _TIMEOUT_SECONDS[plan.backend])
+        self._bytes_here += sum(size for _, sent in results for size in sent.values())
         gradients: dict[str, torch.Tensor] = {}
         self.sent_bytes = {channel: size for _, sent in results for channel, size in sent.items()}
         for result, _ in results:
@@ -66,7 +76,9 @@ class LocalEngine(Training):
 
     def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
         if id(plan) not in self._modules:
-            self._modules[id(plan)] = [p.bind({n: self._state[n] for n in p.state}) for p in plan.programs]
+            self._modules[id(plan)] = [
+                runnable(p, {n: self._state[n] for n in p.state}, plan.backend) for p in plan.programs
+            ]
         modules: list[fx.GraphModule] = self._modules[id(plan)]
         return modules
 

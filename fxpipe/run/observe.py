@@ -127,13 +127,26 @@ class Recording:
         A transfer lasts from its send, or from the end of the one before it on its channel, until its reader has it.
         """
         first = min((event.start_seconds for event in self.events), default=0.0)
-        shifted = [
-            replace(event, start_seconds=event.start_seconds - first, end_seconds=event.end_seconds - first)
-            for event in sorted(self.events, key=lambda event: (event.start_seconds, event.rank))
-        ]
-        others = [event for event in shifted if event.kind != "transfer"]
-        events = sorted([*others, *_transfers(shifted)], key=lambda event: (event.start_seconds, event.rank))
+        ordered = sorted(self.events, key=lambda event: (event.start_seconds, event.rank))
+        moved = [shifted(event, -first) for event in ordered]
+        others = [event for event in moved if event.kind != "transfer"]
+        events = sorted([*others, *_transfers(moved)], key=lambda event: (event.start_seconds, event.rank))
         return Timeline(tuple(events), 1 + max((event.rank for event in self.events), default=-1))
+
+
+def shifted(event: Event, seconds: float) -> Event:
+    """The same, so much later."""
+    return replace(event, start_seconds=event.start_seconds + seconds, end_seconds=event.end_seconds + seconds)
+
+
+def both(one: Observe, other: Observe) -> Observe:
+    """Each sees every event."""
+
+    def see(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return see
 
 
 def _transfers(events: Sequence[Event]) -> Iterator[Event]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import loss_of, private
-from fxpipe.capture.calls import Calls
+from fxpipe.capture.calls import Calls, own_generators
 from fxpipe.capture.outputs import outputs_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.randomness import SeededDraws, is_random
@@ -61,7 +61,7 @@ def one_device(
         torch.random.fork_rng(),
         private.no_autocast_cache(),
     ):
-        with Calls(RANDOM_CALLS), draws, Surroundings(device, autocast).autocast():
+        with own_generators(model), Calls(RANDOM_CALLS), draws, Surroundings(device, autocast).autocast():
             output = (
                 torch.func.functional_call(model, dict(state), args, dict(kwargs)) if state else model(*args, **kwargs)
             )

@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import RunError, Stopped
+from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, T, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
@@ -34,7 +35,9 @@ class Programs(Protocol):
     def programs(self) -> Sequence[SampleProgram]: ...
 
     @property
-    def channels(self) -> list[Channel]: ...
+    def channels(self) -> Mapping[Channel, int]: ...
+
+    def sends(self, form: str) -> SendOrder: ...
 
     @property
     def warmup(self) -> int: ...
@@ -242,11 +245,11 @@ class LaunchedRank(Ranks):
         if held.state is state:
             return
         own = held.step.programs[self.rank]
-        channels = sorted(set(held.step.channels) - self._opened)
+        channels = {c: size for c, size in held.step.channels.items() if c not in self._opened}
         self._transport.open_channels(channels, [])
         self._opened.update(channels)
         mine = {name: state[name].to(self._transport.device) for name in own.state}
-        held.state, held.bound = state, BoundProgram(own, mine)
+        held.state, held.bound = state, BoundProgram(own, mine, held.step.sends)
         self._bound[id(held.step)] = held
 
     def _agree_on_weights(self, state: Tensors) -> None:
@@ -274,7 +277,7 @@ def _plan_of(step: Programs) -> str:
     """A digest of what all ranks do: of the first rank's program, and of who sends to whom."""
     graphs = [(form, of_form.graph) for form, of_form in step.programs[0].forms.items()]
     nodes = [(form, [(node.name, name_of(node.target)) for node in graph.nodes]) for form, graph in graphs]
-    return hashlib.sha256(repr((step.warmup, step.channels, nodes)).encode()).hexdigest()
+    return hashlib.sha256(repr((step.warmup, sorted(step.channels), nodes)).encode()).hexdigest()
 
 
 def name_of(target: object) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.errors import RunError
+from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import FALLEN, Parts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.run.once import Once, Values
@@ -26,11 +28,18 @@ from fxpipe.run.transport import RankThreads
 Tensors = Mapping[str, torch.Tensor]
 
 
-class BoundProgram:
-    """A rank's program with the state it reads, which is shared; its forms are made runnable when they first run."""
+def _unknown(form: str) -> SendOrder:
+    raise RunError(f"no order of the messages of form {form!r}, which communicators that channels share need")
 
-    def __init__(self, program: SampleProgram, state: Tensors) -> None:
-        self.program = program
+
+class BoundProgram:
+    """A rank's program with the state it reads, which is shared; its forms are made runnable when they first run.
+
+    `sends` gives the order in which all ranks' messages of a form can be sent, for transports that need one.
+    """
+
+    def __init__(self, program: SampleProgram, state: Tensors, sends: Callable[[str], SendOrder] = _unknown) -> None:
+        self.program, self.sends = program, sends
         self._state = {name: state[name] for name in program.state}
         self._modules: dict[str, fx.GraphModule] = {}
 
@@ -88,6 +97,7 @@ class SampleRun:
         with torch.no_grad():
             known = bound.known(tensors, self._once)
             arguments: list[Any] = [self._transport, *inputs, *known, *([carried] if wanted.carried else [])]
+            self._transport.begin_form(lambda: bound.sends(form))
             result = bound.module(form)(*arguments)
             prediction, carries = result if wanted.carries else (result, {})
             self._keep(bound, stream, carries)

@@ -11,9 +11,12 @@ What a step has made for the next one is used for that batch, step and seed only
 """
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +25,18 @@ from torch import nn
 from fxpipe.capture.inputs import Batch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.plan.timeline import Timeline
 from fxpipe.run.engine_data import EngineData
 from fxpipe.run.kinds import EngineKinds, Kinds
+from fxpipe.run.live import Live
 from fxpipe.run.loader import Loader
-from fxpipe.run.observe import Observe
+from fxpipe.run.observe import Observe, Recording, both, shifted
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
 from fxpipe.run.step_outputs import StepOutputs
 from fxpipe.run.trained_model import TrainedModel
+from fxpipe.run.unchanged import Unchanged
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +88,8 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
+        self.num_samples, self._unchanged = 0, Unchanged(model)
+        self.write_trace: Callable[[Timeline, str | Path, bool], object] | None = None  # beside the predicted step
         self.check_batches, self._closed = True, False
         self._loaders, self._positions = [], []
         self._modules: dict[int, Any] = {}  # by form: what runs it
@@ -116,11 +124,13 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         optimizer: Optimizer,
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
+        live: Live | None = None,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch, one optimizer step each, and yield its loss. A mapping is one batch.
 
         Gradients are clipped to `max_norm` where it is given. The loop's body is the place to step a scheduler. With
         `scaler`, of `engine.scaler()`, losses are scaled, and steps whose gradients overflow on any rank left out.
+        `live`, of `engine.live()`, is told of every step.
 
         Reads one batch ahead. An exception of the loader is raised after the batches before it have been trained on.
         When the loop is left, a further call with the same iterator goes on with what was read ahead.
@@ -152,8 +162,45 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
+            if live is not None:
+                live(loss)
             yield loss
         self._readers.pop(id(batches), None)
+
+    def live(self, total: int | None = None, every: int = 10) -> Live:
+        """How the run goes, on rank 0: step, loss, samples per second, seconds of a step beside the predicted ones,
+        bytes sent and memory, on a terminal as a line that is kept up to date, else a line every so many steps.
+
+            with engine.live(total=200) as live:
+                for loss in engine.train(loader, optimizer, live=live): ...      by hand: live(engine.step(batch))
+        """
+        return Live(self, total, every)
+
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Write the steps made inside, as they run, beside the predicted one, as a Chrome trace, for Perfetto.
+
+        Every rank calls it; rank 0 writes the events of all. The first step of an engine also makes what it runs: trace
+        a later one. Clocks of ranks are set against each other when it begins.
+        """
+        self._require_open("trace")
+        engines: list[Any] = [self, *self._others.values()]
+        before, recording = [engine._observe for engine in engines], Recording()
+        self._everyones(None)
+        start = time.perf_counter()
+        for engine, observe in zip(engines, before, strict=True):
+            engine._observe = recording if observe is None else both(recording, observe)
+        try:
+            yield
+        finally:
+            for engine, observe in zip(engines, before, strict=True):
+                engine._observe = observe
+        mine = [shifted(event, -start) for event in recording.events]
+        events = [event for of_rank in self._everyones(mine) for event in of_rank]
+        if self._is_at(0):
+            assert self.write_trace is not None, "an engine of a program knows what is predicted"
+            is_ahead = any("[" in event.action for event in events)  # pieces of the next batch's frozen work
+            self.write_trace(Recording(events).timeline(), path, is_ahead)
 
     def close(self) -> None:
         """Leave the network; every rank calls it when it is done. What is trained stays in the model.
@@ -174,6 +221,7 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
+        self._unchanged.require()
         if following is not None and min(batch.size, following.size) < self._plan.batch_size:
             following = None  # frozen work is done a step early for whole batches alone, and beside those
         carried, self._carried, self._parts = self._carried, None, {}
@@ -260,6 +308,11 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
 
     def _bring_values(self, plan: StepPlan) -> None:
         """Called before a program runs: of what others have trained, it needs today's values."""
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent since the engine was made."""
 
     @abstractmethod
     def _prepare(self, forms: Sequence[StepPlan]) -> None:

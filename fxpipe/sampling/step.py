@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from fxpipe.capture import Capture
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.trees import Returned
 from fxpipe.errors import CompileError
-from fxpipe.plan.rank_program import Message
+from fxpipe.plan.lane_check import send_order
+from fxpipe.plan.lanes import SendOrder
+from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel
+from fxpipe.plan.unroll import Unrolled
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +92,23 @@ class SampleStep:
         return self.messages_of["fresh"]
 
     @property
-    def channels(self) -> list[Channel]:
-        return sorted({message.channel for of_form in self.messages_of.values() for message in of_form})
+    def channels(self) -> dict[Channel, int]:
+        """The bytes that each carries, in a step of the form that sends the most there."""
+        forms = [Traffic(messages).channels for messages in self.messages_of.values()]
+        return {
+            channel: max(form.get(channel, 0) for form in forms) for channel in sorted(set[Channel]().union(*forms))
+        }
+
+    def sends(self, form: str) -> SendOrder:
+        """The order in which all ranks' messages can be sent."""
+        if form not in self._orders:
+            graphs = [Unrolled(program.rank, program.forms[form].graph) for program in self.programs]
+            self._orders[form] = send_order(graphs, self.messages_of[form])
+        return self._orders[form]
+
+    @cached_property
+    def _orders(self) -> dict[str, SendOrder]:
+        return {}
 
     def sequence(self, num_steps: int) -> list[str]:
         """The forms of a call's steps."""

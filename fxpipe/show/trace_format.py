@@ -3,6 +3,7 @@
     process rank 0   thread compute    |0F0   |0F1   |            an arrow from a send to the end of the wait for it
                      thread to rank 1     |h[0] main|             counters: bytes of memory over time
                      thread collectives        |all-reduce|
+    process rank 0, measured           |0F0     |0F1  |           a recorded step beside the predicted one
 
 Format: "Trace Event Format", Google, 2016; times are in microseconds.
 """
@@ -19,17 +20,32 @@ COMPUTE = 0
 NAMES = {**KINDS, "T": "frozen work", "end": "end of step", "wait": "wait", "transfer": "transfer", **COLLECTIVES}
 
 
-def write_trace(timeline: Timeline, path: str | Path) -> Path:
-    """Write the timeline as JSON; the file that was written."""
+def write_trace(timeline: Timeline, path: str | Path, measured: Timeline | None = None) -> Path:
+    """Write the timeline as JSON, with a `measured` one as processes of its own; the file that was written."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
+    events = trace_events(timeline)
+    if measured is not None:
+        events += [_beside(event, timeline.num_ranks) for event in trace_events(measured)]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The events as plain data."""
     return [*_names(timeline), *_actions(timeline), *_messages(timeline), *_collectives(timeline), *_counters(timeline)]
+
+
+def _beside(event: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """An event of the measured step: after the predicted one's processes, and with arrows of its own."""
+    moved = {**event, "pid": num_ranks + event["pid"]}
+    if "id" in moved:
+        moved["id"] = f"measured {moved['id']}"
+    if event["name"] == "process_name":
+        moved["args"] = {"name": f"{event['args']['name']}, measured"}
+    if event["name"] == "process_sort_index":
+        moved["args"] = {"sort_index": moved["pid"]}
+    return moved
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:

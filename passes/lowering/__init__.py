@@ -20,12 +20,13 @@ from functools import cached_property
 from typing import Literal
 
 from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
 from passes.lowering.layout import Layout, closing, own_parameters, plan_reductions, tied_gradients
-from passes.lowering.moments import moments
+from passes.lowering.moments import by_arrival, moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
 from passes.lowering.step_graphs import StepGraphs
@@ -40,12 +41,13 @@ Form = Literal["step", "prologue", "steady", "epilogue"]
 class Lowered:
     """Programs of the ranks that were wanted, in order; all messages, and the reductions of gradients over replicas.
 
-    `without` is the same without the stages that may be left out.
+    `sends` is an order in which all can be sent, `without` the same without the stages that may be left out.
     """
 
     programs: tuple[RankProgram, ...]
     messages: tuple[Message, ...]
     reductions: tuple[Reduction, ...]
+    sends: SendOrder
     without: "Lowered | None" = None
 
 
@@ -124,7 +126,7 @@ class _Form:
         programs = tuple(self._program(rank, mine, tied, reductions, frozen) for rank, mine in mail.items())
         order = moments(self.schedule, self._work(), self.layout, messages, reductions, tied)
         require_programs(programs, messages, reductions, order)
-        return Lowered(programs, messages, reductions)
+        return Lowered(programs, messages, reductions, SendOrder.of(messages, by_arrival(order)))
 
     @cached_property
     def _owners(self) -> dict[str, int] | None:

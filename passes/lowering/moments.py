@@ -47,3 +47,11 @@ def moments(
     for moment, (src, dst, value, kind) in enumerate(closes, start=1 + len(of_action)):
         found[last[src, dst, value, kind], src] = moment
     return found
+
+
+def by_arrival(moments: Moments) -> list[int]:
+    """The edges in an order in which all can be sent; a reduction comes when its last rank starts it."""
+    latest: dict[int, int] = {}
+    for (edge, _), moment in moments.items():
+        latest[edge] = max(moment, latest.get(edge, moment))
+    return sorted(latest, key=lambda edge: (latest[edge], edge))

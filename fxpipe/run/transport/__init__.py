@@ -2,15 +2,18 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.transport import Channel, Pending, T, Transport
 from fxpipe.run.transport.mailboxes import MESSAGES, NUMBERS, OBJECTS, Mail, Mailboxes
 
+MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
 GRACE_SECONDS = 10.0  # how long a rank that computes may go on after another rank has failed
 
 
@@ -23,6 +26,12 @@ def failure_text(rank: int, action: str, error: BaseException) -> str:
 def describe(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """A message in words: edge 7 float32[2, 3]."""
     return f"edge {edge} {str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    if not 0 <= edge < MAX_EDGES:
+        raise RunError(f"message {edge} does not fit a tag: a step sends up to {MAX_EDGES}; use fewer micro-batches")
+    return edge * 1024 + zlib.crc32(describe(edge, shape, dtype).encode()) % 1024
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -47,8 +56,11 @@ class InProcessTransport:
         self._open: set[tuple[int, int]] = set()  # (source, number) of receives posted and not waited for
         self._sent_bytes: dict[Channel, int] = {}
 
-    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
+    def open_channels(self, channels: Mapping[Channel, int], groups: Sequence[tuple[int, ...]]) -> None:
         """Nothing to open: a mailbox is there when it is first used."""
+
+    def begin_form(self, sends: Callable[[], SendOrder]) -> None:
+        """Mailboxes have room for all messages, in any order."""
 
     def set_action(self, action: str) -> None:
         self._mail.check()

@@ -1,4 +1,7 @@
-"""Ranks as processes: the transport over torch.distributed (gloo on CPUs, NCCL on GPUs). No other file imports it.
+"""Ranks as processes: the transport over torch.distributed (gloo on CPUs, NCCL on GPUs).
+
+On gloo all messages go through one process group, each with a tag of its own; NCCL has no tags, and communicators take
+their place (`grouped`). No other file imports torch.distributed.
 
 Seen on torch 2.13's gloo, and relied on here:
 - `isend` never blocks, whatever the size; data move when the receiver has posted, so a send waited for is received.
@@ -12,8 +15,7 @@ Seen on torch 2.13's gloo, and relied on here:
 import itertools
 import os
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,23 +25,18 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
+from fxpipe.plan.lanes import NUM_OWN, SendOrder
 from fxpipe.plan.transport import Channel, Pending, T
-from fxpipe.run.transport import describe, num_bytes, owned
+from fxpipe.run.transport import MAX_EDGES, describe, message_tag, num_bytes, owned
+from fxpipe.run.transport.grouped import Coming, Grouped, Started, begun
 from fxpipe.run.transport.watchdog import Watchdog
 
-MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
 COPIED_AT_ONCE = 64  # tensors: some hundred MB of a U-Net
 STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
 _num_transports = itertools.count()  # made by this process: every transport has keys of its own in the store
 
 
-def message_tag(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    if not 0 <= edge < MAX_EDGES:
-        raise RunError(f"message {edge} does not fit a tag: a step sends up to {MAX_EDGES}; use fewer micro-batches")
-    return edge * 1024 + zlib.crc32(describe(edge, shape, dtype).encode()) % 1024
-
-
-_Sent = tuple[dist.Work, torch.Tensor, int, str]
+_Sent = tuple[Started, torch.Tensor, int, str]
 """A send, its tensor, which must be there until it is waited for, the receiver, and what it is."""
 
 _stores: dict[tuple[str, int], Any] = {}
@@ -131,12 +128,13 @@ class DistributedTransport:
 
     `device`: the CPU when None; "cuda" without an index is the GPU of LOCAL_RANK. `timeout_seconds` bounds every wait
     for a message; a rank whose heartbeat stands still for `lost_after_seconds` counts as lost. A default process group
-    is made when there is none, and is not ended by `close`: the next transport uses it again.
+    is made when there is none, and is not ended by `close`: the next transport uses it again. Messages go through
+    communicators on CUDA, and where `num_own` says how many of a rank's are of a single channel.
     """
 
     def __init__(
         self, device: torch.device | str | None = None, timeout_seconds: float = 300.0,
-        heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0,
+        heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0, num_own: int | None = None,
     ) -> None:  # fmt: skip
         self.device, launch = _resolve(device), _Launch.from_environment()
         self.rank, self.world_size = rank, world_size = launch.rank, launch.world_size
@@ -146,8 +144,10 @@ class DistributedTransport:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
         self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._groups = [self._control, self._data]
-        self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self._groups: list[dist.ProcessGroup] = [self._control, self._data]
+        self._grouped = None
+        if self.device.type == "cuda" or num_own is not None:
+            self._grouped = Grouped(rank, self.device, self._timeout, NUM_OWN if num_own is None else num_own)
         self._reducing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._sends: list[_Sent] = []
         self._sends_before: list[_Sent] = []  # of the step before
@@ -163,30 +163,21 @@ class DistributedTransport:
         dist.barrier(self._control)
         self._watchdog.start()
 
-    def open_channels(self, channels: list[Channel], groups: list[tuple[int, ...]]) -> None:
-        """One process group per group of ranks that reduce. On NCCL also one per channel, so that no channel waits for
-        another; a first message of each, in list order, builds its communicator, which would otherwise make the first
-        send block."""
+    def open_channels(self, channels: Mapping[Channel, int], groups: Sequence[tuple[int, ...]]) -> None:
+        """One process group per group of ranks that reduce; communicators for messages where they are needed."""
         for ranks in groups:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)  # collective over all ranks
             if self.rank in ranks:
                 self._reducing[ranks] = group
                 self._groups.append(group)
-        if self.device.type != "cuda":
-            return
-        for src, dst in channels:
-            group = dist.new_group([src, dst], backend="nccl", timeout=self._timeout)  # collective over all ranks
-            if self.rank not in (src, dst):
-                continue
-            self._channels[src, dst] = group
-            self._groups.append(group)
-            token = torch.zeros(1, device=self.device)
-            with self._named(f"channel {src} -> {dst} to open", dst if self.rank == src else src):
-                work = dist.isend(token, dst, group=group) if self.rank == src else dist.irecv(token, src, group=group)
-                assert work is not None
-                work.wait()
-                torch.cuda.synchronize(self.device)
+        if self._grouped is not None:
+            with self._named(f"channels to open: {sorted(channels)}", None):
+                self._grouped.open(channels)
+
+    def begin_form(self, sends: Callable[[], SendOrder]) -> None:
+        if self._grouped is not None:
+            self._grouped.begin(sends)
 
     def set_action(self, action: str) -> None:
         if self._watchdog.failure is not None:
@@ -200,8 +191,10 @@ class DistributedTransport:
         what = f"{describe(edge, shape, tensor.dtype)} to be received by rank {dst}"
         with self._named(what, dst):
             tag = message_tag(edge, shape, tensor.dtype)
-            work = dist.isend(tensor, dst, group=self._group((self.rank, dst)), tag=tag)
-        assert work is not None
+            if self._grouped is not None:
+                work: Started = self._grouped.send(tensor, dst, edge, tag)
+            else:
+                work = begun(dist.isend(tensor, dst, group=self._data, tag=tag))
         self._sends.append((work, tensor, dst, what))
         channel = self.rank, dst
         self._sent_bytes[channel] = self._sent_bytes.get(channel, 0) + num_bytes(tensor)
@@ -210,18 +203,22 @@ class DistributedTransport:
         self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Pending[torch.Tensor]:
         what = f"{describe(edge, shape, dtype)} from rank {src}"
-        buffer = torch.empty(shape, dtype=dtype, device=device)
         with self._named(what, src):
-            work = dist.irecv(buffer, src, group=self._group((src, self.rank)), tag=message_tag(edge, shape, dtype))
-        assert work is not None
-        number = self._num_posted
+            tag = message_tag(edge, shape, dtype)
+            if self._grouped is not None:
+                coming = self._grouped.recv(src, edge, shape, dtype, tag)
+            else:
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                coming = Coming(begun(dist.irecv(buffer, src, group=self._data, tag=tag)), buffer)
+        number, turn = self._num_posted, self._turn(edge)
         self._num_posted += 1
         self._open[number] = what
 
         def wait() -> torch.Tensor:
-            self._wait(work, what, src)
+            turn()
+            self._wait(coming, what, src)
             self._open.pop(number, None)
-            return buffer
+            return coming.tensor
 
         return Pending(wait)
 
@@ -237,9 +234,10 @@ class DistributedTransport:
                 work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
             started.append((work, flat, positions))
-        shapes = [tensor.shape for tensor in tensors]
+        shapes, turn = [tensor.shape for tensor in tensors], self._turn(edge)
 
         def wait() -> list[torch.Tensor]:
+            turn()
             sums: dict[int, torch.Tensor] = {}
             for work, flat, positions in started:
                 self._wait(work, what, peer)
@@ -268,8 +266,10 @@ class DistributedTransport:
                 )
             assert work is not None
             started.append((work, flat, taken, sums))
+        turn = self._turn(edge)
 
         def wait() -> list[torch.Tensor]:
+            turn()
             for work, _, taken, sums in started:
                 self._wait(work, what, peer)
                 for row in taken.view(len(ranks) - 1, _num_elements(sums)):
@@ -291,8 +291,10 @@ class DistributedTransport:
                     work = dist.broadcast(flat, owner, group=self._reducing[ranks], async_op=True)
                 assert work is not None
                 started.append((work, flat, owner, values))
+        turn = self._turn(edge)
 
         def wait() -> None:
+            turn()
             for work, flat, owner, values in started:
                 self._wait(work, what, owner)
                 if owner != self.rank:
@@ -303,13 +305,17 @@ class DistributedTransport:
 
     def advance(self) -> None:
         """Lets go of what was sent in the step before. Equal tags arrive in the order of their posts, of any steps."""
+        self._turn(None)()
         self._await_sends(self._sends_before)
         self._sends_before, self._sends = self._sends, []
 
     def flush(self) -> None:
         assert not self._open, f"rank {self.rank} posted receives without waiting for them: {[*self._open.values()]}"
+        self._turn(None)()
         self._await_sends(self._sends_before)
         self._await_sends(self._sends)
+        if self._grouped is not None:
+            self._grouped.retire()
 
     def sent_bytes(self) -> dict[Channel, int]:
         return dict(self._sent_bytes)
@@ -373,22 +379,28 @@ class DistributedTransport:
     def close(self) -> None:
         self._watchdog.close()
         if self._watchdog.failure is None:
-            for group in self._groups:
+            for group in [*self._groups, *(self._grouped.groups() if self._grouped is not None else ())]:
                 dist.destroy_process_group(group)
             self._groups.clear()
 
-    def _group(self, channel: Channel) -> dist.ProcessGroup:
-        if self.device.type != "cuda":
-            return self._data
-        assert channel in self._channels, f"channel {channel} is used before open_channels has opened it"
-        return self._channels[channel]
+    def _turn(self, edge: int | None) -> Callable[[], None]:
+        """What to do before a wait for a message or a reduction of this form, or at the end of the form."""
+        if self._grouped is None:
+            return _nothing
+        start = self._grouped.turn(edge)
+
+        def turn() -> None:
+            with self._named("messages that are to be started", None):
+                start()
+
+        return turn
 
     def _await_sends(self, sends: list[_Sent]) -> None:
         for work, _, dst, what in sends:
             self._wait(work, what, dst)
         sends.clear()
 
-    def _wait(self, work: dist.Work, what: str, peer: int) -> None:
+    def _wait(self, work: Started, what: str, peer: int) -> None:
         """On NCCL this orders the current stream and returns; the group's own timeout then bounds the wait."""
         with self._named(what, peer):
             if self.device.type == "cuda":
@@ -414,7 +426,8 @@ class DistributedTransport:
         """Wakes a main thread that is blocked on any peer: see the head of this file."""
         everyone = tuple(range(self.world_size))
         reducing = self._reducing.items() if self.device.type == "cpu" else ()
-        for ranks, group in [(everyone, self._data), (everyone, self._control), *reducing]:
+        of_channels = self._grouped.with_ranks() if self._grouped is not None and self.device.type == "cpu" else ()
+        for ranks, group in [(everyone, self._data), (everyone, self._control), *reducing, *of_channels]:
             if len(ranks) < 2:
                 continue
             peer = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
@@ -422,6 +435,10 @@ class DistributedTransport:
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[dict[int, list[torch.Tensor]]]:

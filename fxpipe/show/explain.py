@@ -1,0 +1,104 @@
+"""What would make a step faster: the same programs on another network, or with other seconds, simulated again; or other
+plans, made for more memory or another number of micro-batches.
+
+    network infinitely fast    links without latency, that need no time and no rank's
+    frozen work free           graphs of frozen components take no time
+    perfect balance            every rank's graphs take the mean of all ranks' times
+    twice the memory           planned again
+    one more micro-batch       planned again, the rest of the layout as it is
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
+from fxpipe.errors import CompileError
+from fxpipe.plan.explanation import Explanation, WhatIf, rivals
+from fxpipe.plan.plan import Plan
+from fxpipe.simulate import simulate
+from fxpipe.simulate.op_lists import Op, StepOps
+
+FREE = Link("free", 1e30, 0.0)
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """How another plan for the same step is made."""
+
+    plan: Callable[..., Plan]
+    memory_limit_bytes: int | None
+
+
+def explain(plan: Plan, ops: StepOps, cluster: Cluster, again: Replanned | None) -> Explanation:
+    """The plan's own reasons and what would change them.
+
+    Args:
+        ops: of the form of the step that is run in a row.
+        again: makes other plans, with fields of the request changed; None where nobody may.
+    """
+    seconds, busy = simulate(ops, cluster).seconds, [_busy(of_rank, ops) for of_rank in ops.ranks]
+    found = [*_resimulated(ops, cluster, busy), *(_replanned(plan, again) if again is not None else ())]
+    ordered = sorted(found, key=lambda what: (what.seconds is None, what.seconds))
+    mean, most = sum(busy) / len(busy), max(busy)
+    chosen = plan.summary().split("\n")[0]
+    return Explanation(chosen, seconds, mean, most, tuple(ordered), rivals(plan.outcomes), len(plan.outcomes))
+
+
+def _resimulated(ops: StepOps, cluster: Cluster, busy: Sequence[float]) -> Iterator[WhatIf]:
+    free = Cluster(cluster.device, tuple(Level(level.size, FREE) for level in cluster.levels))
+    sent = ops.wire_bytes
+    yield _what("network infinitely fast", ops, free, "" if sent else "nothing is sent")
+    names = {op.call for of_rank in ops.ranks for op in of_rank if op.kind == "run" and op.call}
+    frozen = {name: 0.0 for name in names if name.startswith("frozen_")}
+    yield _what("frozen work free", replace(ops, seconds={**ops.seconds, **frozen}), cluster, "" if frozen else "none")
+    yield _what("perfect balance", _balanced(ops, busy), cluster)
+
+
+def _what(what: str, ops: StepOps, cluster: Cluster, why: str = "") -> WhatIf:
+    return WhatIf(what, simulate(ops, cluster).seconds, why)
+
+
+def _balanced(ops: StepOps, busy: Sequence[float]) -> StepOps:
+    """Every rank's work in the same time, the mean; what it does, and in which order, as before."""
+    mean = sum(busy) / len(busy)
+    ranks = [
+        [_lasting(op, ops, mean / of_rank) if op.kind == "run" and of_rank else op for op in row]
+        for row, of_rank in zip(ops.ranks, busy, strict=True)
+    ]
+    return replace(ops, ranks=ranks, seconds=dict.fromkeys(ops.seconds, 0.0))
+
+
+def _lasting(op: Op, ops: StepOps, factor: float) -> Op:
+    return op._replace(seconds=factor * _seconds(op, ops))
+
+
+def _seconds(op: Op, ops: StepOps) -> float:
+    return op.seconds + (ops.seconds[op.call] if op.call else 0.0)
+
+
+def _busy(of_rank: Sequence[Op], ops: StepOps) -> float:
+    return sum(_seconds(op, ops) for op in of_rank if op.kind == "run")
+
+
+def _replanned(plan: Plan, again: Replanned) -> Iterator[WhatIf]:
+    """The same step planned for more; nothing is searched for longer than candidates take."""
+    limit = again.memory_limit_bytes
+    if limit is None:
+        yield WhatIf("twice the memory", None, "nothing limits it")
+    else:
+        yield _planned("twice the memory", again, memory_limit_bytes=2 * limit)
+    staged = plan.staged
+    same = {"data_parallel": staged.replicas, "stages": staged.num_stages} if staged.world_size > 1 else {}
+    yield _planned("one more micro-batch", again, microbatches=plan.num_microbatches + 1, **same)
+
+
+def _planned(what: str, again: Replanned, **changes: int) -> WhatIf:
+    try:
+        plan = again.plan(**changes)
+    except CompileError as error:
+        return WhatIf(what, None, str(error).split("\n")[0])
+    best = plan.best
+    assert best is not None
+    head = plan.summary().split("\n")[0].partition(" in ")[2]
+    return WhatIf(what, best.seconds, f"as {head}")

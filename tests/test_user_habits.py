@@ -1,0 +1,125 @@
+"""What scripts do around a model: attention in slices, a generator of their own, adapters that come late."""
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention, SlicedAttnProcessor
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CaptureError, RunError
+
+
+class Attending(nn.Module):
+    """Attention, to itself and to a text, over heads that a processor may take one by one."""
+
+    def __init__(self, slice_size: int | None) -> None:
+        super().__init__()
+        processor = None if slice_size is None else SlicedAttnProcessor(slice_size)
+        sizes = {"heads": 4, "dim_head": 2, "processor": processor}
+        self.own = Attention(8, **sizes)  # type: ignore[no-untyped-call]
+        self.other = Attention(8, cross_attention_dim=6, **sizes)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        x = x + self.own(x)
+        return (x + self.other(x, encoder_hidden_states=text)).square().mean()
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch_size, 5, 8, dtype=torch.float64), torch.randn(batch_size, 3, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("slice_size", [1, 3])
+def test_attention_in_slices_is_attention(slice_size: int) -> None:
+    torch.manual_seed(0)
+    model = Attending(slice_size).double()
+    program = fxpipe.compile(model, 2, batch_size=4, schedule="1f1b")
+    found = program.verify(*model.example_inputs(4))
+    assert found.ok, found
+    assert type(model.own.processor).__call__ is SlicedAttnProcessor.__call__
+    assert SlicedAttnProcessor.__call__.__qualname__ == "SlicedAttnProcessor.__call__"
+
+
+class Noisy(nn.Module):
+    """Adds noise drawn by a generator: the model's own, or one made in forward."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.generator = torch.Generator().manual_seed(1) if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = self.generator or torch.Generator(x.device).manual_seed(1)
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        return self.last(torch.tanh(self.first(x + noise))).square().mean()
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        return (torch.randn(batch_size, 4, dtype=torch.float64),)
+
+
+def test_a_generator_of_the_models_own_is_seeded_by_the_engine() -> None:
+    model = Noisy(own=True).double()
+    with pytest.warns(UserWarning, match="the model holds a torch.Generator"):
+        program = fxpipe.compile(model, 2, batch_size=4, schedule="1f1b", cache=False)
+    (x,) = model.example_inputs(4)
+    before = model.generator.get_state()  # type: ignore[union-attr]
+    assert program.verify(x).ok
+    assert program.run_local(x, seed=1).loss == program.run_local(x, seed=1).loss != program.run_local(x, seed=2).loss
+    assert torch.equal(before, model.generator.get_state())  # type: ignore[union-attr]
+
+
+def test_a_generator_that_is_made_in_forward_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a torch.Generator passed inside .* attribute of the model"):
+        fxpipe.compile(Noisy(own=False).double(), 2, batch_size=4, schedule="1f1b")
+
+
+class Sigmas(nn.Module):
+    """A table's entries for the timesteps of samples, all in one lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.linspace(1000, 1, 50))
+        self.register_buffer("sigmas", torch.linspace(1, 0, 50))
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.table[torch.randint(50, (x.shape[0],), device=x.device)]
+        sigma = self.sigmas[(self.table == times[:, None]).int().argmax(1)].to(x.dtype)[:, None]
+        return self.last(torch.tanh(self.first(x * sigma))).square().mean()
+
+
+def test_a_table_is_looked_up_for_all_samples_at_once() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    program = fxpipe.compile(Sigmas().double(), 2, example_inputs=(x,), microbatches=3, schedule="1f1b")
+    assert program.verify(x).ok
+
+
+class Adapter(nn.Module):
+    """A layer and a low-rank one beside it, as PEFT puts it in its place."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.low = base_layer.requires_grad_(False), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.low(x)  # type: ignore[no-any-return]
+
+
+def test_adapters_that_come_after_compiling_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x).square().mean()  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    step = Step()
+    engine = fxpipe.compile(step, 2, example_inputs=(x,), schedule="1f1b").local_engine()
+    engine.step((x,))
+    nn.Linear(2, 2)  # another model's layers are nobody's business
+    engine.step((x,))
+    step.model[2] = Adapter(model[2])  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"parameters of the model have come, gone.*as with adapters"):
+        engine.step((x,))
