@@ -112,7 +112,7 @@ def train(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = PEER_CASES[case](torch.float64)
     program = fxpipe.compile(model, 4, batch_size=5, microbatches=4, schedule="1f1b", data_parallel=2)
     if case == "crossed_skips":  # with every second block computed again
-        runs = tuple((block, block + 1) for block in range(1, len(program.step.graph.blocks), 2))
+        runs = tuple((block, block + 1) for block in range(1, len(program.blocks.blocks), 2))
         plan = replace(program.plan, staged=replace(program.plan.staged, recompute=runs))
         program = fxpipe.compile(model, 4, batch_size=5, plan=plan)
     local = "WORLD_SIZE" not in os.environ

@@ -16,6 +16,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.sampler import Sampler
+from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import Setting, ranked
 from fxpipe.sampling.estimate import estimate
@@ -117,7 +118,7 @@ def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) 
             is_way = is_way and (way == EXACT or patches in ((stages, 2 * stages, 4 * stages) if stages else every[1:]))
             if is_way:
                 with suppress(CompileError):
-                    made = chosen(case, request, look=False)
+                    made = with_attention(case, chosen(case, request, look=False), "auto", setting.cluster)
                     found[request] = estimate(case, made, setting.cluster, setting.steps).seconds
     return found
 
@@ -188,7 +189,7 @@ def test_what_is_given_is_kept_and_few_steps_are_exact() -> None:
     assert (made.grid.stages, made.plan.how.mode) == (2, "exact")
     assert compiled("DiT", mode="displaced", patches=2, steps=4).plan.how.mode == "displaced"
     assert compiled("DiT", mode="displaced", steps=5).plan.how.mode == "exact"
-    assert compiled("DiT", mode="displaced").plan.how.mode == "displaced"
+    assert compiled("U-Net", mode="displaced").plan.how.mode == "displaced"
 
 
 def test_memory_decides() -> None:
