@@ -88,7 +88,7 @@ def test_training_on_512_ranks() -> None:
 def test_channels_from_all_to_all(num_ranks: int) -> None:
     channels = {(a, b): 8 for a in range(num_ranks) for b in range(num_ranks) if a != b}
     found = lanes(channels)
-    assert {found.count(rank) for rank in range(num_ranks)} == {NUM_OWN + 1}
+    assert max(found.count(rank) for rank in range(num_ranks)) == NUM_OWN + 1
     assert found.groups == (tuple(range(num_ranks)),)
 
 

@@ -41,9 +41,10 @@ class Lanes:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every shared communicator: no rank is in two."""
         found: dict[int, set[int]] = {}
-        for channel in sorted(self.shared):
-            joined = set(channel).union(*(found.get(rank, ()) for rank in channel))
-            found |= dict.fromkeys(joined, joined)
+        for src, dst in self.shared:
+            if src not in found or found[src] is not found.get(dst):
+                joined = {src, dst}.union(found.get(src, ()), found.get(dst, ()))
+                found |= dict.fromkeys(joined, joined)
         return tuple(sorted({tuple(sorted(ranks)) for ranks in found.values()}))
 
     def count(self, rank: int) -> int:
