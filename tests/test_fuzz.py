@@ -45,10 +45,21 @@ FIVE_STAGES = Split(
     world_size=3, batch_size=1, microbatches=None, schedule="custom", stages=5, data_parallel=None, recompute=None,
     seed=3,
 )  # fmt: skip
+TIED_ENDS = replace(
+    READ_WITHOUT_GRADIENT,
+    layers=tuple(
+        Layer("linear", (i,), frozen=False, no_grad=False, tied=0 if i == 4 else None, tied_parameter=False)
+        for i in range(5)
+    ),
+    outputs=(5,),
+)  # fmt: skip
+"""The first layer's weight is the last one's, in another stage of the same rank."""
+TWO_COPIES = Split(2, 2, None, "gpipe", stages=2, data_parallel=2)
 
 
 @given(step_specs(), splits())
 @example(READ_WITHOUT_GRADIENT, FIVE_STAGES)
+@example(TIED_ENDS, TWO_COPIES)
 @settings(
     max_examples=EXAMPLES,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

@@ -99,7 +99,7 @@ def _pattern(node: fx.Node, body: fx.Graph, unpacked: set[fx.Node]) -> list["str
         item = items.get(index)
         if item is None or not item.users:
             parts.append("_")
-        elif any(user.target is not operator.getitem for user in item.users):
+        elif len(_items(item)) < len(item.users):  # it is read as a whole, or a part of it twice
             parts.append(item.name)
         else:
             values = _items(item)
