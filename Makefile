@@ -8,11 +8,11 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # With further models of what the others show.
 test-all: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --long
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --long
 
 # The guides, as pages in site/.
 docs: install
