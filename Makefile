@@ -24,5 +24,5 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,report,docs,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[diffusers,examples,report,serve,docs,dev]'
 	touch $@
