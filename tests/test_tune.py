@@ -98,8 +98,8 @@ def test_nothing_left_out_by_a_bound_is_faster(cluster: str) -> None:
 def test_what_is_promised_is_what_the_order_takes() -> None:
     for cluster, fill in (("4xA100-PCIe", "auto"), ("2x2xV100", "none"), ("4xA100-80GB", "idle")):
         of, best = on(4, 16, cluster), found(4, 16, cluster, 0.2, fill=fill).best
-        assert best.schedule is not None
-        again = simulate(of, best.placed, best.schedule, best.sizes(of))
+        assert best.simulated is not None
+        again = simulate(of, best.placed, best.simulated.schedule, best.sizes(of))
         assert again.seconds == pytest.approx(best.seconds, rel=1e-12)
         assert again.peak_bytes == best.needs
 

@@ -46,18 +46,21 @@ class Clock:
 
 
 def simulate(step: StepOps, cluster: Cluster) -> Clock:
-    """Run a step's ops to their end, without keeping what happens when."""
+    """Run a step's ops to their end, without keeping what happens when; a rank without ops is never idle."""
     machine = Machine(step.ranks, step.seconds, cluster)
     machine.run()
     end, arrivals = machine.end_seconds, None if cluster.keeps_sent else machine.arrival_seconds
     bytes_of = zip(step.ranks, step.held, machine.begins, strict=True)
     found = [list(levels(ops, sum(held.values()), begins, arrivals)) for ops, held, begins in bytes_of]
-    idle = []
+    idle: list[list[_Idle]] = []
     for waits, last, of_rank in zip(machine.waits, machine.rank_ends, found, strict=True):
+        if not of_rank:
+            idle.append([])
+            continue
         spans = [(start, stop, of_rank[place][1]) for start, stop, place in waits]
         idle.append(_joined([*spans, (last, end, of_rank[-1][1])]))
     starts = tuple(tuple(_starts(begins, spans)) for begins, spans in zip(machine.begins, idle, strict=True))
-    most = tuple(max(during for during, _ in of_rank) for of_rank in found)
+    most = tuple(max((during for during, _ in of_rank), default=0) for of_rank in found)
     times = tuple(tuple((start, stop) for start, stop, _ in spans) for spans in idle)
     return Clock(end, times, tuple(tuple(size for *_, size in spans) for spans in idle), starts, most)
 

@@ -8,7 +8,7 @@ those of other ranks whose rings use a port in common, as a node's: the sums of 
 each node one by one. What messages use of the links meanwhile is not counted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,8 +54,9 @@ class _Issued(NamedTuple):
 class Collectives:
     """All that are under way on a cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, absent: Collection[int] = ()) -> None:
+        """`absent` are ranks that nobody waits for: they do as others do."""
+        self._cluster, self._absent = cluster, absent
         self._issued: dict[int, dict[int, float]] = {}  # edge -> rank -> when
         self._groups: dict[tuple[int, ...], _Issued] = {}
         self._group_of: dict[int, _Issued] = {}  # by edge: many ranks are hashed for long
@@ -70,7 +71,7 @@ class Collectives:
         self._keep_order(rank, collective)
         times = self._issued.setdefault(collective.edge, {})
         times[rank] = now
-        if len(times) < len(group):
+        if len(times) < len(self._group_of[collective.edge].counts):
             return None
         uses: list[tuple[int, ...] | Port] = [group, *ring_ports(self._cluster, group)]
         start = max(*times.values(), *(self._free.get(use, 0.0) for use in uses))
@@ -80,8 +81,10 @@ class Collectives:
 
     def _keep_order(self, rank: int, collective: Collective) -> None:
         if collective.edge not in self._group_of:
-            issued = self._groups.setdefault(collective.ranks, _Issued([], dict.fromkeys(collective.ranks, 0)))
-            self._group_of[collective.edge] = issued
+            if collective.ranks not in self._groups:
+                present = (peer for peer in collective.ranks if peer not in self._absent)
+                self._groups[collective.ranks] = _Issued([], dict.fromkeys(present, 0))
+            self._group_of[collective.edge] = self._groups[collective.ranks]
         order, counts = self._group_of[collective.edge]
         assert rank in counts, f"rank {rank} issues {collective}"
         count = counts[rank]

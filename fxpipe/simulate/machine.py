@@ -4,10 +4,11 @@
     rank 1: wait 5 | run 3.0               ->     0 -> 1          |1.0|
                                                   rank 1  |waits      |3.0s      |
 
-Every rank is one compute stream that keeps the order of its ops. Sends never block, nor does the issue of a collective;
-a wait ends when its message has arrived, or its collective is over. `wires` says how long messages take that share
-links, `collectives` when a collective runs. Where messages take time from computation (`Link.taken_share`), a rank owes
-it from a send, or the wait for a receive, on; it pays while it waits, or else with what it computes next.
+Every rank is one compute stream that keeps the order of its ops; one without any is not there. Sends never block, nor
+does the issue of a collective; a wait ends when its message has arrived, or its collective is over. `wires` says how
+long messages take that share links, `collectives` when a collective runs. Where messages take time from computation
+(`Link.taken_share`), a rank owes it from a send, or the wait for a receive, on; it pays while it waits, or else with
+what it computes next.
 """
 
 import heapq
@@ -31,7 +32,8 @@ class Machine:
         self._ops, self._seconds, self._cluster = op_lists, seconds, cluster
         self._takes = any(level.link.taken_share for level in cluster.levels)
         self._owed = [0.0] * len(op_lists)
-        self._wires, self._collectives = Wires(cluster), Collectives(cluster)
+        absent = {rank for rank, ops in enumerate(op_lists) if not ops}
+        self._wires, self._collectives = Wires(cluster), Collectives(cluster, absent)
         self._position = [0] * len(op_lists)
         self._ready = [(0.0, rank) for rank in range(len(op_lists))]
         self.arrival_seconds: dict[int, float] = {}  # by edge: when a message has arrived, or a collective is over

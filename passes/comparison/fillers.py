@@ -41,8 +41,9 @@ def fillers(case: Case, request: Request) -> tuple[str, float, dict[str, Fill]]:
     if not case.frozen.names:
         raise CompileError("nothing of this step is frozen: there is no work for its idle time")
     best = tuned(case, replace(request, fill="idle")).best
-    assert best.schedule is not None
-    training = simulate(case, best.placed, best.schedule.where(lambda a: not a.is_piece), best.sizes(case)).training
+    assert best.simulated is not None
+    alone = best.simulated.schedule.where(lambda action: not action.is_piece)
+    training = simulate(case, best.placed, alone, best.sizes(case)).training
     components = case.frozen.components(case.batch_size, None, not case.divisible, best.placed.frozen_ranks)
     problem = FillProblem(training.seconds, tuple(training.idle), components, case.batch_size)
     found = {}

@@ -29,6 +29,6 @@ def ours(case: Case, request: Request) -> list[Contestant]:
 
 def _contestant(case: Case, name: str, found: Found) -> Contestant:
     best = found.best
-    assert best.schedule is not None
-    ops = step_ops(case, best.placed, best.schedule, best.sizes(case))
+    assert best.simulated is not None
+    ops = step_ops(case, best.placed, best.simulated.schedule, best.sizes(case))
     return contestant(case, name, str(best.outcome), ops)

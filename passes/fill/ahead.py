@@ -46,7 +46,7 @@ def filled(
         whole: samples can't be taken apart.
     """
     actions, fills = list(training.schedule.ranks), dict[FillProblem, Fill]()
-    for ranks, samples in groups(staged, sizes):
+    for ranks, samples in groups(staged, sizes, training.schedule):
         place = {rank: position for position, rank in enumerate(ranks)}
         able = tuple(tuple(sorted(place[rank] for rank in of if rank in place)) for of in staged.frozen_ranks)
         components = layers.components(len(samples), room_bytes, whole, able)
@@ -58,13 +58,15 @@ def filled(
     return replace(training.schedule, ranks=tuple(actions))
 
 
-def groups(staged: Staged, sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Ranks with the samples whose frozen work they share: every one of equal pipelines by itself."""
+def groups(staged: Staged, sizes: Sequence[int], schedule: Schedule) -> Iterator[tuple[list[int], list[int]]]:
+    """Ranks with the samples whose frozen work they share: every one of equal pipelines by itself, of those that the
+    schedule has actions of."""
     ends = [sum(sizes[: m + 1]) for m in range(len(sizes))]
     pipelines = _pipelines(staged)
     for first, ranks in enumerate(pipelines):
         mine = range(first, len(sizes), len(pipelines))
-        yield ranks, [sample for m in mine for sample in range(ends[m] - sizes[m], ends[m])]
+        if any(schedule.ranks[rank] for rank in ranks):
+            yield ranks, [sample for m in mine for sample in range(ends[m] - sizes[m], ends[m])]
 
 
 def _pipelines(staged: Staged) -> list[list[int]]:

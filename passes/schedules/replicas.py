@@ -7,7 +7,7 @@
 Their weight gradients are summed as soon as the last of them is there, while earlier stages still compute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
 from fxpipe.plan.actions import Action, Work
@@ -19,33 +19,35 @@ def with_reductions(schedule: Schedule, work: Work) -> Schedule:
 
     Stages are reduced from the last to the first on every rank, so that all ranks of a group agree on the order.
     """
-    replicated = [
-        stage for stage, ranks in enumerate(schedule.stage_ranks) if len(ranks) > 1 and stage in work.weight_grad
-    ]
-    ranks = list(schedule.ranks)
-    for rank, actions in enumerate(schedule.ranks):
-        placed = [(i, a) for i, a in enumerate(actions)]
-        position = -1
-        for stage in reversed(replicated):
-            if rank in schedule.stage_ranks[stage]:
-                position = max(position, *(i for i, a in enumerate(actions) if a.kind in "BW" and a.stage == stage))
-                placed.append((position, Action(stage, "R", rank)))
-        ranks[rank] = tuple(action for _, action in sorted(placed, key=lambda item: item[0]))
+    replicated = {stage for stage, ranks in enumerate(schedule.stage_ranks) if len(ranks) > 1} & work.weight_grad
+    ranks = (_reduced(actions, rank, replicated) for rank, actions in enumerate(schedule.ranks))
     return replace(schedule, ranks=tuple(ranks))
 
 
-def tile(schedule: Schedule, pipelines: Sequence[Sequence[int]], work: Work) -> Schedule:
+def _reduced(actions: Sequence[Action], rank: int, replicated: Set[int]) -> tuple[Action, ...]:
+    last = {action.stage: place for place, action in enumerate(actions) if action.kind in "BW"}
+    at, position = dict[int, list[Action]](), -1
+    for stage in sorted(last.keys() & replicated, reverse=True):
+        position = max(position, last[stage])
+        at.setdefault(position, []).append(Action(stage, "R", rank))
+    return tuple(found for place, action in enumerate(actions) for found in (action, *at.get(place, ())))
+
+
+def tile(
+    schedule: Schedule, pipelines: Sequence[Sequence[int]], work: Work, only: Collection[int] | None = None
+) -> Schedule:
     """One pipeline's schedule run by several: pipeline p takes micro-batches p, p + P, p + 2P, ... of P pipelines.
 
     Args:
         pipelines: the rank of every place of every pipeline.
         work: of one pipeline, which has `schedule.num_microbatches` micro-batches.
+        only: numbers of the pipelines whose ranks have actions; all where left out.
     """
     count = len(pipelines)
-    ranks: dict[int, tuple[Action, ...]] = {}
-    for first, pipeline in enumerate(pipelines):
-        for actions, rank in zip(schedule.ranks, pipeline, strict=True):
-            ranks[rank] = tuple(replace(action, microbatch=action.microbatch * count + first) for action in actions)
-    ordered = tuple(ranks[rank] for rank in range(len(ranks)))
-    whole = replace(schedule, num_microbatches=schedule.num_microbatches * count, ranks=ordered)
-    return with_reductions(whole, work)
+    replicated = work.weight_grad if count > 1 else frozenset[int]()
+    ranks: list[tuple[Action, ...]] = [()] * sum(map(len, pipelines))
+    for first in range(count) if only is None else only:
+        for actions, rank in zip(schedule.ranks, pipelines[first], strict=True):
+            mine = [Action(a.stage, a.kind, a.microbatch * count + first, a.layers, a.samples) for a in actions]
+            ranks[rank] = _reduced(mine, rank, replicated)
+    return replace(schedule, num_microbatches=schedule.num_microbatches * count, ranks=tuple(ranks))

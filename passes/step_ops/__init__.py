@@ -16,6 +16,7 @@ sharding      which replica trains a parameter: of both, too
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
@@ -43,6 +44,7 @@ def step_ops(
     *,
     relayed: bool = False,
     optimizer_bytes: int = ADAMW_BYTES,
+    only: Collection[int] | None = None,
 ) -> StepOps:
     """One step of all ranks.
 
@@ -52,16 +54,20 @@ def step_ops(
         sizes: samples of every micro-batch.
         relayed: whether what a later stage reads is handed on from stage to stage; else it is sent there.
         optimizer_bytes: of optimizer state, per element of a weight that is trained.
+        only: ranks of some of equal pipelines: the others, whose schedules are empty, have no ops, and what goes to
+            them and comes from them at the end of the step is left out, but for sums over replicas.
     """
     step = step_of(case, staged, schedule, sizes, relayed)
+    if only is not None:
+        step = replace(step, only=frozenset(only))
     closing = Closing(step)
     ranks = list(_ranks(step, closing))
     of_units = {units: _weights(step, units) for units in set(step.units_of)}
-    held = []
-    for rank, units in enumerate(step.units_of):
-        num_bytes, trained = of_units[units]
+    held: list[dict[str, int]] = [{} for _ in ranks]
+    for rank in step.written:
+        num_bytes, trained = of_units[step.units_of[rank]]
         elements = sum(w.num_elements for w in trained if closing.owners.get(w.name, rank) == rank)
-        held.append({"state": num_bytes, "optimizer": elements * optimizer_bytes})
+        held[rank] = {"state": num_bytes, "optimizer": elements * optimizer_bytes}
     return StepOps(ranks, held)
 
 
@@ -73,13 +79,14 @@ def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]
 
 
 def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
-    """The ops of every rank."""
-    model_of, done = models(step), dict[int, list[Op]]()
+    """The ops of every rank; none of those that are not written."""
+    model_of, done = models(step, closing), dict[int, list[Op]]()
     for rank in range(len(step.schedule.ranks)):
-        model = model_of.get(rank)
-        found = copied(step, closing, done[model], model, rank) if model in done else None
-        done[rank] = found or RankWriter(step, closing, rank).write()
-        yield done[rank]
+        if rank in step.written:
+            model = model_of.get(rank)
+            found = copied(step, closing, done[model], model, rank) if model in done else None
+            done[rank] = found or RankWriter(step, closing, rank).write()
+        yield done.get(rank, [])
 
 
 def _weights(step: Step, units: Collection[UnitKey]) -> tuple[int, list[Weight]]:

@@ -1,14 +1,15 @@
 """What follows the last action: sums of gradients over replicas and tied weights, and the loss, told to every rank.
 
 Replicas of a stage reduce the gradients that no other stage has, to all of them, or each to the one that trains it,
-whose weights then begin the next step; those of
-tied weights go to the first rank that has one, are added there, and go back to all that hold the weight.
+whose weights then begin the next step; those of tied weights go to the first rank that has one, and their sum to all
+that hold the weight.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.memory import scattered_bytes
@@ -27,7 +28,7 @@ class Closing:
     @cached_property
     def _own(self) -> dict[int, dict[str, int]]:
         """By stage, where it has replicas: bytes of the trained weights that no other stage has, by name."""
-        ranks_of = enumerate(self.step.schedule.stage_ranks)
+        ranks_of = enumerate(self.step.stage_ranks)
         found = {stage: self.step.own_gradients(stage) for stage, ranks in ranks_of if len(ranks) > 1}
         return {stage: sizes for stage, sizes in found.items() if sum(sizes.values())}
 
@@ -42,7 +43,7 @@ class Closing:
         return self._collectives("all_gather", len(self._own)) if self.owners else {}
 
     def _collectives(self, kind: str, start: int) -> dict[int, Collective]:
-        first_edge, ranks_of = len(self.step.messages) + len(self.messages) + start, self.step.schedule.stage_ranks
+        first_edge, ranks_of = len(self.step.messages) + len(self.messages) + start, self.step.stage_ranks
         return {
             stage: Collective(edge, kind, tuple(sorted(ranks_of[stage])), sum(sizes.values()))
             for edge, (stage, sizes) in enumerate(self._own.items(), first_edge)
@@ -51,7 +52,7 @@ class Closing:
     @cached_property
     def owners(self) -> dict[str, int]:
         """The rank that trains a weight, where it is one of several replicas."""
-        return owners(self._own, self.step.schedule.stage_ranks) if self.step.units.staged.sharded else {}
+        return owners(self._own, self.step.stage_ranks) if self.step.units.staged.sharded else {}
 
     def scattered(self, stage: int, rank: int) -> tuple[int, int]:
         """Bytes of the sums that a rank has of a stage's gradients, and of what is moved for them."""
@@ -89,8 +90,10 @@ class Closing:
         """Rank by rank as they are sent."""
         first_edge, num_ranks = len(self.step.messages), len(self.step.schedule.ranks)
         loss = TiedGradient("loss", self.step.case.costs.loss_bytes, (), ())
-        sends = closing_sends(self.tied, self.step.loss_ranks, num_ranks)
-        ordered = sorted(((src, dst, of or loss) for src, dst, of in sends), key=lambda send: send[0])
+        sends, written = closing_sends(self.tied, self.step.loss_ranks, num_ranks), self.step.written
+        ordered = sorted(
+            ((src, dst, of or loss) for src, dst, of in sends if src in written and dst in written), key=itemgetter(0)
+        )
         return [
             PlannedMessage(edge, src, dst, of.num_bytes, "loss" if of is loss else "gradient", of.name)
             for edge, (src, dst, of) in enumerate(ordered, first_edge)

@@ -1,9 +1,9 @@
-"""Equal pipelines: the ops of all but two are those of another with other micro-batches, peers and message ids.
+"""Equal pipelines: the ops of most are those of another with other micro-batches, peers and message ids.
 
     rank 2: begin 0F1 | run | send edge 8 to 3       rank 4: begin 0F2 | run | send edge 16 to 5
     rank 3: begin 1F1 | wait edge 8 | run       ->   rank 5: begin 1F2 | wait edge 16 | run
 
-The first pipeline sums the loss and tied gradients for all, the second stands for all others.
+The first of those that have as many messages at the end of the step, for sums of all pipelines, stands for the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,17 @@ from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.step import Step
 
 
-def models(step: Step) -> dict[int, int]:
-    """By rank of every pipeline from the third on: the rank at its place in the second. Empty where they may differ."""
-    pipelines = step.units.staged.pipelines
+def models(step: Step, closing: Closing) -> dict[int, int]:
+    """By rank: the one at its place in another pipeline that stands for it. Empty where they may differ."""
     if any(action.is_piece for actions in step.schedule.ranks for action in actions):
         return {}  # samples go where there is room
-    return {rank: model for others in pipelines[2:] for model, rank in zip(pipelines[1], others, strict=True)}
+    first, found = dict[tuple[object, ...], int](), dict[int, int]()
+    for pipeline in step.units.staged.pipelines[1:]:
+        for place, rank in enumerate(pipeline):
+            model = first.setdefault((place, *((m.kind, m.src == rank) for m in closing.of_rank[rank])), rank)
+            if model != rank:
+                found[rank] = model
+    return found
 
 
 def copied(step: Step, closing: Closing, ops: Sequence[Op], model: int, rank: int) -> list[Op] | None:
@@ -84,9 +89,10 @@ def _resized(closing: Closing, op: Op, model: int, rank: int) -> Op:
         return op
     stage = closing.reduced[op.collective.edge]
     (_, before), (own, moved) = closing.scattered(stage, model), closing.scattered(stage, rank)
-    taken, freed, sent, *most = op.memory
+    in_list, sums = bool(closing.step.tied_of(stage)), (("gradients", own),) * bool(own)  # as the writer has it
     if op.kind == "reduce_scatter":
-        gains = tuple(item for item in (("gradients", own), ("transfers", moved)) if item[1])
-        return op._replace(memory=Bytes(gains, freed, sent, moved, moved))
-    less = tuple((what, moved if (what, size) == ("transfers", before) else size) for what, size in freed)
-    return op._replace(memory=Bytes(taken, less, sent, *most))
+        gains = (*(() if in_list else sums), *((("transfers", moved),) * bool(moved)))
+        return op._replace(memory=Bytes(gains, op.memory.freed, op.memory.sent, moved, moved))
+    less = tuple((what, moved if (what, size) == ("transfers", before) else size) for what, size in op.memory.freed)
+    most = own if in_list else 0
+    return op._replace(memory=Bytes(sums if in_list else (), less, op.memory.sent, most, most))

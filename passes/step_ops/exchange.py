@@ -2,7 +2,8 @@
 
 post(h[2])       recv h[0], recv h[1], recv h[2]     receives are posted in the order of their channel
 receive(h[0])    wait h[0]                           and waited for once
-end of step      tied gradients and the loss go to the first rank that has one, their sums to all that want them
+end of step      tied gradients and the loss go to the first rank that has one, their sums to all that want them, in
+                 binomial trees: 3 -> 2, 1 -> 0, 2 -> 0, then 0 -> 2, 0 -> 1, 2 -> 3
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ class Sent(Transfer, Protocol):
 
 @dataclass(frozen=True)
 class TiedGradient:
-    """A weight of several ranks: `givers` have gradients, the first sums them and sends the sum to all `holders`."""
+    """A weight of several ranks: `givers` have gradients, the first gets their sum, which goes to all `holders`."""
 
     name: str
     num_bytes: int
@@ -44,13 +45,28 @@ def closing_sends(
 ) -> Iterator[tuple[int, int, TiedGradient | None]]:
     """(source, destination, gradient or None for the loss), every one after those that it waits for."""
     for gradient in tied:
-        yield from ((giver, gradient.givers[0], gradient) for giver in gradient.givers[1:])
+        yield from ((a, b, gradient) for a, b in _tree(gradient.givers[0], gradient.givers))
     for gradient in tied:
-        owner = gradient.givers[0]
-        yield from ((owner, holder, gradient) for holder in gradient.holders if holder != owner)
+        yield from ((b, a, gradient) for a, b in reversed(_tree(gradient.givers[0], gradient.holders)))
     for first in loss_ranks[:1]:
-        yield from ((rank, first, None) for rank in loss_ranks[1:])
-        yield from ((first, rank, None) for rank in range(num_ranks) if rank != first)
+        yield from ((a, b, None) for a, b in _tree(first, loss_ranks))
+        yield from ((b, a, None) for a, b in reversed(_tree(first, range(num_ranks))))
+
+
+def _tree(root: int, ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """(child, parent) of a binomial tree, children before what their parents send; ranks far from the root on top.
+
+    In it messages one after another are as many as the number of ranks has digits, and neighbours, which are of one
+    node, meet first (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005, section 3).
+    """
+    members = [root, *sorted({*ranks} - {root})]
+    numbers = sorted(range(1, len(members)), key=lambda number: number & -number)
+    return [(members[number], members[number & (number - 1)]) for number in numbers]
+
+
+def _rises(message: Sent, root: int) -> bool:
+    """Whether a message of the end of a step is on its way to the root of its tree."""
+    return message.dst == root or (message.src != root and message.dst < message.src)
 
 
 Message = TypeVar("Message", bound=Sent)
@@ -146,38 +162,43 @@ class Exchange(Generic[Message, Value]):
     # -- the end of the step
 
     def sum_tied(self, tied: Sequence[TiedGradient], gradients: dict[str, Value]) -> None:
-        """Sum gradients of tied parameters on their first rank, and give the sum to every rank that holds them."""
+        """Sum gradients of tied parameters, and give the sum to every rank that holds them."""
         messages: dict[str, list[Message]] = {}
         for message in (message for message in self._closing if message.kind == "gradient"):
             messages.setdefault(message.value, []).append(message)
         for gradient in tied:
-            for message in messages.get(gradient.name, ()):
-                if message.dst == gradient.givers[0] != self.rank:
-                    self.send(message, gradients[gradient.name])
+            if self.rank in gradient.givers:
+                of = messages.get(gradient.name, ())
+                gradients[gradient.name] = self._reduce(of, gradient.givers[0], gradients[gradient.name])
         for gradient in tied:
-            if self.rank == gradient.givers[0]:
-                received = [self.receive(m) for m in messages.get(gradient.name, ()) if m.dst == self.rank]
-                gradients[gradient.name] = self.add([gradients[gradient.name], *received])
-        for gradient in tied:
-            for message in messages.get(gradient.name, ()):
-                if message.src == gradient.givers[0] == self.rank:
-                    self.send(message, gradients[gradient.name])
-                elif message.src == gradient.givers[0]:
-                    gradients[gradient.name] = self.receive(message)
+            if self.rank in gradient.holders:
+                of, own = messages.get(gradient.name, ()), gradients.get(gradient.name)
+                gradients[gradient.name] = self._broadcast(of, gradient.givers[0], own)
 
     def share_loss(self, first: int, loss: Value | None) -> Value:
-        """The first rank that has a part of the loss adds up all parts and tells every rank."""
+        """Add up all parts of the loss, and tell every rank."""
         messages = [message for message in self._closing if message.kind == "loss"]
-        if self.rank != first:
-            for message in messages:
-                if message.src == self.rank:
-                    assert loss is not None
-                    self.send(message, loss)
-            (told,) = (message for message in messages if message.src == first)
-            return self.receive(told)
-        assert loss is not None
-        total = self.add([loss, *(self.receive(message) for message in messages if message.dst == first)])
-        for message in messages:
-            if message.src == first:
+        if loss is not None:
+            loss = self._reduce(messages, first, loss)
+        return self._broadcast(messages, first, loss)
+
+    def _reduce(self, messages: Iterable[Message], root: int, own: Value) -> Value:
+        """The sum of this rank's part and what comes up to it, sent on to the root."""
+        rising = [message for message in messages if _rises(message, root)]
+        total = self.add([own, *(self.receive(message) for message in rising if message.dst == self.rank)])
+        for message in rising:
+            if message.src == self.rank:
                 self.send(message, total)
         return total
+
+    def _broadcast(self, messages: Iterable[Message], root: int, own: Value | None) -> Value:
+        """What comes down from the root, whose own it is, sent on."""
+        falling = [message for message in messages if not _rises(message, root)]
+        for message in falling:
+            if message.dst == self.rank:
+                own = self.receive(message)
+        assert own is not None, f"nobody tells rank {self.rank}"
+        for message in falling:
+            if message.src == self.rank:
+                self.send(message, own)
+        return own

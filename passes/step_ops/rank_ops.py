@@ -19,8 +19,8 @@ class RankOps:
         self._edges: dict[int, tuple[int, ...]] = {}
         self._kept: set[int] = set()
 
-    def start(self) -> None:
-        """An op that takes no time, for what is there from the start."""
+    def no_op(self) -> None:
+        """An op that takes no time, for what is there before others."""
         self._ops.append(("none", "", 0.0, None, None))
 
     def begin(self, action: str) -> None:

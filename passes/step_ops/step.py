@@ -1,6 +1,6 @@
 """A step to be written: the placement's units, the schedule, and all messages of its actions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +17,7 @@ from passes.step_ops.units import Units
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What all ranks' writers read."""
+    """What all ranks' writers read; `only` are the ranks that are written, of equal pipelines, where not all are."""
 
     case: Case
     units: Units
@@ -26,6 +26,17 @@ class Step:
     routes: Routes
     seconds: ActionSeconds
     calls: CallBytes
+    only: frozenset[int] | None = None
+
+    @property
+    def written(self) -> Collection[int]:
+        """The ranks that are written."""
+        return range(len(self.schedule.ranks)) if self.only is None else self.only
+
+    @property
+    def stage_ranks(self) -> Sequence[Sequence[int]]:
+        """The ranks of every stage, written or not."""
+        return self.schedule.stage_ranks if self.only is None else self.units.staged.stage_ranks
 
     @cached_property
     def ahead(self) -> Ahead:

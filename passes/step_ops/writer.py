@@ -74,7 +74,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
 
     def _given(self) -> None:
         """Inputs, and what frozen work has made in the step before."""
-        self.ops.start()
+        self.ops.no_op()
         self.batch = WholeBatch(self.step, self.ops, self._reads())
         self.pieces = Pieces(self.step, self.rank, self.ops, WholeBatch(self.step, self.ops, self._reads_ahead()))
         for name, microbatch in self.step.ahead.kept[self.rank]:
@@ -274,13 +274,17 @@ class RankWriter(Exchange[PlannedMessage, int]):
             self.reduced[stage] = self.ops.make("gradients", reduction.num_bytes)
             return
         own, moved = self.closing.scattered(stage, self.rank)
-        self.reduced[stage], self.moved[stage] = self.ops.make("gradients", own), self.ops.make("transfers", moved)
+        if self.totals[stage] is None:  # else the sums take the place of the list's own
+            self.reduced[stage] = self.ops.make("gradients", own)
+        self.moved[stage] = self.ops.make("transfers", moved)
         self.ops.see(self.ops.position, moved, moved)
 
     def _close(self) -> None:
         for stage, total in self.totals.items():
-            if stage in self.reduced:
+            if stage in self.reduced or stage in self.moved:
                 self.ops.wait_for(self.closing.reductions[stage])
+                if stage not in self.reduced:
+                    self.reduced[stage] = self.ops.make("gradients", self.closing.scattered(stage, self.rank)[0])
                 self.ops.keep(self.reduced[stage])
                 if stage in self.moved:
                     self.ops.use(self.moved[stage])
@@ -288,6 +292,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
                     self.ops.use(total)
             elif total is not None:
                 self.ops.keep(total)
+        self.ops.no_op()  # gradients are gone before the first receive is posted
         sums = {name: self.add([of[stage] for stage in sorted(of)]) for name, of in sorted(self.tied.items())}
         self.sum_tied(self.closing.tied, sums)
         for buffer in sums.values():

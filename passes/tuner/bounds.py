@@ -19,7 +19,6 @@ from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
 from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
-from passes.fill.ahead import groups
 from passes.placement.place import Shape
 from passes.placement.ports import message_seconds
 from passes.schedules.policies import POLICIES
@@ -245,8 +244,7 @@ def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: Act
 
 def filled_seconds(
     case: Case,
-    staged: Staged,
-    sizes: Sequence[int],
+    groups: Iterable[tuple[Sequence[int], Sequence[int]]],
     seconds: float,
     idle_seconds: Sequence[float],
     room_bytes: float | None,
@@ -255,14 +253,14 @@ def filled_seconds(
     the ranks of a pipeline.
 
     Args:
-        sizes: samples of every micro-batch.
+        groups: ranks, and the samples whose frozen work they share.
         seconds: of the training.
         idle_seconds: of every rank, as far as frozen work may use them.
         room_bytes: what a rank has for an operation of frozen work.
     """
     tails = (
         (case.frozen.seconds_within(len(samples), room_bytes) - sum(idle_seconds[r] for r in ranks)) / len(ranks)
-        for ranks, samples in groups(staged, sizes)
+        for ranks, samples in groups
         if samples
     )
     return seconds + max(0.0, *tails)

@@ -4,7 +4,7 @@ stages, times, transfers, memory    ->    one pipeline's schedule, and a bound o
                                     ->    the same for every pipeline, with the reductions over them
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,9 +44,11 @@ class Orders:
 
     def named(self) -> Schedule:
         """The order that the placement is named after, of all ranks."""
-        if not self.pipelines:
-            return self._whole()
-        return tile(self.of_one, self.pipelines, self._of_one)
+        return self.of_all(self.of_one) if self.pipelines else self._whole()
+
+    def of_all(self, schedule: Schedule, only: Collection[int] | None = None) -> Schedule:
+        """The order of one of equal pipelines as that of all ranks, or of those of `only` these pipelines."""
+        return tile(schedule, self.pipelines, self._of_one, only)
 
     @cached_property
     def of_one(self) -> Schedule:
@@ -65,8 +67,8 @@ class Orders:
     def searched(
         self, budget_seconds: float, limit_bytes: int | None, needed: Sequence[int]
     ) -> tuple[Schedule, float, str]:
-        """The best order that is found in this time, of all ranks; seconds than which no step in it is shorter; and
-        what is known about it. For equal pipelines.
+        """The best order of one of equal pipelines that is found in this time; seconds than which no step in it is
+        shorter; and what is known about it.
 
         Args:
             limit_bytes: of memory on every rank.
@@ -79,8 +81,7 @@ class Orders:
         if limit_bytes is not None:
             problem = self._within(problem, limit_bytes, needed)
         found = synthesise(problem, budget_seconds)
-        whole = tile(found.schedule, self.pipelines, problem.work)
-        return whole, self.seconds_of(found.schedule), f"one pipeline's schedule {found}{known}"
+        return found.schedule, self.seconds_of(found.schedule), f"one pipeline's schedule {found}{known}"
 
     def _whole(self) -> Schedule:
         """The order of all ranks at once."""

@@ -97,17 +97,17 @@ def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
         step = simulate(case, staged, schedule, sizes)
     _require_room(case, step)
     shape = Shape(schedule.name, staged.num_stages, (tuple(range(staged.world_size)),))
-    known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, True, schedule, step, done=True)
+    known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, simulated=step, done=True)
     plan = _plan(case, known, ())
     if request.fill == "none" or not case.frozen.names:
         return plan
     training = schedule.where(lambda action: action.kind != "T")
     ahead = Candidate(shape, count, True, 0.0)
-    best = Trials(case, request).finished(Trial(ahead, 0.0, staged, True, training, is_thrifty=True))
+    best = Trials(case, request).finished(Trial(ahead, 0.0, staged, True, None, training, is_thrifty=True))
     if best is None or best.simulated is None or (request.fill == "auto" and best.simulated.seconds >= step.seconds):
         return plan
     predicted = {**plan.predicted, "steady": best.simulated.prediction}
-    return replace(plan, steady=best.schedule, predicted=predicted)
+    return replace(plan, steady=best.simulated.schedule, predicted=predicted)
 
 
 def _require_room(case: Case, step: Simulated) -> None:

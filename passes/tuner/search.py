@@ -14,7 +14,7 @@ from fxpipe.plan.block_graph import human_bytes
 from passes.tuner.candidates import Candidate
 from passes.tuner.trials import Trial, Trials
 
-_MOST_ACTIONS = 200_000
+_MOST_ACTIONS = 20_000_000
 """Actions that are walked, of all trials together: some ten seconds of a core. What is left then is not walked."""
 
 _SAME = 0.0005

@@ -3,8 +3,9 @@
     bound      compute alone                                    before anything is placed
     placed     stages on ranks; the busiest port                thousands a second
     ordered    the order it is named after, and its memory      hundreds a second
-    walked     all ranks, with messages that share links        tens a second
+    walked     with messages that share links                   tens a second
     filled     the same, with the next batch's frozen work
+    whole      all ranks, where some stood for others
 
 The seconds of each step are at most those of the next, so the search may stop where the least is the last.
 """
@@ -23,7 +24,7 @@ from fxpipe.plan.tuning import Outcome
 from fxpipe.simulate import Clock
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
-from passes.fill.ahead import filled
+from passes.fill.ahead import filled, groups
 from passes.fill.per_device import no_fill, per_device
 from passes.fill.problem import FillProblem, Interval
 from passes.fill.result import Fill
@@ -38,6 +39,7 @@ from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, thrift
 from passes.tuner.orders import Orders
 from passes.tuner.request import Request
 from passes.tuner.simulate import Simulated, simulate, simulated
+from passes.tuner.stand_ins import stand_ins
 
 Filler = Callable[[FillProblem], Fill]
 
@@ -88,19 +90,21 @@ class Way:
 class Trial:
     """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
 
-    Once it `is_ordered`, its order is the named one or, where there is one, `schedule`. `simulated` is its step, or its
-    training while that is not `done`: the next batch's frozen work is to come, by some `way`. `needs` are bytes on the
-    fullest rank; one that `is_thrifty` was made to need less. `method` says how the order was found, `why` what it lost
-    by.
+    Once it `is_ordered`, its order is the named one or, where there is one, `of_one`, of each of equal pipelines, or
+    `schedule`. `simulated` is its step, or its training while the next batch's frozen work is to come, by some `way`;
+    where some pipelines stand for all, that of these, until it is `done`. `needs` are bytes on the fullest rank; one
+    that `is_thrifty` was made to need less. `method` says how the order was found, `why` what it lost by.
     """
 
     candidate: Candidate
     bound_seconds: float
     staged: Staged | None = None
     is_ordered: bool = False
+    of_one: Schedule | None = None
     schedule: Schedule | None = None
     simulated: Simulated | None = None
     way: Way | None = None
+    is_filled: bool = False
     done: bool = False
     needs: int | None = None
     is_thrifty: bool = False
@@ -129,7 +133,8 @@ class Trial:
         return Outcome(
             len(shape.pipelines), shape.places, shape.schedule, shape.stages, self.candidate.microbatches,
             staged.collocated if staged else shape.is_folded and shape.hard, bool(staged and staged.recompute),
-            self.bound_seconds, self.seconds, self.needs, simulated.wire_bytes if simulated else None, self.why,
+            self.bound_seconds, self.seconds, self.needs, simulated.wire_bytes if simulated and self.done else None,
+            self.why,
         )  # fmt: skip
 
 
@@ -142,6 +147,7 @@ class Trials:
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
         self.walked = 0
         self._thrifty: set[tuple[Staged, int, bool]] = set()
+        self._stand_ins: dict[tuple[tuple[int, ...], ...], list[int]] = {}
 
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """The trial, known one step further; several where memory decides, none where nothing fits."""
@@ -151,8 +157,10 @@ class Trials:
             yield from self._ordered(trial)
         elif trial.simulated is None:
             yield from self._walked(trial)
-        else:
+        elif trial.candidate.ahead and not trial.is_filled:
             yield from self._filled(trial)
+        else:
+            yield self._whole(trial)
 
     def fits(self, trial: Trial) -> bool:
         return trial.needs is None or self.case.fits(trial.needs)
@@ -169,8 +177,8 @@ class Trials:
         seconds."""
         orders = self._orders(trial)
         needed = [needs.total for needs in self._peaks(trial)(trial.placed)[1]]
-        schedule, bound, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
-        known = Trial(trial.candidate, bound, trial.placed, True, schedule, is_thrifty=True, method=method)
+        of_one, bound, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
+        known = Trial(trial.candidate, bound, trial.placed, True, of_one, is_thrifty=True, method=method)
         found = self.finished(known, below)
         with_step = None if found is None else self.with_its_step(found)
         return with_step if with_step is not None and self.fits(with_step) else None
@@ -189,9 +197,29 @@ class Trials:
                     best, below = closer, closer.bound_seconds
         return best
 
-    def _ops(self, trial: Trial, staged: Staged, schedule: Schedule) -> StepOps:
+    def _ops(self, trial: Trial, schedule: Schedule, only: Sequence[int] | None = None) -> StepOps:
+        """Of all ranks, or those of `only` these pipelines."""
         self.walked += sum(map(len, schedule.ranks))
-        return step_ops(self.case, staged, schedule, trial.sizes(self.case))
+        staged, pipelines = trial.placed, trial.placed.pipelines
+        ranks = None if only is None else [rank for number in only for rank in pipelines[number]]
+        return step_ops(self.case, staged, schedule, trial.sizes(self.case), only=ranks)
+
+    def _first(self, trial: Trial) -> Sequence[int] | None:
+        """The pipelines that stand for all; None where there are no others."""
+        pipelines = tuple(self._orders(trial).pipelines)
+        if trial.schedule is not None or not pipelines:
+            return None
+        if pipelines not in self._stand_ins:
+            self._stand_ins[pipelines] = stand_ins(self.case.cluster, pipelines)
+        found = self._stand_ins[pipelines]
+        return found if len(found) < len(pipelines) else None
+
+    def _order(self, trial: Trial, only: Sequence[int] | None = None) -> Schedule:
+        """Of all ranks, or those of `only` these pipelines."""
+        orders = self._orders(trial)
+        if trial.schedule is not None or not orders.pipelines:
+            return trial.schedule or orders.named()
+        return orders.of_all(trial.of_one or orders.of_one, only)
 
     def _orders(self, trial: Trial) -> Orders:
         return Orders(self.case, trial.placed, trial.candidate.microbatches, trial.candidate.ahead)
@@ -270,25 +298,27 @@ class Trials:
         def peaks(staged: Staged) -> tuple[Schedule, list[Needs]]:
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._needs:
-                schedule = self._orders(replace(trial, staged=staged)).named()
-                ops = self._ops(trial, staged, schedule)
+                named = Trial(trial.candidate, 0.0, staged)
+                only = self._first(named)
+                schedule = self._order(named, only)
+                ops = self._ops(named, schedule, only)
                 self._needs[key] = schedule, needs_of(self.case, staged, schedule, ops, trial.candidate.ahead)
             return self._needs[key]
 
         return peaks
 
     def _walked(self, trial: Trial) -> Iterator[Trial]:
-        """All ranks; if what they hold does not fit, in ways to need less, too."""
-        trial = replace(trial, schedule=trial.schedule or self._orders(trial).named())
-        assert trial.schedule is not None
-        ops = self._ops(trial, trial.placed, trial.schedule)
-        needs = most(needs_of(self.case, trial.placed, trial.schedule, ops, trial.candidate.ahead))
+        """The ranks of pipelines that stand for all; if what they hold does not fit, in ways to need less, too."""
+        only = self._first(trial)
+        schedule = self._order(trial, only)
+        ops = self._ops(trial, schedule, only)
+        needs = most(needs_of(self.case, trial.placed, schedule, ops, trial.candidate.ahead))
         if not self.case.fits(needs):
             yield replace(trial, needs=needs)
             yield from self.thriftier(trial)
             return
-        found, known = simulated(self.case, trial.schedule, ops), trial.bound_seconds
-        trial = _known(trial, found, done=not trial.candidate.ahead)
+        found, known = simulated(self.case, schedule, ops), trial.bound_seconds
+        trial = _known(trial, found, done=only is None and not trial.candidate.ahead)
         if not self.fits(trial):
             yield trial
             yield from self.thriftier(trial, found.peak_bytes - needs)
@@ -308,8 +338,8 @@ class Trials:
 
     def _filled_seconds(self, trial: Trial, training: Simulated, room: Room, how: Filler = per_device) -> float:
         idle = room.idle_seconds if how is per_device else (0.0,) * self.case.world_size
-        sizes = trial.sizes(self.case)
-        return filled_seconds(self.case, trial.placed, sizes, training.seconds, idle, room.most)
+        walked = [*groups(trial.placed, trial.sizes(self.case), training.schedule)]
+        return filled_seconds(self.case, walked, training.seconds, idle, room.most)
 
     def _rooms(self, trial: Trial, training: Simulated) -> list[Room]:
         """Idle time by what frozen work may take in it, that which promises the shortest step first."""
@@ -330,7 +360,7 @@ class Trials:
         """By the trial's way; in ways that need less, if it does not fit."""
         assert trial.simulated is not None
         assert trial.way is not None
-        found = self._with(trial, trial.simulated, trial.way)
+        found = self._with(trial, trial.simulated, trial.way, self._first(trial))
         yield found
         if not self.fits(found):
             yield from self.thriftier(trial, self.unseen(found))
@@ -356,13 +386,22 @@ class Trials:
                 staged = replace(trial.placed, frozen_ranks=(ranks,) * len(self.case.frozen.names))
                 yield Trial(trial.candidate, known_seconds, staged, is_thrifty=trial.is_thrifty)
 
-    def _with(self, trial: Trial, training: Simulated, way: Way) -> Trial:
-        """Frozen work on as many samples at once as there is room for."""
+    def _with(self, trial: Trial, training: Simulated, way: Way, only: Sequence[int] | None) -> Trial:
+        """Frozen work on as many samples at once as there is room for, of `only` these pipelines."""
         case, staged, sizes = self.case, trial.placed, trial.sizes(self.case)
         before = replace(training.training, idle=way.room.idle)
         schedule = filled(before, case.frozen, staged, sizes, way.how, way.room.most, not case.divisible)
-        ops = self._ops(trial, staged, schedule)
-        return _known(replace(trial, schedule=schedule), simulated(case, schedule, ops), done=True)
+        found = simulated(case, schedule, self._ops(trial, schedule, only))
+        return _known(replace(trial, is_filled=True), found, done=only is None)
+
+    def _whole(self, trial: Trial) -> Trial:
+        """What is known of some pipelines, of all."""
+        schedule, way = self._order(trial), trial.way
+        step = simulated(self.case, schedule, self._ops(trial, schedule))
+        if way is None:
+            return _known(trial, step, done=True)
+        room = next((room for room in self._rooms(trial, step) if room.most == way.room.most), None)
+        return self._with(trial, step, replace(way, room=room or Room.everywhere(step.clock, 0.0)), None)
 
 
 def _known(trial: Trial, found: Simulated, done: bool) -> Trial:
