@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,24 +41,30 @@ def execution_order(schedule: Schedule, work: Work) -> Iterator[tuple[int, Actio
     Ranks with FIFO channels and sends that never block are a Kahn network: what can run does not depend on timing, so
     one run that reaches the end proves the absence of deadlock. Actions that were not yielded can never run.
     """
-    present = {action for actions in schedule.ranks for action in actions}
-    needs = work.needs_among(present)
+    return ((rank, action) for rank, action, _ in _with_needs(schedule, work))
+
+
+def _with_needs(schedule: Schedule, work: Work) -> Iterator[tuple[int, Action, Sequence[Action]]]:
+    """The order of execution, and what must end before each action."""
+    needs_of = work.needs_among({action for actions in schedule.ranks for action in actions})
+    needs = [[tuple(needs_of(action)) for action in actions] for actions in schedule.ranks]
     position = [0] * len(schedule.ranks)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
     ready = list(range(len(schedule.ranks)))[::-1]
     while ready:
         rank = ready.pop()
-        while position[rank] < len(schedule.ranks[rank]):
-            action = schedule.ranks[rank][position[rank]]
-            missing = next((need for need in needs(action) if need not in done), None)
+        actions = schedule.ranks[rank]
+        for place in range(position[rank], len(actions)):
+            action, before = actions[place], needs[rank][place]
+            missing = next((need for need in before if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             done.add(action)
             position[rank] += 1
-            yield rank, action
-            ready += waiting.pop(action, [])
+            yield rank, action, before
+            ready += waiting.pop(action, ())
 
 
 def no_lag(source: int, target: int, kind: str) -> float:
@@ -74,15 +80,13 @@ def simulate(schedule: Schedule, work: Work, durations: Callable[[Action], float
     on its rank.
     Raises ScheduleError when the schedule deadlocks or repeats an action.
     """
-    present = {action for actions in schedule.ranks for action in actions}
-    needs = work.needs_among(present)
     free = [0.0] * len(schedule.ranks)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
-    for rank, action in execution_order(schedule, work):
-        arrivals = (end[need] + _travel(need, action, lag) for need in needs(action))
-        start[action] = max([free[rank], *arrivals])
-        end[action] = free[rank] = start[action] + durations(action)
+    for rank, action, needs in _with_needs(schedule, work):
+        begin = max([free[rank], *[end[need] + _travel(need, action, lag) for need in needs]])
+        start[action], end[action] = begin, begin + durations(action)
+        free[rank] = end[action]
     if len(end) < sum(map(len, schedule.ranks)):
         raise ScheduleError(f"schedule {schedule.name} stops after {len(end)} actions; schedule_check.check says why")
     return ActionTimes(start, end, len(schedule.ranks))

@@ -123,7 +123,7 @@ class _Line:
     def _attempt(self, count: int) -> Attempt:
         sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
-        bound = placed_seconds(self.case, staged, sizes, self.relayed)
+        bound = max(placed_seconds(self.case, staged, sizes, self.relayed), reduction_seconds(self.case, staged))
         return Attempt(self._setting(count, sizes[0]), bound, partial(self._write, staged, sizes))
 
     def _staged(self, size: int) -> Staged:

@@ -2,8 +2,8 @@
 
 compute      the busiest rank's work, and one micro-batch's way through the pipeline     before anything is placed
 again        the forwards that memory makes a rank compute again
-placed       the same of stages on ranks; the busiest port's messages, and its reductions, which go on beside them
-reductions   the sums of gradients, after the last of them
+placed       the same of stages on ranks; the busiest port's messages
+reductions   the busiest port's sums of gradients, which go on beside them; those after the last of the gradients
 frozen       what is idle, and the next batch's frozen work in it
 """
 
@@ -114,11 +114,12 @@ def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:
 
 
 def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool = False) -> float:
-    """The largest of the bounds that stages on ranks have, whatever the order; `sizes` are samples of micro-batches."""
+    """The largest of the bounds that stages on ranks have, whatever the order, sums of gradients aside; `sizes` are
+    samples of micro-batches."""
     seconds = ActionSeconds(case, staged)
-    ports = message_seconds(case.graph, staged, sizes, case.cluster, relayed), reduction_seconds(case, staged)
+    port = message_seconds(case.graph, staged, sizes, case.cluster, relayed)
     way = 0.0 if relayed else way_seconds(seconds, Units(case, staged), sizes[0])
-    return max(busiest_seconds(seconds, sizes), way, *ports)
+    return max(busiest_seconds(seconds, sizes), way, port)
 
 
 def busiest_seconds(seconds: ActionSeconds, sizes: Sequence[int]) -> float:
@@ -218,17 +219,22 @@ def _exchange_seconds(case: Case, staged: Staged, ranks: Sequence[int], num_byte
     return case.cluster.all_reduce_seconds(ranks, num_bytes)
 
 
-def reduction_ends(case: Case, staged: Staged, schedule: Schedule, timeline: ActionTimes) -> Iterator[float]:
-    """When the gradients of every replicated stage are summed, those that share a rank or a port one by one.
+def ordered_seconds(case: Case, staged: Staged, timeline: ActionTimes) -> float:
+    """Of one of equal pipelines that has all links for itself, with its reductions: those that share a rank or a port
+    one by one.
 
     Args:
-        schedule, timeline: of the first of equal pipelines.
+        timeline: of the pipeline.
     """
+    return max([timeline.makespan_seconds, *_reduction_ends(case, staged, timeline)])
+
+
+def _reduction_ends(case: Case, staged: Staged, timeline: ActionTimes) -> Iterator[float]:
+    """When the gradients of every replicated stage are summed."""
     last: dict[int, float] = {}
-    for actions in schedule.ranks:
-        for action in actions:
-            if action.kind in "BW":
-                last[action.stage] = timeline.end_seconds[action]
+    for action, end in timeline.end_seconds.items():
+        if action.kind in "BW":
+            last[action.stage] = max(end, last.get(action.stage, end))
     free: dict[int | Port, float] = {}
     for stage in sorted(last, key=last.__getitem__):
         ranks = staged.stage_ranks[stage]

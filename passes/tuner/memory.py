@@ -74,13 +74,16 @@ def needs_of(case: Case, staged: Staged, schedule: Schedule, ops: StepOps, ahead
 
 def made_bytes(case: Case, staged: Staged, batch_size: int) -> list[int]:
     """What frozen components make of a batch for every rank's stages."""
-    found = [0] * staged.world_size
-    for rank in range(staged.world_size):
-        mine = [stage for stage, ranks in enumerate(staged.stage_ranks) if rank in ranks]
+    stages_of: list[tuple[int, ...]] = [()] * staged.world_size
+    for stage, ranks in enumerate(staged.stage_ranks):
+        for rank in ranks:
+            stages_of[rank] += (stage,)
+    found = {}
+    for mine in {*stages_of}:
         blocks = [block for stage in mine for block in staged.blocks(stage)]
         replicas = min((len(staged.stage_ranks[stage]) for stage in mine), default=1)
-        found[rank] = case.costs.made_bytes(blocks, -(-batch_size // replicas)) if blocks else 0
-    return found
+        found[mine] = case.costs.made_bytes(blocks, -(-batch_size // replicas)) if blocks else 0
+    return [found[mine] for mine in stages_of]
 
 
 # -- frozen weights

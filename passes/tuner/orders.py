@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpipe.plan.actions import Action, Work
+from fxpipe.plan.execution import ActionTimes
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
@@ -18,7 +19,6 @@ from passes.schedules.problem import Problem, peak_bytes
 from passes.schedules.replicas import tile
 from passes.schedules.synthesis import synthesise
 from passes.step_ops.seconds import ActionSeconds
-from passes.tuner.bounds import reduction_ends
 from passes.tuner.lags import Lags
 
 
@@ -55,20 +55,21 @@ class Orders:
         """The named order of one of equal pipelines."""
         return self._named(self._problem)
 
-    def seconds_of(self, schedule: Schedule) -> float:
-        """No step in one pipeline's order is shorter: as if it had all links for itself, with its reductions."""
+    def alone(self, of_one: Schedule) -> ActionTimes:
+        """When the actions of a pipeline take place that has all links for itself, with its fewest samples."""
         least = self._sizes[-1]
         seconds = {kind: of for kind, of in self._seconds_of(least).items() if kind in self._problem.seconds}
-        alone = replace(self._problem, seconds=seconds, lag=Lags(self.case, self.staged, least, alone=True))
-        timeline = alone.simulate(schedule)
-        ends = reduction_ends(self.case, self.staged, schedule, timeline)
-        return max([timeline.makespan_seconds, *ends])
+        return replace(self._problem, seconds=seconds, lag=Lags(self.case, self.staged, least, alone=True)).simulate(
+            of_one
+        )
 
-    def searched(
-        self, budget_seconds: float, limit_bytes: int | None, needed: Sequence[int]
-    ) -> tuple[Schedule, float, str]:
-        """The best order of one of equal pipelines that is found in this time; seconds than which no step in it is
-        shorter; and what is known about it.
+    @cached_property
+    def named_alone(self) -> ActionTimes:
+        """The same in the named order."""
+        return self.alone(self.of_one)
+
+    def searched(self, budget_seconds: float, limit_bytes: int | None, needed: Sequence[int]) -> tuple[Schedule, str]:
+        """The best order of one of equal pipelines that is found in this time, and what is known about it.
 
         Args:
             limit_bytes: of memory on every rank.
@@ -81,7 +82,7 @@ class Orders:
         if limit_bytes is not None:
             problem = self._within(problem, limit_bytes, needed)
         found = synthesise(problem, budget_seconds)
-        return found.schedule, self.seconds_of(found.schedule), f"one pipeline's schedule {found}{known}"
+        return found.schedule, f"one pipeline's schedule {found}{known}"
 
     def _whole(self) -> Schedule:
         """The order of all ranks at once."""

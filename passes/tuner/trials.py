@@ -33,7 +33,15 @@ from passes.placement.cascade import first_pass
 from passes.placement.frozen_ranks import home_ranks
 from passes.placement.place import Shape, balanced, place
 from passes.step_ops import step_ops
-from passes.tuner.bounds import again_seconds, compute_seconds, filled_seconds, placed_seconds, shares_may_slow
+from passes.tuner.bounds import (
+    again_seconds,
+    compute_seconds,
+    filled_seconds,
+    ordered_seconds,
+    placed_seconds,
+    reduction_seconds,
+    shares_may_slow,
+)
 from passes.tuner.candidates import Candidate
 from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, thriftier_stages
 from passes.tuner.orders import Orders
@@ -147,6 +155,8 @@ class Trials:
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
         self.walked = 0
         self._thrifty: set[tuple[Staged, int, bool]] = set()
+        self._orders_of: dict[tuple[Staged, int, bool], Orders] = {}
+        self._bounds: dict[tuple[int, int], float] = {}
         self._stand_ins: dict[tuple[tuple[int, ...], ...], list[int]] = {}
 
     def closer(self, trial: Trial) -> Iterator[Trial]:
@@ -177,7 +187,8 @@ class Trials:
         seconds."""
         orders = self._orders(trial)
         needed = [needs.total for needs in self._peaks(trial)(trial.placed)[1]]
-        of_one, bound, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
+        of_one, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
+        bound = ordered_seconds(self.case, trial.placed, orders.alone(of_one))
         known = Trial(trial.candidate, bound, trial.placed, True, of_one, is_thrifty=True, method=method)
         found = self.finished(known, below)
         with_step = None if found is None else self.with_its_step(found)
@@ -222,7 +233,11 @@ class Trials:
         return orders.of_all(trial.of_one or orders.of_one, only)
 
     def _orders(self, trial: Trial) -> Orders:
-        return Orders(self.case, trial.placed, trial.candidate.microbatches, trial.candidate.ahead)
+        staged, candidate = replace(trial.placed, sharded=False), trial.candidate
+        key = staged, candidate.microbatches, candidate.ahead
+        if key not in self._orders_of:
+            self._orders_of[key] = Orders(self.case, staged, candidate.microbatches, candidate.ahead)
+        return self._orders_of[key]
 
     def _place(self, trial: Trial) -> Iterator[Trial]:
         shape, case = trial.candidate.shape, self.case
@@ -232,8 +247,16 @@ class Trials:
             recompute = self.request.runs(staged.boundaries)
             for sharded in self._shardings(staged, trial.sizes(case)[-1]):
                 found = replace(staged, schedule=shape.schedule, recompute=recompute, sharded=sharded)
-                bound = placed_seconds(case, found, trial.sizes(case))
-                yield replace(trial, staged=found, bound_seconds=max(trial.bound_seconds, bound))
+                bounds = trial.bound_seconds, self._of_stages(staged, trial), reduction_seconds(case, found)
+                yield replace(trial, staged=found, bound_seconds=max(bounds))
+
+    def _of_stages(self, staged: Staged, trial: Trial) -> float:
+        """The bound that stages on ranks have in whatever order, computed once."""
+        sizes = trial.sizes(self.case)
+        key = id(staged), len(sizes)  # one of `_placed`
+        if key not in self._bounds:
+            self._bounds[key] = placed_seconds(self.case, staged, sizes)
+        return self._bounds[key]
 
     def _shardings(self, staged: Staged, num_samples: int) -> Sequence[bool]:
         """Whether each replica of a stage trains a share of it; both where that is open and may be slower."""
@@ -269,7 +292,7 @@ class Trials:
         """In the order that the placement is named after."""
         orders, candidate, seconds = self._orders(trial), trial.candidate, trial.bound_seconds
         if orders.pipelines:
-            seconds = max(seconds, orders.seconds_of(orders.of_one))
+            seconds = max(seconds, ordered_seconds(self.case, trial.placed, orders.named_alone))
             if not isinstance(self.request.recompute, bool):
                 again = again_seconds(self.case, trial.placed, orders.of_one, trial.sizes(self.case)[-1])
                 with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
