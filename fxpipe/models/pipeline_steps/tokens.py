@@ -1,5 +1,6 @@
 """Captions as token ids, padded and cut as the pipelines' own `encode_prompt` does."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ def tokenized(pipe: Any, captions: Sequence[str], lengths: Mapping[str, int]) ->
     words = list(captions)
     if hasattr(pipe, "_text_preprocessing"):  # PixArt's: lower case, no space around
         words = pipe._text_preprocessing(words, clean_caption=False)
+    elif clean := getattr(sys.modules[type(pipe).__module__], "prompt_clean", None):  # Wan's
+        words = [clean(one) for one in words]
     found = {}
     for name in lengths:
         field = "attention_mask" if name.startswith("attention_mask") else "input_ids"
