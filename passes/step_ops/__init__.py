@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
+from fxpipe.simulate.host_update import host_update
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.op_lists import Op, StepOps
 from passes.case import Case
@@ -60,8 +61,12 @@ def step_ops(
     held = []
     for rank, units in enumerate(step.units_of):
         num_bytes, trained = of_units[units]
-        elements = sum(w.num_elements for w in trained if closing.owners.get(w.name, rank) == rank)
-        held.append({"state": num_bytes, "optimizer": elements * optimizer_bytes})
+        own = [w for w in trained if closing.owners.get(w.name, rank) == rank]
+        elements = sum(w.num_elements for w in own)
+        held.append({"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * optimizer_bytes})
+        if staged.offloaded:
+            update = host_update(case.cluster.device, elements, sum(w.num_bytes for w in own))
+            ranks[rank] = [*ranks[rank], update]
     return StepOps(ranks, held)
 
 
