@@ -3,6 +3,7 @@
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from torch import Tensor
 
 import fxpipe
@@ -12,13 +13,21 @@ from tests.test_pipeline_steps import STEP, Gradients, assert_equal, gradients
 from tests.trained_pipelines import CAPTIONS, T5_TOKENS
 from tests.trained_videos import MADE, trainable_video, video_loss_by_hand, videos
 
-DROPOUT = {"wan": 0.5, "ltx": 0.5, "animatediff": 0.5}
+DROPOUT = {"wan": 0.5, "ltx": 0.5, "animatediff": 0.5, "hunyuan": 0.5}
 
 
 @pytest.fixture(autouse=True)
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Video models compute in float32 on the way, whatever the type of their weights."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.fixture(autouse=True)
+def short_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of one of 95 tokens."""
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE
+    for key, value in {"template": "h {} g", "crop_start": 2}.items():
+        monkeypatch.setitem(template, key, value)
 
 
 class Case:

@@ -11,10 +11,11 @@ import diffusers
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaModel
 
 from tests.tiny_backbones import CONFIGS
 from tests.tiny_pipelines import tiny
-from tests.trained_pipelines import T5_TOKENS, _clip, _t5
+from tests.trained_pipelines import T5_TOKENS, _clip, _letters, _t5
 
 FRAMES = 5
 
@@ -92,6 +93,24 @@ def _ltx() -> Any:
     )  # fmt: skip
 
 
+def _hunyuan() -> Any:
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(4, 4, 4), layers_per_block=1, norm_num_groups=2,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 3, up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+        spatial_compression_ratio=2, temporal_compression_ratio=4,
+    )  # fmt: skip
+    config = {**CONFIGS["HunyuanVideoTransformer3DModel"], "num_layers": 1, "num_single_layers": 1}
+    llama = LlamaConfig(
+        vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    parts = {"text_encoder": LlamaModel(llama), "tokenizer": _letters(), **_clip("_2", 8, 8, most_tokens=77)}
+    return diffusers.HunyuanVideoPipeline(
+        transformer=diffusers.HunyuanVideoTransformer3DModel(**config), vae=vae, **parts,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+    )  # fmt: skip
+
+
 def _animatediff() -> Any:
     pipe, _ = tiny("sd/small")
     unet = diffusers.UNetMotionModel(
@@ -109,6 +128,7 @@ def _animatediff() -> Any:
 
 MADE = {
     "wan": _wan, "wan/two": _wan_of_two, "cogvideo": _cogvideo, "cogvideo/1.5": _cogvideo_of_two_frames, "ltx": _ltx,
+    "hunyuan": _hunyuan,
     "animatediff": _animatediff,
 }  # fmt: skip
 
@@ -166,6 +186,8 @@ def _latents(pipe: Any, pixels: Tensor) -> Tensor:
             for values in (config.latents_mean, config.latents_std)
         )
         return (drawn - mean) / deviation
+    if type(pipe).__name__.startswith("Hunyuan"):
+        return drawn * config.scaling_factor
     drawn = (drawn * config.scaling_factor).permute(0, 2, 1, 3, 4)
     patch = pipe.transformer.config.patch_size_t
     copies = 0 if patch is None else drawn.shape[1] % patch
@@ -176,6 +198,8 @@ def _latents(pipe: Any, pixels: Tensor) -> Tensor:
 def _encoded(pipe: Any, captions: list[str], length: int) -> Any:
     if type(pipe).__name__.startswith("Animate"):
         return pipe.encode_prompt(captions, "cpu", 1, False)
+    if type(pipe).__name__.startswith("Hunyuan"):
+        return pipe.encode_prompt(captions, max_sequence_length=length, device="cpu")
     return pipe.encode_prompt(captions, None, False, max_sequence_length=length, device="cpu")
 
 
@@ -201,11 +225,17 @@ def _predict_ltx(pipe: Any, x: Tensor, t: Tensor, text: list[Tensor], main: str)
     return pipe._unpack_latents(predicted, frames, height, width)
 
 
+def _predict_hunyuan(pipe: Any, x: Tensor, t: Tensor, text: list[Tensor], main: str) -> Tensor:
+    states, pooled, mask = text
+    guidance = torch.full((len(x),), 1000.0, dtype=x.dtype)
+    return pipe.transformer(x, t, states, mask, pooled, guidance, return_dict=False)[0]
+
+
 def _predict_animatediff(pipe: Any, x: Tensor, t: Tensor, text: list[Tensor], main: str) -> Tensor:
     return pipe.unet(x, t, text[0].repeat_interleave(repeats=x.shape[2], dim=0)).sample
 
 
 PREDICTED = {
     "WanPipeline": _predict_wan, "CogVideoXPipeline": _predict_cogvideo, "LTXPipeline": _predict_ltx,
-    "AnimateDiffPipeline": _predict_animatediff,
+    "HunyuanVideoPipeline": _predict_hunyuan, "AnimateDiffPipeline": _predict_animatediff,
 }  # fmt: skip

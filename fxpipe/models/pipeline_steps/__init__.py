@@ -24,7 +24,7 @@ from fxpipe.models.pipeline_steps.families import (
 )
 from fxpipe.models.pipeline_steps.step import PipelineStep
 from fxpipe.models.pipeline_steps.tokens import tokenized
-from fxpipe.models.pipeline_steps.videos import AnimateDiff, CogVideoX, LTXVideo, Wan
+from fxpipe.models.pipeline_steps.videos import AnimateDiff, CogVideoX, HunyuanVideo, LTXVideo, Wan
 
 FAMILIES: dict[type[PipelineStep], tuple[str, ...]] = {
     StableDiffusion: (
@@ -42,6 +42,7 @@ FAMILIES: dict[type[PipelineStep], tuple[str, ...]] = {
     Wan: ("WanPipeline",),
     CogVideoX: ("CogVideoXPipeline",),
     LTXVideo: ("LTXPipeline",),
+    HunyuanVideo: ("HunyuanVideoPipeline",),
     AnimateDiff: ("AnimateDiffPipeline",),
 }  # fmt: skip
 """Steps, and the pipelines they train; a class that inherits from one of these is trained as it."""
@@ -79,7 +80,8 @@ def training_step(
 
 def tokenize(pipe: Any, captions: Sequence[str], max_sequence_length: int | None = None) -> dict[str, Tensor]:
     """A batch's tokens [captions, tokens] by the names that the pipeline's training step takes."""
-    return tokenized(pipe, captions, _family(pipe).token_lengths(pipe, max_sequence_length))
+    family = _family(pipe)
+    return tokenized(pipe, captions, family.token_lengths(pipe, max_sequence_length), family.template(pipe))
 
 
 def _family(pipe: Any) -> type[PipelineStep]:

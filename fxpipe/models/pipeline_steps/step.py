@@ -69,7 +69,7 @@ class PipelineStep(nn.Module):
         self.lengths, self.caption_dropout = self.token_lengths(pipe, max_sequence_length), float(caption_dropout)
         self.drops_to_zeros = self.zeros_when_dropped(pipe)
         if self.caption_dropout and not self.drops_to_zeros:
-            for name, tokens in tokenized(pipe, [""], self.lengths).items():
+            for name, tokens in tokenized(pipe, [""], self.lengths, self.template(pipe)).items():
                 self.register_buffer(f"empty_{name}", tokens.to(weight.device), persistent=False)
         self._check_channels(pipe)
         self.trained = freeze(parts, "controlnet" if "controlnet" in parts else self.main, train)
@@ -127,6 +127,11 @@ class PipelineStep(nn.Module):
         `max_sequence_length` is T5's, as in the pipeline's call.
         """
         raise NotImplementedError
+
+    @classmethod
+    def template(cls, pipe: Any) -> str:
+        """What captions are put into for the first text encoder."""
+        return "{}"
 
     @classmethod
     def zeros_when_dropped(cls, pipe: Any) -> bool:

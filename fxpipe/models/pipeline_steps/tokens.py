@@ -9,9 +9,11 @@ from torch import Tensor
 from fxpipe.errors import CompileError
 
 
-def tokenized(pipe: Any, captions: Sequence[str], lengths: Mapping[str, int]) -> dict[str, Tensor]:
+def tokenized(
+    pipe: Any, captions: Sequence[str], lengths: Mapping[str, int], template: str = "{}"
+) -> dict[str, Tensor]:
     """Tokens, and masks of what is no padding, [captions, length] by the input's name: `input_ids_2` are those of
-    `pipe.tokenizer_2`.
+    `pipe.tokenizer_2`; the first tokenizer's captions are put into the `template`.
 
     Raises:
         CompileError: the pipeline has no such tokenizer.
@@ -24,7 +26,9 @@ def tokenized(pipe: Any, captions: Sequence[str], lengths: Mapping[str, int]) ->
     found = {}
     for name in lengths:
         field = "attention_mask" if name.startswith("attention_mask") else "input_ids"
-        found[name] = _made(pipe, f"tokenizer{name.removeprefix(field)}", words, lengths[name])[field]
+        suffix = name.removeprefix(field)
+        given = words if suffix else [template.format(one) for one in words]
+        found[name] = _made(pipe, f"tokenizer{suffix}", given, lengths[name])[field]
     return found
 
 

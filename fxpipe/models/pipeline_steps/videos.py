@@ -1,16 +1,18 @@
-"""Families of video pipelines, as data: how T5 reads captions, and how latents lie and the denoiser is called.
+"""Families of video pipelines, as data: how captions are read, how latents lie, and how the denoiser is called.
 
-family        encoder   padding of a caption            latents         the denoiser's call
+family        encoder   padding of a caption            latents          the denoiser's call
 Wan           masked    zeros                           [B, C, f, h, w]  transformer(x, t, text)
 CogVideoX     all       read as it is                   [B, f, C, h, w]  transformer(x, t, text, rotary factors)
-LTXVideo      all       masked in the denoiser          tokens          transformer(x, t, text, mask, sizes and rates)
-AnimateDiff   CLIP, for every frame                     [B, C, f, h, w]  unet(x, t, text), VAE frame by frame
+LTXVideo      all       masked in the denoiser          [B, C, f, h, w]  transformer(tokens, t, text, mask, sizes, rates)
+HunyuanVideo  Llama by a template, masked; CLIP pooled  [B, C, f, h, w]  transformer(x, t, text, mask, pooled, guidance)
+AnimateDiff   CLIP, for every frame                     [B, C, f, h, w]  unet(x, t, text); the VAE frame by frame
 
 Pixels are [B, C, F, H, W] in [-1, 1], as `pipe.video_processor.preprocess_video` makes them. How many frames and pixels
 a latent stands for, and a channel's mean, deviation and factor, are read from the pipeline.
 """
 
 import inspect
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -160,6 +162,47 @@ class LTXVideo(VideoStep):
             "encoder_attention_mask": text["prompt_attention_mask"], "rope_interpolation_scale": scales,
             "num_frames": frames, "height": height, "width": width,
         }  # fmt: skip
+
+
+class HunyuanVideo(VideoStep):
+    """`guidance` is what a model that was distilled with guidance is told. Captions are read by Llama's last states but
+    two, without the template's own tokens, and by CLIP."""
+
+    embeds = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
+    guidance: float = 1.0
+
+    @classmethod
+    def token_lengths(cls, pipe: Any, max_sequence_length: int | None = None) -> dict[str, int]:
+        found = super().token_lengths(pipe, max_sequence_length)
+        longer = {name: length + _template(pipe)["crop_start"] for name, length in found.items()}
+        return longer | ({"input_ids_2": 77} if longer else {})
+
+    @classmethod
+    def template(cls, pipe: Any) -> str:
+        return str(_template(pipe)["template"])
+
+    def measure(self, pipe: Any) -> None:
+        super().measure(pipe)
+        self.crop = int(_template(pipe)["crop_start"])
+
+    def encode(self, tokens: Batch) -> dict[str, Tensor]:
+        llama: Any = self.text_encoder
+        clip: Any = self.text_encoder_2
+        mask = tokens["attention_mask"]
+        states = llama(tokens["input_ids"], attention_mask=mask, output_hidden_states=True).hidden_states[-3]
+        made = states[:, self.crop :], mask[:, self.crop :], clip(tokens["input_ids_2"]).pooler_output
+        return dict(zip(self.embeds, made, strict=True))
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, text: Batch) -> dict[str, Any]:
+        told = noisy.new_full((noisy.shape[0],), 1000 * self.guidance)
+        return {
+            "encoder_attention_mask": text["prompt_attention_mask"], "pooled_projections": text["pooled_prompt_embeds"],
+            "guidance": told if self.denoiser.config.guidance_embeds else None,
+        }  # fmt: skip
+
+
+def _template(pipe: Any) -> Any:
+    return sys.modules[type(pipe).__module__].DEFAULT_PROMPT_TEMPLATE
 
 
 class AnimateDiff(StableDiffusion):
