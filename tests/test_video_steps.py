@@ -116,6 +116,11 @@ def test_an_example_is_made_at_the_pipelines_own_size() -> None:
     assert list(step.example_inputs(2)["latents"].shape) == [2, 5, 4, 8, 8]
 
 
+def test_a_text_encoder_may_be_trained_alone() -> None:
+    step = fxpipe.training_step(trainable_video("wan"), train=["text_encoder"])
+    assert (step.trained, step.frozen) == (("text_encoder",), ("vae", "transformer"))
+
+
 def test_a_video_of_other_channels_is_refused() -> None:
     pipe = trainable_video("wan")
     pipe.transformer.register_to_config(in_channels=9)

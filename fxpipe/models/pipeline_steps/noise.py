@@ -119,6 +119,8 @@ def noise_of(
     kind = type(scheduler).__name__
     if snr_gamma is not None and not snr_gamma > 0:
         raise CompileError(f"snr_gamma={snr_gamma} must be more than 0; 5 is usual")
+    if scheduler.config.get("invert_sigmas"):
+        raise CompileError(f"{kind} has invert_sigmas, by which models predict the reverse of what is known here")
     if kind.startswith("FlowMatch") or scheduler.config.get("prediction_type") == "flow_prediction":
         if snr_gamma is not None:
             raise CompileError(f"snr_gamma={snr_gamma} weighs DDPM-like noise, {kind} is flow matching; leave it out")

@@ -71,7 +71,10 @@ def video_size(pipe: Any, denoiser: Any) -> tuple[tuple[int, int, int], tuple[in
     frames_per_latent, scale = (_first(pipe, names) for names in (_TIME_SCALES, _SPACE_SCALES))
     config, call = denoiser.config, inspect.signature(type(pipe).__call__).parameters
     frames = call["num_frames"].default or config["sample_frames"]
-    sides = (call[side].default or scale * config.get(f"sample_{side}", config.get("sample_size")) for side in _SIDES)
+    sides = (
+        call[side].default or scale * (config.get(f"sample_{side}") or config.get("sample_size") or 64)
+        for side in _SIDES
+    )
     height, width = sides
     return (frames, height, width), (frames_per_latent, scale)
 

@@ -3,7 +3,7 @@
 family        encoder   padding of a caption            latents          the denoiser's call
 Wan           masked    zeros                           [B, C, f, h, w]  transformer(x, t, text)
 CogVideoX     all       read as it is                   [B, f, C, h, w]  transformer(x, t, text, rotary factors)
-LTXVideo      all       masked in the denoiser          [B, C, f, h, w]  transformer(tokens, t, text, mask, sizes, rates)
+LTXVideo      all       masked in the denoiser          [B, C, f, h, w]  transformer(tokens, t, text, mask, sizes ...)
 HunyuanVideo  Llama by a template, masked; CLIP pooled  [B, C, f, h, w]  transformer(x, t, text, mask, pooled, guidance)
 AnimateDiff   CLIP, for every frame                     [B, C, f, h, w]  unet(x, t, text); the VAE frame by frame
 
@@ -98,7 +98,7 @@ class Wan(VideoStep):
     def denoiser_name(cls, pipe: Any, train: Sequence[str] | None = None) -> str:
         names = ("transformer", "transformer_2")
         here = [name for name in names if getattr(pipe, name, None) is not None]
-        asked = [name for name in here if name in (train or here)]
+        asked = here if len(here) == 1 else [name for name in here if name in (train or here)]
         if len(asked) != 1:
             raise CompileError(
                 f"{type(pipe).__name__} has {' and '.join(here) or 'no transformer'}, a denoiser for times of much "
