@@ -82,4 +82,5 @@ class BackEnd:
             lowered.messages, lowered.reductions, self.device, self.plan.fingerprint, calls, without,
             self.conditioning or 0.0, graphs.outputs, lowered.sends, self.backend,
             None if plan.best is None else Predicted(plan.best.seconds, plan.cost_model or plan.cluster),
+            plan.staged.offloaded,
         )  # fmt: skip

@@ -76,6 +76,7 @@ def compile(
     collocation: str | None = None,
     recompute: bool | str | None = None,
     shard_optimizer: bool | None = None,
+    offload_optimizer: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
     precision: str | None = None,
@@ -116,6 +117,8 @@ def compile(
         shard_optimizer: whether each replica of a stage trains a share of its parameters, and tells the others, so that
             an optimizer keeps state for that share alone (ZeRO-1), or all of them; where left out, a share, unless that
             makes the step longer.
+        offload_optimizer: whether the host keeps the optimizer's states, and updates what is trained, any `torch.optim`
+            optimizer's; where left out, if nothing fits otherwise.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
         fill: where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this
             one's training has ended, "none" for this batch, as part of its step; "auto" takes the fastest.
@@ -145,9 +148,9 @@ def compile(
     given: dict[str, Any] = dict(
         batch_size=batch_size, microbatches=microbatches, stages=stages, data_parallel=data_parallel,
         schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute,
-        shard_optimizer=shard_optimizer, budget=budget, fill=fill, precision=precision, cluster=cluster,
-        cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan, shapes=shapes,
-        backend=backend,
+        shard_optimizer=shard_optimizer, offload_optimizer=offload_optimizer, budget=budget, fill=fill,
+        precision=precision, cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe,
+        plan=plan, shapes=shapes, backend=backend,
     )  # fmt: skip
     asked = requested(model, world_size, example_inputs=first, **given)
 
@@ -286,7 +289,8 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     bound.apply_defaults()
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
-    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", "shard_optimizer")}
+    optimizer = ("shard_optimizer", "offload_optimizer")
+    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", *optimizer)}
     others = (
         "cost_model",
         "observe",
@@ -294,7 +298,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
         "budget",
         "collocation",
         "fill",
-        "shard_optimizer",
+        *optimizer,
         "shapes",
         "backend",
     )
@@ -317,6 +321,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"], again, limit,
         example.conditioning, given["fill"], given["budget"], shard_optimizer=given["shard_optimizer"],
+        offload_optimizer=given["offload_optimizer"],
     )  # fmt: skip
     if known is None:
         require_possible(request)

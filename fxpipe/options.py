@@ -46,6 +46,7 @@ def check_others(
     collocation: Any,
     fill: Any,
     shard_optimizer: Any,
+    offload_optimizer: Any = None,
     shapes: Any = "any",
     backend: Any = "eager",
 ) -> None:
@@ -64,8 +65,9 @@ def check_others(
         raise CompileError(f"backend={backend!r}; give 'eager' or 'inductor', or leave it out")
     if recompute not in (None, "auto", True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
-    if shard_optimizer not in (None, True, False):
-        raise CompileError(f"shard_optimizer={shard_optimizer!r}; give True or False, or leave it out")
+    for name, value in ("shard_optimizer", shard_optimizer), ("offload_optimizer", offload_optimizer):
+        if value not in (None, True, False):
+            raise CompileError(f"{name}={value!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 
@@ -177,6 +179,7 @@ def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int
     says = {
         "batch_size": known.batch_size, "microbatches": known.num_microbatches, "stages": known.staged.num_stages,
         "data_parallel": known.staged.replicas, "shard_optimizer": known.staged.sharded,
+        "offload_optimizer": known.staged.offloaded,
     }  # fmt: skip
     for name, value in asked.items():
         if value in (None, "auto") or value == says.get(name):

@@ -176,7 +176,7 @@ class Program:
 
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         tensors, size = self.step.tensors(args, kwargs)
-        plan = self.whole.smaller(size)
+        plan = replace(self.whole.smaller(size), offloaded=False)  # no optimizer will step
         engine = LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown)
         return StepResult(*engine.run(tensors, step), engine.gather_outputs() or {})
 

@@ -178,16 +178,23 @@ def edm(pipe: Any) -> Any:
     return pipe
 
 
+def inverted(pipe: Any) -> Any:
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    return pipe
+
+
 def without_tokenizer(pipe: Any) -> Any:
     pipe.tokenizer = None
     return pipe
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: tiny("wan")[0], {}, r"no training step is known for WanPipeline; write an nn.Module whose forward"),
+    (lambda: tiny("wan")[0], {}, r"WanPipeline has transformer and transformer_2.*train=\['transformer'\]"),
+    (lambda: tiny("sana")[0], {}, r"for SanaPipeline \(vae: AutoencoderDC, .* Describe them in a subclass of fxpipe"),
     (lambda: tiny("sd/inpaint")[0], {}, r"no training step is known for StableDiffusionInpaintPipeline"),
     (lambda: all_frozen(trainable("sd")), {}, r"no parameter of unet requires gradients.*add_adapter"),
     (lambda: edm(trainable("sd")), {}, r"not known how to train for EDMEulerScheduler; give the pipeline a DDPM"),
+    (lambda: inverted(trainable("sd3")), {}, r"FlowMatchEulerDiscreteScheduler has invert_sigmas"),
     (lambda: trainable("sd3"), {"snr_gamma": 5.0}, r"snr_gamma=5.0 weighs DDPM-like noise, FlowMatch.* leave it out"),
     (lambda: trainable("sd"), {"snr_gamma": 0.0}, r"snr_gamma=0.0 must be more than 0"),
     (lambda: trainable("sd"), {"caption_dropout": 1.0}, r"caption_dropout=1.0 must be from 0 to below 1"),

@@ -1,6 +1,7 @@
 """Steps in bfloat16 and float16: eager autocast's numbers, judged by their distance to float32; scalers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.errors import CaptureError, CompileError, RunError
 from fxpipe.plan.rank_program import RankProgram
+from fxpipe.plan.staged import runs_within
 from fxpipe.program import Program
 from fxpipe.run.nearness import Distance, Nearness
 from fxpipe.run.one_device import StepResult
@@ -83,6 +85,27 @@ def test_steps_are_those_of_eager_autocast(precision: str, options: dict[str, An
     assert report.ok, report
     assert report.nearness is not None
     assert 0 < report.nearness.ours.together < 0.02
+
+
+@pytest.mark.parametrize("precision", TYPES)
+def test_blocks_that_are_computed_again_change_no_bit(precision: str) -> None:
+    """Every second block; as near to float32 as eager autocast is, which computes none again."""
+    kept = compiled(Net(), precision)
+    blocks = kept.plan.staged.boundaries[-1]
+    runs = runs_within([(block, block + 1) for block in range(1, blocks, 2)], kept.plan.staged.boundaries)
+    plan = replace(kept.plan, staged=replace(kept.plan.staged, recompute=runs))
+    again = compiled(Net(), precision, microbatches=None, schedule="auto", plan=plan)
+    assert len(again.plan.staged.recompute) > 1
+    assert sum(again.simulate().peak_bytes) < sum(kept.simulate().peak_bytes)
+    found, expected = again.run_local(**batch()), kept.run_local(**batch())
+    torch.testing.assert_close(dict(found.gradients), dict(expected.gradients), rtol=0.0, atol=0.0)
+    model = Net()
+    eager(model, 0, TYPES[precision], lambda loss: loss)
+    torch.testing.assert_close(dict(found.gradients), gradients_of(model), rtol=1e-6, atol=1e-8)
+    report = again.verify(**batch())
+    assert report.ok, report
+    assert report.nearness is not None
+    assert report.nearness.ours.together <= 1.2 * report.nearness.own.together
 
 
 class Kinds(Net):

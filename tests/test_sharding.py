@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxpipe
+from fxpipe.plan.timeline import Event
 from fxpipe.plan.transport import Transport
 from fxpipe.run.transport import run_ranks
 from fxpipe.run.transport.distributed import DistributedTransport
@@ -102,6 +103,30 @@ def test_an_optimizer_keeps_the_state_of_a_share(sharded: bool) -> None:
     num_bytes = [sum(one.get_parameter(name).nbytes for name in names) for _, names in found]
     whole = sum(one.get_parameter(name).nbytes for name in every)
     assert max(num_bytes) <= (whole / RANKS + max(p.nbytes for p in one.parameters()) if sharded else whole)
+
+
+def test_a_step_that_only_accumulates_broadcasts_nothing() -> None:
+    """Three batches a step of the optimizer; then weights are written on one rank alone, between two batches."""
+
+    def train(model: nn.Module, engine: Any) -> tuple[dict[str, Any] | None, list[int]]:
+        optimizer, events, broadcasts = torch.optim.AdamW(model.parameters(), lr=0.1), list[Event](), list[int]()
+        engine._observe = events.append
+        for number in range(8):
+            engine.step(batch(number, ROWS[0]))
+            broadcasts.append(sum(event.kind == "all_gather" for event in events))
+            events.clear()
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == 6 and engine.rank == 1:
+                with torch.no_grad():
+                    next(engine.parameters()).mul_(1.5)
+        return engine.gather_state_dict(), broadcasts
+
+    found = on_threads(RANKS, [REPLICAS], lambda m, engines: train(m, engines[0]()))
+    for _, broadcasts in found:
+        assert broadcasts[0] > 0
+        assert broadcasts == [broadcasts[0] * often for often in (1, 0, 0, 1, 0, 0, 1, 1)]
 
 
 def test_a_share_of_states_is_planned() -> None:

@@ -157,10 +157,10 @@ def _predict(pipe: Any, x: Tensor, t: Tensor, captions: list[str], batch: dict[s
     return pipe.unet(x, t, text, **more).sample
 
 
-def _clip(suffix: str, width: int, projection: int, kind: Any = CLIPTextModel) -> dict[str, Any]:
+def _clip(suffix: str, width: int, projection: int, kind: Any = CLIPTextModel, most_tokens: int = 7) -> dict[str, Any]:
     config = CLIPTextConfig(
         vocab_size=10, hidden_size=width, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=7, projection_dim=projection, bos_token_id=0, eos_token_id=1,
+        max_position_embeddings=most_tokens, projection_dim=projection, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return {f"text_encoder{suffix}": kind(config), f"tokenizer{suffix}": _letters()}
 

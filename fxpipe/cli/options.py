@@ -74,6 +74,9 @@ class Planning:
         bool | None,
         typer.Option(help="each replica of a stage keeps optimizer states of a share of it; unless slower if left out"),
     ] = None
+    offload_optimizer: Annotated[
+        bool | None, typer.Option(help="the host keeps optimizer states; if nothing fits otherwise where left out")
+    ] = None
     budget: Annotated[float, typer.Option(min=0.0, help="seconds to look for a better schedule")] = 2.0
     fill: Annotated[
         str, typer.Option(help="the next batch's frozen work: auto, idle (in idle time), after (training), none")

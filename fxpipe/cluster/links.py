@@ -90,6 +90,12 @@ INSIDE = {
 ALIASES = {"A100": "A100-80GB", "V100": "V100-32GB", "4090": "RTX-4090"}
 
 
+def host_link(device: str) -> Link:
+    """What joins a device to its host: its PCIe, PCIe-4 where that is not known."""
+    named = [name for name in INSIDE.get(device, ()) if name.startswith("PCIe")]
+    return LINKS[named[0] if named else "PCIe-4"]
+
+
 def network(name: str) -> Link:
     """The link between nodes of that name: a family, with Gbit/s where they are not the usual ones.
 

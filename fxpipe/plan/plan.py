@@ -229,6 +229,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"frozen {number} {where}: {name}"
     if staged.sharded:
         yield SHARDED
+    if staged.offloaded:
+        yield OFFLOADED
     if staged.recompute:
         yield f"recomputed: {', '.join(f'blocks {start}-{stop - 1}' for start, stop in staged.recompute)}"
     for form, prediction in plan.predicted.items():
@@ -238,6 +240,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 SHARDED = "optimizer states shared out over replicas"
+OFFLOADED = "optimizer states on the host, which updates what is trained"
 _HEAD = re.compile(
     r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
     r"(, skips collocated)?"
@@ -249,7 +252,16 @@ _FORM = re.compile(r"(step|steady): (.*)")
 
 def _parse(text: str) -> Plan:
     summary, orders = text_parts(text)
-    read: Read = {"for": [], "stage": [], "frozen": [], "sharded": [], "run": [], "form": [], "note": []}
+    read: Read = {
+        "for": [],
+        "stage": [],
+        "frozen": [],
+        "sharded": [],
+        "offloaded": [],
+        "run": [],
+        "form": [],
+        "note": [],
+    }
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or not orders:
         raise CompileError(f"this is no plan's text: it begins with {text[:60]!r}; `print(plan)` gives one")
@@ -267,6 +279,7 @@ def _parse(text: str) -> Plan:
         tuple(read["run"]),
         tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
         bool(read["sharded"]),
+        bool(read["offloaded"]),
     )
     plan = Plan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
@@ -286,6 +299,8 @@ def _read(line: str, read: Read) -> None:
         read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
     elif line == SHARDED:
         read["sharded"].append(True)
+    elif line == OFFLOADED:
+        read["offloaded"].append(True)
     elif line.startswith("recomputed: "):
         read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
     elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):

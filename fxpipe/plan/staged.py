@@ -38,7 +38,8 @@ class Staged:
     `collocated` says that no skip crosses ranks by design. Of every run of blocks in `recompute`, each within a stage,
     only what comes into the run is kept for the backward, which computes the rest again. Frozen component c may run on
     the ranks frozen_ranks[c], which hold its weights; on all where that is empty. Where it is `sharded`, each parameter
-    of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state.
+    of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state. Where it is
+    `offloaded`, the optimizer's states are on the host, and so are its updates.
     """
 
     boundaries: tuple[int, ...]
@@ -49,6 +50,7 @@ class Staged:
     recompute: tuple[Run, ...] = ()
     frozen_ranks: tuple[tuple[int, ...], ...] = ()
     sharded: bool = False
+    offloaded: bool = False
 
     @property
     def num_stages(self) -> int:

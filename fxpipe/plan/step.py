@@ -34,7 +34,8 @@ class StepPlan:
     what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph from
     `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
     `probability` that of one. `outputs` are what it returns beside the loss, `sends` its messages in an order in which
-    all can be sent. `backend` is what stage graphs run by; `predicted` what a step in a row of them takes.
+    all can be sent. `backend` is what stage graphs run by; `predicted` what a step in a row of them takes. Where it is
+    `offloaded` the optimizer's states are on the host.
     """
 
     inputs: InputSpec
@@ -55,6 +56,7 @@ class StepPlan:
     sends: SendOrder = field(default_factory=lambda: SendOrder((), {}))
     backend: str = "eager"
     predicted: Predicted | None = None
+    offloaded: bool = False
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""

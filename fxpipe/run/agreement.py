@@ -21,17 +21,18 @@ def told(transport: Transport) -> Iterator[None]:
         raise
 
 
-def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> None:
+def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine_is: bool = False) -> bool:
     """Raise RunError unless every rank has these values, in a call of the same method; names the first that differs.
 
-    Where all agree, ranks exchange eight bytes each.
+    Where all agree, ranks exchange sixteen bytes each, and it returns whether `mine_is` true on any of them.
     """
     digest = hashlib.sha256(repr((method, parts)).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True), mine_is])
     what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
     numbers = transport.all_gather(mine, what).wait()
-    if all(torch.equal(number, mine) for number in numbers):
-        return
+    digests, others = torch.stack(numbers).unbind(1)
+    if bool((digests == mine[0]).all()):
+        return bool(others.any())
     values = everyones(transport, (method, parts))
     if len({called for called, _ in values}) > 1:
         calls = ", ".join(f"rank {rank} calls {called}" for rank, (called, _) in enumerate(values))
@@ -41,6 +42,7 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> N
         different = [rank for rank, (_, other) in enumerate(values) if other.get(what) != first.get(what)]
         if different:
             raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
+    return True
 
 
 def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.reads import batched_inputs, samples_read
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Channel, Transport
+from fxpipe.run.accumulation import Accumulation
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
@@ -53,6 +54,8 @@ class Engine(Training):
         self._opened = opened or (set(), set())  # channels and groups, by all engines on the transport
         super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller, kinds)
         self._transport, self._given, self.rank = transport, state, transport.rank
+        self._accumulation, self._as_left = Accumulation(), False
+        self._brought: StepPlan | None = None  # the one whose replicas have been told each other's values
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         self._own_samples: tuple[int, ...] | None = None
         self._all_reads: list[tuple[int, ...]] | None = None
@@ -106,6 +109,7 @@ class Engine(Training):
         return self._own_samples
 
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
+        self._as_left = False
         if not self.check_batches:
             return
         scale = None if self._loss_scale is None else float(self._loss_scale)
@@ -115,7 +119,8 @@ class Engine(Training):
         parts["number of batches"] = 1 if following is None else 2
         if following is not None:
             parts |= self._told_of("next batch", following)
-        self._agree("step", parts | {"state of frozen work": has_made})
+        written = not self._accumulation.goes_on(self._trained())
+        self._as_left = not self._agree("step", parts | {"state of frozen work": has_made}, written)
         if batch.part is not None:
             self._agree_on_samples(batch)
 
@@ -141,9 +146,9 @@ class Engine(Training):
         names, batched = self._plan.input_names, batched_inputs(self._plan)
         agree_on_samples(self._transport, reads, batch.tensors, names, batched)
 
-    def _agree(self, call: str, parts: Mapping[str, Any]) -> None:
+    def _agree(self, call: str, parts: Mapping[str, Any], mine_is: bool = False) -> bool:
         self._transport.set_action(call)
-        agree(self._transport, parts, call)
+        return agree(self._transport, parts, call, mine_is)
 
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         return self._shared.trained_here
@@ -197,6 +202,7 @@ class Engine(Training):
 
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor], plan: StepPlan) -> None:
         super()._add_gradients(self._shared_of(plan).give(gradients), plan)
+        self._accumulation.leave(self._trained())
 
     def _shared_of(self, plan: StepPlan) -> SharedModel:
         return self._shared_smaller.get(plan.batch_size, self._shared)
@@ -224,10 +230,12 @@ class Engine(Training):
         draws = Draws(plan, self.seed, step, self.device)
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
         self._transport.begin_form(lambda: plan.sends)
+        has_values = self._as_left and self._brought is plan
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
-            self._observe, nexts, carried, self._loss_scale,
+            self._observe, nexts, carried, self._loss_scale, has_values,
         )  # fmt: skip
+        self._brought = plan
         self._parts = result.outputs
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
 
@@ -248,6 +256,9 @@ class Engine(Training):
     @property
     def bytes_sent(self) -> int:
         return sum(self._transport.sent_bytes().values())
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [t for t in self._held.values() if isinstance(t, nn.Parameter) and t.requires_grad]
 
     def _trainable(self) -> list[str]:
         """What this rank holds of the parameters that require gradients."""

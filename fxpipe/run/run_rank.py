@@ -13,6 +13,7 @@ from fxpipe.plan.outputs import Parts
 from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
+from fxpipe.run.accumulation import WithValues
 from fxpipe.run.observe import Observe, Observed
 from fxpipe.run.read_ahead import Inputs
 
@@ -46,13 +47,18 @@ def run_rank(
     ahead: NextBatch | None = None,
     carried: dict[str, torch.Tensor] | None = None,
     loss_scale: torch.Tensor | None = None,
+    has_values: bool = False,
 ) -> RankResult:
     """One step of one rank; it empties `carried`, what this batch's frozen work has made.
+
+    Where every replica `has_values` of what others train, none are brought.
 
     Gradients are those of `loss_scale` times the loss, where the program has a place for it.
     """
     if observe is not None:
         transport = Observed(transport, observe)
+    if has_values:
+        transport = WithValues(transport)
     arguments: list[Any] = [transport, random, *(tensors[name] for name in program.inputs)]
     if program.works_ahead:
         assert ahead is not None

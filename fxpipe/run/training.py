@@ -27,6 +27,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.engine_data import EngineData
+from fxpipe.run.host_states import keep_on_host
 from fxpipe.run.kinds import EngineKinds, Kinds
 from fxpipe.run.live import Live
 from fxpipe.run.loader import Loader
@@ -83,6 +84,8 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         smaller: Callable[[int], StepPlan] | None = None,
         kinds: Kinds | None = None,
     ) -> None:
+        if plan.offloaded:
+            keep_on_host(p for p in model.parameters() if p.requires_grad)
         self._kinds, self._kind, self._others = kinds, "" if kinds is None else kinds.first, {}
         self._plan, self._model, self._state, self._make_filled = plan, model, state, filled
         self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples

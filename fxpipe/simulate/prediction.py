@@ -11,9 +11,11 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs.call_costs import Block
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
+from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.simulate import noisy_makespans, timeline
+from fxpipe.simulate.host_update import host_update
 from fxpipe.simulate.memory import ADAMW_BYTES, graphs_memory, held_bytes, program_bytes
 from fxpipe.simulate.op_lists import Op, StepOps, program_ops
 
@@ -61,7 +63,16 @@ def step_ops(
         [op._replace(memory=memory) for op, memory in zip(ops, program_bytes(program, calls, whole), strict=True)]
         for ops, program in zip(plan.op_lists, step.programs, strict=True)
     ]
+    if step.offloaded:
+        optimizer_bytes, device = 0, costing.cluster.device
+        ranks = [[*ops, host_update(device, *_trained(p))] for ops, p in zip(ranks, step.programs, strict=True)]
     return StepOps(ranks, [held_bytes(program, optimizer_bytes) for program in step.programs], plan.seconds), plan
+
+
+def _trained(program: RankProgram) -> tuple[int, int]:
+    """Elements and bytes of what a rank trains."""
+    trained = [program.state[name] for name in program.gradients]
+    return sum(tensor.numel() for tensor in trained), sum(tensor.nbytes for tensor in trained)
 
 
 def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
+from fxpipe.simulate.host_update import host_update
 from fxpipe.simulate.memory import ADAMW_BYTES
 from fxpipe.simulate.op_lists import Op, StepOps
 from passes.case import Case
@@ -66,8 +67,12 @@ def step_ops(
     held: list[dict[str, int]] = [{} for _ in ranks]
     for rank in step.written:
         num_bytes, trained = of_units[step.units_of[rank]]
-        elements = sum(w.num_elements for w in trained if closing.owners.get(w.name, rank) == rank)
-        held[rank] = {"state": num_bytes, "optimizer": elements * optimizer_bytes}
+        own = [w for w in trained if closing.owners.get(w.name, rank) == rank]
+        elements = sum(w.num_elements for w in own)
+        held[rank] = {"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * optimizer_bytes}
+        if staged.offloaded:
+            update = host_update(case.cluster.device, elements, sum(w.num_bytes for w in own))
+            ranks[rank] = [*ranks[rank], update]
     return StepOps(ranks, held)
 
 

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 from fxpipe.collector import held_collector
 from fxpipe.costs.block_costs import BlockSeconds
-from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require
 from fxpipe.plan.staged import PlannedCut, Staged
+from fxpipe.plan.timeline import human_seconds
 from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
+from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
 from passes.tuner.finals import finals
 from passes.tuner.orders import Orders
@@ -40,16 +41,31 @@ def make_plan(case: Case, request: Request, device_bytes: int | None) -> Plan:
         CompileError: what is asked for excludes itself, or nothing fits into the user's memory limit.
     """
     if isinstance(request.schedule, Schedule):
-        return _given(replace(case, limit_bytes=request.memory_limit_bytes), request, request.schedule)
+        return _thrifty(replace(case, limit_bytes=request.memory_limit_bytes), request)
     if request.memory_limit_bytes is not None or device_bytes is None:
-        return _tuned(replace(case, limit_bytes=request.memory_limit_bytes), request)
+        return _thrifty(replace(case, limit_bytes=request.memory_limit_bytes), request)
     try:
-        return _tuned(replace(case, limit_bytes=usable_bytes(device_bytes)), request)
+        return _thrifty(replace(case, limit_bytes=usable_bytes(device_bytes)), request)
     except NothingFits:
         plan = _tuned(replace(case, limit_bytes=None), request)
         needed = human_bytes(max(prediction.peak_bytes for prediction in plan.predicted.values()))
         device = f"{human_bytes(device_bytes)} of a {case.cluster.device}"
         return replace(plan, notes=(f"a rank needs {needed}, more than the {device}", *plan.notes))
+
+
+def _thrifty(case: Case, request: Request) -> Plan:
+    """With the optimizer's states on the host where nothing fits otherwise."""
+    make = _given if isinstance(request.schedule, Schedule) else _tuned
+    try:
+        return make(case, request)
+    except NothingFits:
+        if request.offload_optimizer is not None:
+            raise
+        plan = make(case, replace(request, offload_optimizer=True))
+        limit = human_bytes(case.limit_bytes or 0)
+        return replace(
+            plan, notes=(f"optimizer states are on the host: with them nothing fits into {limit}", *plan.notes)
+        )
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -75,14 +91,16 @@ def _tuned(case: Case, request: Request) -> Plan:
     return replace(_plan(case, found.best, notes), outcomes=outcomes)
 
 
-def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
+def _given(case: Case, request: Request) -> Plan:
     """An order of the user's own, and its training with the next batch's frozen work where that is faster."""
+    schedule = request.schedule
+    assert isinstance(schedule, Schedule)
     count = schedule.num_microbatches
     times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
     staged = place_schedule(case.graph, times, schedule, case.cluster)
     staged = replace(
         staged, sharded=request.shard_optimizer is not False and staged.replicas > 1,
-        recompute=request.runs(staged.boundaries),
+        recompute=request.runs(staged.boundaries), offloaded=bool(request.offload_optimizer),
     )  # fmt: skip
     require(schedule, case.work.of(staged, count), staged.world_size)
     sizes = microbatch_sizes(request.batch_size, count)
@@ -95,7 +113,11 @@ def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
         assert case.limit_bytes is not None
         staged = fitting_runs(case, staged, sizes[0], ordered, case.limit_bytes) or staged
         step = simulate(case, staged, schedule, sizes)
-    _require_room(case, step)
+    if not case.fits(step.peak_bytes):
+        raise NothingFits(
+            f"the schedule needs {human_bytes(step.peak_bytes)} on a rank, more than memory_limit="
+            f"{human_bytes(case.limit_bytes or 0)}; use one with fewer micro-batches in flight, or a higher limit"
+        )
     shape = Shape(schedule.name, staged.num_stages, (tuple(range(staged.world_size)),))
     known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, simulated=step, done=True)
     plan = _plan(case, known, ())
@@ -108,14 +130,6 @@ def _given(case: Case, request: Request, schedule: Schedule) -> Plan:
         return plan
     predicted = {**plan.predicted, "steady": best.simulated.prediction}
     return replace(plan, steady=best.simulated.schedule, predicted=predicted)
-
-
-def _require_room(case: Case, step: Simulated) -> None:
-    if not case.fits(step.peak_bytes):
-        raise CompileError(
-            f"the schedule needs {human_bytes(step.peak_bytes)} on a rank, more than memory_limit="
-            f"{human_bytes(case.limit_bytes or 0)}; use one with fewer micro-batches in flight, or a higher limit"
-        )
 
 
 def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:
@@ -157,3 +171,9 @@ def _remarks(case: Case, staged: Staged, step: Simulated) -> Iterator[str]:
     held = [n for n, ranks in zip(case.frozen.names, staged.frozen_ranks, strict=False) if len(ranks) < case.world_size]
     if held:
         yield f"{', '.join(held)} only where there is room for its weights"
+    if staged.offloaded:
+        sizes = microbatch_sizes(case.batch_size, step.schedule.num_microbatches)
+        here, there = (step_ops(case, replace(staged, offloaded=of), step.schedule, sizes) for of in (False, True))
+        states = human_bytes(max(held["optimizer"] for held in here.held))
+        seconds = human_seconds(max(of_rank[-1].seconds for of_rank in there.ranks))
+        yield f"the host keeps {states} of optimizer states for the fullest rank; its update takes {seconds} of a step"

@@ -68,7 +68,7 @@ def _stage_memory(
     """
     costs, shape = case.costs, candidate.shape
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
-    states = ADAMW_BYTES / (len(shape.pipelines) if staged.sharded else 1)
+    states = (0 if staged.offloaded else ADAMW_BYTES) / (len(shape.pipelines) if staged.sharded else 1)
     held = [costs.parameter_bytes[b] + costs.trained_bytes[b] + states * costs.trained_elements[b] for b in case.blocks]
     saved = _saved(case, staged, num_samples)
     schedule, needed = ordered(staged)

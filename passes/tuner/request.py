@@ -15,6 +15,7 @@ class Request:
     out; `divisible` says that the batch may be cut. Orders are searched for in `budget_seconds` where the schedule is
     open. `recompute`: whole stages (True), nothing (False), or these runs of blocks and others where nothing fits
     otherwise. `fill` is one of `fxpipe.options.FILLS`. `shard_optimizer`: each replica of a stage trains a share of it.
+    `offload_optimizer`: its states are on the host; None where they may be if nothing fits otherwise.
     """
 
     schedule: str | Schedule
@@ -31,6 +32,7 @@ class Request:
     budget_seconds: float = 2.0
     divisible: bool = True
     shard_optimizer: bool | None = None
+    offload_optimizer: bool | None = None
 
     def runs(self, boundaries: Sequence[int]) -> tuple[Run, ...]:
         """The blocks of these stages that are computed again, whatever there is room for."""

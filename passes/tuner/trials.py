@@ -246,7 +246,10 @@ class Trials:
                 continue  # free skips that all stay on their ranks: the hard placement
             recompute = self.request.runs(staged.boundaries)
             for sharded in self._shardings(staged, trial.sizes(case)[-1]):
-                found = replace(staged, schedule=shape.schedule, recompute=recompute, sharded=sharded)
+                found = replace(
+                    staged, schedule=shape.schedule, recompute=recompute, sharded=sharded,
+                    offloaded=bool(self.request.offload_optimizer),
+                )  # fmt: skip
                 bounds = trial.bound_seconds, self._of_stages(staged, trial), reduction_seconds(case, found)
                 yield replace(trial, staged=found, bound_seconds=max(bounds))
 

@@ -3,7 +3,7 @@
     StableDiffusionPipeline    ->    VAE and CLIP, frozen    ->    noise, times    ->    unet    ->    weighted mse
                                      pixel_values, input_ids       scheduler's config
 
-step        what all families do      families    how each reads captions and calls its denoiser
+step        what all families do      families, videos    how each reads captions and calls its denoiser
 noise       DDPM and its kin, flow matching; targets and weights      parts, tokens    a pipeline's modules, tokenizers
 example_batch    random values to compile with
 """
@@ -11,7 +11,7 @@ example_batch    random values to compile with
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import CompileError
 from fxpipe.models.pipeline_steps.families import (
@@ -24,6 +24,7 @@ from fxpipe.models.pipeline_steps.families import (
 )
 from fxpipe.models.pipeline_steps.step import PipelineStep
 from fxpipe.models.pipeline_steps.tokens import tokenized
+from fxpipe.models.pipeline_steps.videos import AnimateDiff, CogVideoX, HunyuanVideo, LTXVideo, Wan
 
 FAMILIES: dict[type[PipelineStep], tuple[str, ...]] = {
     StableDiffusion: (
@@ -38,6 +39,11 @@ FAMILIES: dict[type[PipelineStep], tuple[str, ...]] = {
     StableDiffusion3: ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
     Flux: ("FluxPipeline", "FluxImg2ImgPipeline"),
     Unconditional: ("DDPMPipeline", "DDIMPipeline"),
+    Wan: ("WanPipeline",),
+    CogVideoX: ("CogVideoXPipeline",),
+    LTXVideo: ("LTXPipeline",),
+    HunyuanVideo: ("HunyuanVideoPipeline",),
+    AnimateDiff: ("AnimateDiffPipeline",),
 }  # fmt: skip
 """Steps, and the pipelines they train; a class that inherits from one of these is trained as it."""
 
@@ -74,7 +80,8 @@ def training_step(
 
 def tokenize(pipe: Any, captions: Sequence[str], max_sequence_length: int | None = None) -> dict[str, Tensor]:
     """A batch's tokens [captions, tokens] by the names that the pipeline's training step takes."""
-    return tokenized(pipe, captions, _family(pipe).token_lengths(pipe, max_sequence_length))
+    family = _family(pipe)
+    return tokenized(pipe, captions, family.token_lengths(pipe, max_sequence_length), family.template(pipe))
 
 
 def _family(pipe: Any) -> type[PipelineStep]:
@@ -83,7 +90,11 @@ def _family(pipe: Any) -> type[PipelineStep]:
         if names & {*pipelines}:
             return family
     known = ", ".join(name for pipelines in FAMILIES.values() for name in pipelines)
+    parts = {name: part for name, part in getattr(pipe, "components", {}).items() if isinstance(part, nn.Module)}
+    listed = ", ".join(f"{name}: {type(part).__name__}" for name, part in parts.items())
     raise CompileError(
-        f"no training step is known for {type(pipe).__name__}; write an nn.Module whose forward returns the loss, and "
+        f"no training step is known for {type(pipe).__name__} ({listed}): which of these read conditions, how latents "
+        "are made, and what its denoiser is called with are not described. Describe them in a subclass of "
+        "fxpipe.PipelineStep (encode, latents, predict), or write an nn.Module whose forward returns the loss, and "
         f"compile that. Known are {known}"
     )

@@ -19,7 +19,7 @@ def example_batch(step: Any, batch_size: int) -> dict[str, Tensor]:
 
 
 def _example(step: Any, name: str, batch_size: int, generator: torch.Generator) -> Tensor:
-    weight, (height, width) = next(step.denoiser.parameters()), step.image_size
+    weight = next(step.denoiser.parameters())
     if name.startswith("input_ids"):
         most = step.get_submodule(name.replace("input_ids", "text_encoder")).config.vocab_size
         return torch.randint(most, (batch_size, step.lengths[name]), generator=generator).to(weight.device)
@@ -28,14 +28,9 @@ def _example(step: Any, name: str, batch_size: int, generator: torch.Generator) 
     if name == "class_labels":
         most = step.denoiser.config.num_class_embeds
         return torch.randint(most, (batch_size,), generator=generator).to(weight.device)
-    reader = step.vae if hasattr(step, "vae") else step.denoiser
-    shapes = {
-        "pixel_values": (reader.config.in_channels, height, width), "conditioning_pixel_values": (3, height, width),
-        "latents": (step.latent_channels, height // step.vae_scale, width // step.vae_scale),
-    }  # fmt: skip
-    if name not in shapes:
+    if name not in step.shapes:
         raise CompileError(
             f"{type(step).__name__} does not know the size of {name}: pass example_inputs, a dict with "
             f"{', '.join(step.inputs)}"
         )
-    return torch.rand(batch_size, *shapes[name], generator=generator).to(weight) * 2 - 1
+    return torch.rand(batch_size, *step.shapes[name], generator=generator).to(weight) * 2 - 1

@@ -80,7 +80,7 @@ class StableDiffusionXL(StableDiffusion):
 class PixArt(PipelineStep):
     """Alpha and Sigma. What it predicts of the variance is not trained."""
 
-    main: ClassVar[str] = "transformer"
+    main = "transformer"
     embeds: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_attention_mask")
 
     @classmethod
@@ -109,7 +109,7 @@ class PixArt(PipelineStep):
 class StableDiffusion3(PipelineStep):
     """Without a third encoder its states are zeros, as the pipeline has them."""
 
-    main: ClassVar[str] = "transformer"
+    main = "transformer"
     embeds: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
     t5_tokens: ClassVar[int] = 256
 
@@ -141,7 +141,7 @@ class StableDiffusion3(PipelineStep):
 class Flux(PipelineStep):
     """`guidance` is what a model that was distilled with guidance is told."""
 
-    main: ClassVar[str] = "transformer"
+    main = "transformer"
     embeds: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
     guidance: float = 3.5
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CompileError
 
+Times = tuple[float, float]
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
@@ -76,16 +77,27 @@ class DiffusionNoise(nn.Module):
 
 class FlowNoise(nn.Module):
     """Times are logit-normal, of mean 0 and deviation 1 (Esser et al., "Scaling Rectified Flow Transformers", 2024,
-    section 3.1), and shifted as the scheduler's config says."""
+    section 3.1), and shifted as the scheduler's config says: of FlowMatch schedulers, and of those made for DDPM-like
+    noise that are told of flow (UniPC of Wan, with `flow_shift`)."""
 
     sigmas: Tensor
     timesteps: Tensor
 
-    def __init__(self, scheduler: Any, dtype: torch.dtype) -> None:
+    def __init__(self, scheduler: Any, dtype: torch.dtype, times: Times | None = None) -> None:
         super().__init__()
-        fresh = type(scheduler).from_config(scheduler.config)  # a pipeline that has sampled has set its own
-        self.register_buffer("sigmas", fresh.sigmas.to(dtype), persistent=False)
-        self.register_buffer("timesteps", fresh.timesteps.to(dtype), persistent=False)
+        if type(scheduler).__name__.startswith("FlowMatch"):
+            fresh = type(scheduler).from_config(scheduler.config)  # a pipeline that has sampled has set its own
+            sigmas, timesteps = fresh.sigmas, fresh.timesteps
+        else:
+            number, shift = scheduler.config.num_train_timesteps, scheduler.config.get("flow_shift") or 1.0
+            even = torch.arange(number, 0, -1, dtype=torch.float32) / number
+            sigmas = shift * even / (1 + (shift - 1) * even)
+            timesteps = sigmas * number
+        if times is not None:
+            kept = (timesteps >= times[0]) & (timesteps < times[1])
+            sigmas, timesteps = sigmas[: len(kept)][kept], timesteps[kept]
+        self.register_buffer("sigmas", sigmas.to(dtype), persistent=False)
+        self.register_buffer("timesteps", timesteps.to(dtype), persistent=False)
 
     def forward(self, latents: Tensor) -> Noised:
         noise = torch.randn_like(latents)
@@ -96,8 +108,10 @@ class FlowNoise(nn.Module):
         return Noised((1 - sigmas) * latents + sigmas * noise, self.timesteps[places], noise - latents)
 
 
-def noise_of(scheduler: Any, dtype: torch.dtype, snr_gamma: float | None) -> nn.Module:
-    """The noise that a scheduler adds; its tables are kept in `dtype`.
+def noise_of(
+    scheduler: Any, dtype: torch.dtype, snr_gamma: float | None = None, times: Times | None = None
+) -> nn.Module:
+    """The noise that a scheduler adds, at its `times` from and to below, or at all; its tables are kept in `dtype`.
 
     Raises:
         CompileError: it is not known how it trains, or Min-SNR is asked for where it has no meaning.
@@ -105,11 +119,13 @@ def noise_of(scheduler: Any, dtype: torch.dtype, snr_gamma: float | None) -> nn.
     kind = type(scheduler).__name__
     if snr_gamma is not None and not snr_gamma > 0:
         raise CompileError(f"snr_gamma={snr_gamma} must be more than 0; 5 is usual")
-    if kind.startswith("FlowMatch"):
+    if scheduler.config.get("invert_sigmas"):
+        raise CompileError(f"{kind} has invert_sigmas, by which models predict the reverse of what is known here")
+    if kind.startswith("FlowMatch") or scheduler.config.get("prediction_type") == "flow_prediction":
         if snr_gamma is not None:
             raise CompileError(f"snr_gamma={snr_gamma} weighs DDPM-like noise, {kind} is flow matching; leave it out")
-        return FlowNoise(scheduler, dtype)
-    if isinstance(getattr(scheduler, "alphas_cumprod", None), Tensor):
+        return FlowNoise(scheduler, dtype, times)
+    if isinstance(getattr(scheduler, "alphas_cumprod", None), Tensor) and times is None:
         return DiffusionNoise(scheduler, dtype, snr_gamma)
     raise CompileError(
         f"it is not known how to train for {kind}; give the pipeline a DDPMScheduler or a "

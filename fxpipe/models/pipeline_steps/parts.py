@@ -1,6 +1,7 @@
 """The modules of a pipeline: which there are, which of them a step trains, and how large an image they work on."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,16 +10,19 @@ from torch import Tensor, nn
 from fxpipe.errors import CompileError
 from fxpipe.models.pipelines import uncompiled
 
-_NAMES = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "controlnet", "unet", "transformer")
+_NAMES = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "controlnet")
+_SPACE_SCALES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+_SIDES = ("height", "width")
+_TIME_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
 
-def parts_of(pipe: Any) -> dict[str, nn.Module]:
-    """What a training step may run of a pipeline, by its names.
+def parts_of(pipe: Any, main: str) -> dict[str, nn.Module]:
+    """What a training step may run of a pipeline, by its names; `main` is that of the denoiser.
 
     Raises:
         CompileError: it has several ControlNets.
     """
-    found = {name: uncompiled(getattr(pipe, name, None)) for name in _NAMES}
+    found = {name: uncompiled(getattr(pipe, name, None)) for name in (*_NAMES, main)}
     if hasattr(found["controlnet"], "nets"):
         raise CompileError(f"{type(pipe).__name__} has several ControlNets; make a pipeline with the one to train")
     return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
@@ -61,14 +65,35 @@ def image_size(pipe: Any, denoiser: Any) -> tuple[tuple[int, int], int]:
     return (height * scale, width * scale), scale
 
 
+def video_size(pipe: Any, denoiser: Any) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Frames, height and width of the videos that the pipeline's call makes unless told otherwise, and how many frames
+    and pixels of a side a latent stands for."""
+    frames_per_latent, scale = (_first(pipe, names) for names in (_TIME_SCALES, _SPACE_SCALES))
+    config, call = denoiser.config, inspect.signature(type(pipe).__call__).parameters
+    frames = call["num_frames"].default or config["sample_frames"]
+    sides = (
+        call[side].default or scale * (config.get(f"sample_{side}") or config.get("sample_size") or 64)
+        for side in _SIDES
+    )
+    height, width = sides
+    return (frames, height, width), (frames_per_latent, scale)
+
+
 def latent_scale(vae: Any) -> tuple[Tensor, Tensor]:
-    """Shift and factor, [1, C or 1, 1, 1]: a denoiser's latents are (encoded - shift) * factor."""
-    mean, deviation = (vae.config.get(name) for name in ("latents_mean", "latents_std"))
-    shifts = mean or [vae.config.get("shift_factor") or 0.0]
-    factors = [vae.config.scaling_factor / one for one in deviation or [1.0]]
-    return _channels(shifts, vae), _channels(factors, vae)
+    """Shift and factor, [C or 1]: a denoiser's latents are (encoded - shift) * factor.
 
-
-def _channels(values: Iterable[float], vae: Any) -> Tensor:
+    Means and deviations of channels are in a VAE's config or, of LTX, among its buffers.
+    """
+    buffers = dict(vae.named_buffers(recurse=False))
+    mean, deviation = (vae.config.get(name) or buffers.get(name) for name in ("latents_mean", "latents_std"))
+    shift = [vae.config.get("shift_factor") or 0.0] if mean is None else mean
     kind = torch.promote_types(vae.dtype, torch.float32)
-    return torch.tensor(list(values), dtype=kind, device=vae.device).view(1, -1, 1, 1)
+    shift, deviation = (
+        torch.as_tensor(values, dtype=torch.float64) for values in (shift, [1.0] if deviation is None else deviation)
+    )
+    factor = vae.config.get("scaling_factor", 1.0) / deviation
+    return shift.to(vae.device, kind), factor.to(vae.device, kind)
+
+
+def _first(pipe: Any, names: Sequence[str]) -> int:
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

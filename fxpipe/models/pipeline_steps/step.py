@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CompileError
 from fxpipe.models.pipeline_steps.example_batch import example_batch
-from fxpipe.models.pipeline_steps.noise import Noised, noise_of
+from fxpipe.models.pipeline_steps.noise import Noised, Times, noise_of
 from fxpipe.models.pipeline_steps.parts import freeze, image_size, latent_scale, parts_of
 from fxpipe.models.pipeline_steps.tokens import tokenized
 
@@ -21,6 +21,7 @@ class PipelineStep(nn.Module):
     A batch has, by name, what `inputs` says:
 
         pixel_values [B, C, H, W] in [-1, 1]       or latents [B, C, h, w], scaled as the denoiser takes them
+        pixel_values [B, C, F, H, W] of a video    or latents [B, C, f, h, w]
         input_ids, input_ids_2, ... [B, tokens]    as `fxpipe.tokenize(pipe, captions)` makes them; or what the
                                                    pipeline's own call takes: prompt_embeds, ...
 
@@ -37,7 +38,7 @@ class PipelineStep(nn.Module):
         CompileError: nothing would be trained, or the parts do not fit each other.
     """
 
-    main: ClassVar[str] = "unet"
+    main: str = "unet"
     embeds: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     optional: ClassVar[tuple[str, ...]] = ()
 
@@ -51,13 +52,15 @@ class PipelineStep(nn.Module):
         max_sequence_length: int | None = None,
     ) -> None:
         super().__init__()
-        parts = parts_of(pipe)
+        self.main = self.denoiser_name(pipe, train)
+        parts = parts_of(pipe, self.main)
         for name, part in parts.items():
             self.add_module(name, part)
         weight = next(self.denoiser.parameters())
-        self.noise = noise_of(pipe.scheduler, torch.promote_types(weight.dtype, torch.float32), snr_gamma)
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        self.noise = noise_of(pipe.scheduler, kind, snr_gamma, self.times(pipe))
         self.noise.to(weight.device)
-        self.image_size, self.vae_scale = image_size(pipe, self.denoiser)
+        self.measure(pipe)
         if "vae" in parts:
             for name, values in zip(("latent_shift", "latent_factor"), latent_scale(pipe.vae), strict=True):
                 self.register_buffer(name, values, persistent=False)
@@ -66,7 +69,7 @@ class PipelineStep(nn.Module):
         self.lengths, self.caption_dropout = self.token_lengths(pipe, max_sequence_length), float(caption_dropout)
         self.drops_to_zeros = self.zeros_when_dropped(pipe)
         if self.caption_dropout and not self.drops_to_zeros:
-            for name, tokens in tokenized(pipe, [""], self.lengths).items():
+            for name, tokens in tokenized(pipe, [""], self.lengths, self.template(pipe)).items():
                 self.register_buffer(f"empty_{name}", tokens.to(weight.device), persistent=False)
         self._check_channels(pipe)
         self.trained = freeze(parts, "controlnet" if "controlnet" in parts else self.main, train)
@@ -83,9 +86,15 @@ class PipelineStep(nn.Module):
         """What the denoiser learns to make, [B, C, h, w] of its type: drawn of the VAE's posterior and scaled."""
         if "latents" in batch:
             return batch["latents"].to(self.denoiser.dtype)
+        drawn = self.drawn(batch["pixel_values"])
+        shift, factor = (self.get_buffer(f"latent_{n}").view(-1, *[1] * (drawn.ndim - 2)) for n in ("shift", "factor"))
+        return ((drawn - shift) * factor).to(self.denoiser.dtype)
+
+    def drawn(self, pixels: Tensor) -> Tensor:
+        """Of the VAE's posterior."""
         vae: Any = self.vae
-        drawn: Tensor = vae.encode(batch["pixel_values"].to(vae.dtype)).latent_dist.sample()
-        return ((drawn - self.get_buffer("latent_shift")) * self.get_buffer("latent_factor")).to(self.denoiser.dtype)
+        drawn: Tensor = vae.encode(pixels.to(vae.dtype)).latent_dist.sample()
+        return drawn
 
     def text(self, batch: Batch) -> dict[str, Tensor]:
         """The captions, encoded, some of them dropped."""
@@ -120,9 +129,33 @@ class PipelineStep(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def template(cls, pipe: Any) -> str:
+        """What captions are put into for the first text encoder."""
+        return "{}"
+
+    @classmethod
     def zeros_when_dropped(cls, pipe: Any) -> bool:
         """Whether a dropped caption's embeddings are zeros instead of those of the empty caption."""
         return False
+
+    @classmethod
+    def denoiser_name(cls, pipe: Any, train: Sequence[str] | None = None) -> str:
+        """Which component predicts."""
+        return cls.main
+
+    def times(self, pipe: Any) -> Times | None:
+        """From which times to below which the denoiser is called, where that is not at all times."""
+        return None
+
+    def measure(self, pipe: Any) -> None:
+        """Set the sizes of examples: height and width of images, pixels of a latent's side, shapes by input."""
+        self.image_size, self.vae_scale = image_size(pipe, self.denoiser)
+        height, width = self.image_size
+        reader: Any = self.vae if "vae" in self._modules else self.denoiser
+        self.shapes = {
+            "pixel_values": (reader.config.in_channels, height, width), "conditioning_pixel_values": (3, height, width),
+            "latents": (self.latent_channels, height // self.vae_scale, width // self.vae_scale),
+        }  # fmt: skip
 
     @property
     def images(self) -> str:
@@ -189,10 +222,13 @@ class PipelineStep(nn.Module):
 
     def _check_channels(self, pipe: Any) -> None:
         """A denoiser of more than latents is told more than this step knows."""
-        if "vae" in self._modules and pipe.vae.config.latent_channels != self.latent_channels:
+        if "vae" not in self._modules:
+            return
+        made = pipe.vae.config.get("latent_channels") or pipe.vae.config.z_dim
+        if made != self.latent_channels:
             raise CompileError(
                 f"the {self.main} of {type(pipe).__name__} takes {self.latent_channels} channels, its VAE makes "
-                f"{pipe.vae.config.latent_channels}: what the others are is not known here, as with masks of images "
+                f"{made}: what the others are is not known here, as with masks of images "
                 "that are filled in; write an nn.Module whose forward returns the loss, and compile that"
             )
 

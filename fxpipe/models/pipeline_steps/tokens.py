@@ -1,5 +1,6 @@
 """Captions as token ids, padded and cut as the pipelines' own `encode_prompt` does."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,9 +9,11 @@ from torch import Tensor
 from fxpipe.errors import CompileError
 
 
-def tokenized(pipe: Any, captions: Sequence[str], lengths: Mapping[str, int]) -> dict[str, Tensor]:
+def tokenized(
+    pipe: Any, captions: Sequence[str], lengths: Mapping[str, int], template: str = "{}"
+) -> dict[str, Tensor]:
     """Tokens, and masks of what is no padding, [captions, length] by the input's name: `input_ids_2` are those of
-    `pipe.tokenizer_2`.
+    `pipe.tokenizer_2`; the first tokenizer's captions are put into the `template`.
 
     Raises:
         CompileError: the pipeline has no such tokenizer.
@@ -18,10 +21,14 @@ def tokenized(pipe: Any, captions: Sequence[str], lengths: Mapping[str, int]) ->
     words = list(captions)
     if hasattr(pipe, "_text_preprocessing"):  # PixArt's: lower case, no space around
         words = pipe._text_preprocessing(words, clean_caption=False)
+    elif clean := getattr(sys.modules[type(pipe).__module__], "prompt_clean", None):  # Wan's
+        words = [clean(one) for one in words]
     found = {}
     for name in lengths:
         field = "attention_mask" if name.startswith("attention_mask") else "input_ids"
-        found[name] = _made(pipe, f"tokenizer{name.removeprefix(field)}", words, lengths[name])[field]
+        suffix = name.removeprefix(field)
+        given = words if suffix else [template.format(one) for one in words]
+        found[name] = _made(pipe, f"tokenizer{suffix}", given, lengths[name])[field]
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.run.host_states import states_on_host
 from fxpipe.run.ownership import renew
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.optimizers import saved_state
@@ -37,7 +38,8 @@ def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
 
     def put_back() -> dict[str, Any]:
         if run.optimizer is not None:
-            run.optimizer.load_state_dict(state)
+            with states_on_host(run.optimizer):
+                run.optimizer.load_state_dict(state)
         _restore_model(run, checkpoint)
         for name, value in run.sections.items():
             value.load_state_dict(values.pop(name))
