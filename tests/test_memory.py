@@ -158,25 +158,25 @@ IDLE_NETWORK = Cluster("A100-80GB", (Level(4, Link("idle", 1e18, 0.0)),))
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "schedule", "replicas", "sharded"),
+    ("name", "ranks", "schedule", "replicas", "shard"),
     [
-        ("wide", 1, "1f1b", 1, False),
-        ("wide", 2, "zero-bubble", 1, False),
-        ("unet", 1, "gpipe", 1, False),
-        ("unet", 2, "wave", 1, False),
-        ("sd", 2, "1f1b", 1, False),
-        ("wide", 2, "1f1b", 2, False),
-        ("wide", 4, "zero-bubble", 2, False),
-        ("wide", 4, "zero-bubble", 2, True),
-        ("heavy", 3, "1f1b", 3, True),
+        ("wide", 1, "1f1b", 1, "none"),
+        ("wide", 2, "zero-bubble", 1, "none"),
+        ("unet", 1, "gpipe", 1, "none"),
+        ("unet", 2, "wave", 1, "none"),
+        ("sd", 2, "1f1b", 1, "none"),
+        ("wide", 2, "1f1b", 2, "none"),
+        ("wide", 4, "zero-bubble", 2, "none"),
+        ("wide", 4, "zero-bubble", 2, "optimizer"),
+        ("heavy", 3, "1f1b", 3, "optimizer"),
     ],
 )
 def test_prediction_against_run(
-    name: str, ranks: int, schedule: str, replicas: int, sharded: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, ranks: int, schedule: str, replicas: int, shard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[name]()
     program = fxpipe.compile(
-        model, ranks, batch_size=6, microbatches=3, schedule=schedule, data_parallel=replicas, shard_optimizer=sharded
+        model, ranks, batch_size=6, microbatches=3, schedule=schedule, data_parallel=replicas, shard=shard
     )
     timeline = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
     measured = measured_peaks(program, model.example_inputs(6), monkeypatch)

@@ -95,7 +95,7 @@ def test_shares_of_replicas_go_on_in_any_layout(saved: tuple[Path, Any], tmp_pat
     shares = {"schedule": "gpipe", "data_parallel": 2}
     first, _ = on_ranks(2, shares, lambda run: uninterrupted(run, tmp_path))
     torch.testing.assert_close(first, (losses, weights), rtol=1e-10, atol=1e-12)
-    for layout in (shares | {"shard_optimizer": False}, WAVE):
+    for layout in (shares | {"shard": "none"}, WAVE):
         found, _ = on_ranks(2, layout, lambda run: taken_up(run, lambda run: run.load(tmp_path)))
         torch.testing.assert_close(found, (losses[4:], weights), rtol=1e-10, atol=1e-12)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,11 +35,16 @@ class ActionTimes:
         return 1.0 - busy / (self.makespan_seconds * self.num_ranks) if self.makespan_seconds else 0.0
 
 
-def execution_order(schedule: Schedule, work: Work) -> Iterator[tuple[int, Action]]:
+def execution_order(
+    schedule: Schedule, work: Work, together: Mapping[Action, Collection[Action]] | None = None
+) -> Iterator[tuple[int, Action]]:
     """Run the ranks as straight-line programs; yield (rank, action) as each becomes possible, and end when none is.
 
     Ranks with FIFO channels and sends that never block are a Kahn network: what can run does not depend on timing, so
     one run that reaches the end proves the absence of deadlock. Actions that were not yielded can never run.
+
+    Args:
+        together: what else must end before some actions, since several ranks exchange something for these.
     """
     present = {action for actions in schedule.ranks for action in actions}
     needs = work.needs_among(present)
@@ -51,7 +56,8 @@ def execution_order(schedule: Schedule, work: Work) -> Iterator[tuple[int, Actio
         rank = ready.pop()
         while position[rank] < len(schedule.ranks[rank]):
             action = schedule.ranks[rank][position[rank]]
-            missing = next((need for need in needs(action) if need not in done), None)
+            others = together.get(action, ()) if together else ()
+            missing = next((need for need in (*needs(action), *others) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break

@@ -228,7 +228,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         where = on_ranks(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
         yield f"frozen {number} {where}: {name}"
     if staged.sharded:
-        yield SHARDED
+        yield SHARDED[staged.gathered]
     if staged.recompute:
         yield f"recomputed: {', '.join(f'blocks {start}-{stop - 1}' for start, stop in staged.recompute)}"
     for form, prediction in plan.predicted.items():
@@ -237,7 +237,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
 
 
-SHARDED = "optimizer states shared out over replicas"
+SHARDED = ("optimizer states shared out over replicas", "weights and optimizer states shared out over replicas")
 _HEAD = re.compile(
     r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
     r"(, skips collocated)?"
@@ -267,6 +267,7 @@ def _parse(text: str) -> Plan:
         tuple(read["run"]),
         tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
         bool(read["sharded"]),
+        SHARDED[True] in read["sharded"],
     )
     plan = Plan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
@@ -284,8 +285,8 @@ def _read(line: str, read: Read) -> None:
         return
     if found := _FROZEN.fullmatch(line):
         read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
-    elif line == SHARDED:
-        read["sharded"].append(True)
+    elif line in SHARDED:
+        read["sharded"].append(line)
     elif line.startswith("recomputed: "):
         read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
     elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):

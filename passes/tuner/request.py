@@ -14,7 +14,7 @@ class Request:
     `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
     out; `divisible` says that the batch may be cut. Orders are searched for in `budget_seconds` where the schedule is
     open. `recompute`: whole stages (True), nothing (False), or these runs of blocks and others where nothing fits
-    otherwise. `fill` is one of `fxpipe.options.FILLS`. `shard_optimizer`: each replica of a stage trains a share of it.
+    otherwise. `fill` is one of `fxpipe.options.FILLS`. `shard` is one of `fxpipe.options.SHARDS`.
     """
 
     schedule: str | Schedule
@@ -30,7 +30,7 @@ class Request:
     fill: str = "auto"
     budget_seconds: float = 2.0
     divisible: bool = True
-    shard_optimizer: bool | None = None
+    shard: str | None = None
 
     def runs(self, boundaries: Sequence[int]) -> tuple[Run, ...]:
         """The blocks of these stages that are computed again, whatever there is room for."""

@@ -202,17 +202,21 @@ class Trials:
             if not shape.hard and staged.collocated and self.request.collocation != "soft":
                 continue  # free skips that all stay on their ranks: the hard placement
             recompute = self.request.runs(staged.boundaries)
-            for sharded in self._shardings(staged, trial.sizes(case)[-1]):
-                found = replace(staged, schedule=shape.schedule, recompute=recompute, sharded=sharded)
+            placed = replace(staged, schedule=shape.schedule, recompute=recompute)
+            for found in self._shared_out(placed, trial.sizes(case)):
                 bound = placed_seconds(case, found, trial.sizes(case))
                 yield replace(trial, staged=found, bound_seconds=max(trial.bound_seconds, bound))
 
-    def _shardings(self, staged: Staged, num_samples: int) -> Sequence[bool]:
-        """Whether each replica of a stage trains a share of it; both where that is open and may be slower."""
-        asked = self.request.shard_optimizer
-        if staged.replicas == 1 or asked is not None:
-            return (bool(asked) and staged.replicas > 1,)
-        return (True, False) if shares_may_slow(self.case, staged, num_samples) else (True,)
+    def _shared_out(self, staged: Staged, sizes: Sequence[int]) -> Sequence[Staged]:
+        """What replicas of a stage share out; several where that is open and may be slower. Weights only where that is
+        asked for, and all replicas have as many micro-batches."""
+        asked, nothing, states = self.request.shard, staged, replace(staged, sharded=True)
+        if staged.replicas == 1 or asked == "none":
+            return (nothing,)
+        if asked == "weights":
+            even = staged.pipelines and len(sizes) % staged.replicas == 0
+            return (replace(states, gathered=True),) if even else ()
+        return (states, nothing) if asked is None and shares_may_slow(self.case, staged, sizes[-1]) else (states,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
         """The stages of the trial's shape: as `place` has them; lines also balanced by time alone, single ranks also in

@@ -1,0 +1,104 @@
+"""Weights that replicas of a stage share out (ZeRO-3): exact, gathered for the actions that read them, and let go."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from tests.distributed import run_processes
+from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
+from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
+
+WEIGHTS = {"shard": "weights"}
+LAYERS: Layout = {"schedule": "interleaved", "data_parallel": 2, "stages": 4} | WEIGHTS
+"""Several stages on a rank: each is gathered apart."""
+LINE = {"schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts", "trained"),
+    [
+        (2, [LAYERS], "adapters"),
+        (3, [LAYERS | {"data_parallel": 3, "microbatches": 3}], "all"),
+        (4, [{"schedule": "wave", "data_parallel": 2} | WEIGHTS], "adapters"),
+        (4, [{"schedule": "zero-bubble", "data_parallel": 2, "microbatches": 4} | WEIGHTS], "all"),
+        (2, [LAYERS, LINE], "adapters"),  # the second holds whole what the first shares out
+        (2, [LINE, LAYERS | {"microbatches": 4}], "all"),
+    ],
+)
+def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
+    def body(model: nn.Module, engines: Any) -> Trained:
+        return script(model, engines, ROWS, whole=False)
+
+    first, *others = on_threads(world_size, layouts, body, trained)
+    assert_same(first, one_device(trained, len(layouts)))
+    for other in others:
+        assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
+
+
+def test_a_rank_keeps_its_share_alone() -> None:
+    """Of trained and frozen weights; what it lacks is neither read nor written by mistake."""
+
+    def body(model: nn.Module, engines: Any) -> tuple[int, int, list[Tensor]]:
+        engine = engines[0]()
+        engine.step(batch(0, ROWS[0]))
+        held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        lacks = next(p for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes)
+        assert lacks.isnan().all()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+            lacks.copy_(torch.zeros(lacks.shape))
+        for use in (model.state_dict, lambda: model(**batch(0, ROWS[0]))):
+            with pytest.raises(fxpipe.RunError, match=r"not here yet.*sync_model"):
+                use()
+        engine.sync_model()
+        model(**batch(0, ROWS[0]))
+        state = [tensor.clone() for tensor in model.state_dict().values()]
+        engine.step(batch(0, ROWS[0]))
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == held
+        return held, sum(p.nbytes for p in model.parameters()), state
+
+    (held, whole, first), (other, _, second) = on_threads(2, [LAYERS], body, "adapters")
+    spare = sum(p.nbytes for p in Adapted().spare.parameters())  # which no program reads
+    tied = sum(p.nbytes for p in Adapted().layers[0].parameters())  # read by two stages
+    assert held + other < (whole + spare + tied) * 1.05
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+def small_batches(model: nn.Module, engine: Any) -> list[Any]:
+    """The last batch of an epoch has fewer samples: some replica has none."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number, size in enumerate((4, 1, 3, 4)):
+        losses.append(float(engine.step({name: value[:size] for name, value in batch(number, ROWS[0]).items()})))
+        engine.clip_grad_norm_(0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, engine.gather_state_dict()]
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_smaller_batches(microbatches: int) -> None:
+    layout = LAYERS | {"microbatches": microbatches}
+    found, _ = on_threads(2, [layout], lambda model, engines: small_batches(model, engines[0]()), "adapters")
+    model = Adapted("adapters")
+    torch.testing.assert_close(found, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)
+
+
+def as_process() -> Trained:
+    model = Adapted("adapters")
+
+    def engine() -> Any:
+        compiled = program(model, int(os.environ["WORLD_SIZE"]), ROWS[0], LAYERS)
+        return compiled.engine(seed=SEED, timeout=timedelta(minutes=1))
+
+    return script(model, [engine], ROWS, whole=False)
+
+
+def test_processes_train_as_one_device() -> None:
+    first, second = run_processes(2, as_process)
+    assert_same(first, one_device("adapters", 1))
+    assert (second.losses, second.norms) == (first.losses, first.norms)
