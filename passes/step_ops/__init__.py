@@ -12,7 +12,7 @@ seconds       what an action lasts                           step          what 
 ahead, pieces frozen work of the next batch                  closing       what follows the last action
 whole_batch   inputs, draws, what is computed at once        copies        equal pipelines
 exchange      receives, sums of gradients, the loss: of plans and programs
-sharding      which replica trains a parameter: of both, too
+sharding      which replica trains a parameter, turns when weights are gathered from those that do: of both, too
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -60,6 +60,7 @@ def step_ops(
     held = []
     for rank, units in enumerate(step.units_of):
         num_bytes, trained = of_units[units]
+        num_bytes -= sum(closing.others_bytes(stage, rank) for kind, stage in units if kind == "F")
         elements = sum(w.num_elements for w in trained if closing.owners.get(w.name, rank) == rank)
         held.append({"state": num_bytes, "optimizer": elements * optimizer_bytes})
     return StepOps(ranks, held)

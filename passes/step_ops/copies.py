@@ -17,8 +17,8 @@ from passes.step_ops.step import Step
 def models(step: Step) -> dict[int, int]:
     """By rank of every pipeline from the third on: the rank at its place in the second. Empty where they may differ."""
     pipelines = step.units.staged.pipelines
-    if any(action.is_piece for actions in step.schedule.ranks for action in actions):
-        return {}  # samples go where there is room
+    if step.units.staged.gathered or any(a.is_piece for actions in step.schedule.ranks for a in actions):
+        return {}  # each holds other weights; samples go where there is room
     return {rank: model for others in pipelines[2:] for model, rank in zip(pipelines[1], others, strict=True)}
 
 
