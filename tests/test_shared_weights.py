@@ -102,3 +102,42 @@ def test_processes_train_as_one_device() -> None:
     first, second = run_processes(2, as_process)
     assert_same(first, one_device("adapters", 1))
     assert (second.losses, second.norms) == (first.losses, first.norms)
+
+
+class Heavy(nn.Module):
+    """More weights than anything else; some of them are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12)).double()
+        self.layers[3:5].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch_size, 32, dtype=torch.float64)}
+
+
+def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
+    """Two replicas of six stages do not fit otherwise, and are then as exact."""
+
+    def heavy(**options: Any) -> fxpipe.Program:
+        given = {"batch_size": 4, "microbatches": 2, "schedule": "interleaved", "data_parallel": 2, "stages": 6}
+        return fxpipe.compile(Heavy(), 2, **given | options)
+
+    least = heavy(**WEIGHTS).plan.peak_bytes
+    assert least is not None
+    limit = least * 11 // 10
+    with pytest.raises(fxpipe.CompileError, match="no plan fits into memory_limit"):
+        heavy(memory_limit=limit, shard="optimizer")
+    made = heavy(memory_limit=limit)
+    assert made.plan.staged.shard == "weights"
+    assert "weights and optimizer states shared out over replicas" in str(made.plan)
+    assert fxpipe.Plan.parse(str(made.plan)) == made.plan == fxpipe.Plan.from_dict(made.plan.as_dict())
+    assert max(made.simulate().peak_bytes) == pytest.approx(made.plan.peak_bytes, rel=0.02)
+    assert made.verify(**made.model.example_inputs(4)).ok  # type: ignore[operator]
+    assert heavy(memory_limit=2 * limit).plan.staged.shard == "optimizer"

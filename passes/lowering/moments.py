@@ -10,6 +10,7 @@ that is never sent, the earliest has a sender that waits for something earlier s
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action, Work
@@ -47,6 +48,8 @@ def moments(
         for action, awaited in of_rank.awaited.items()
         if action is not None
     }
+    if gatherings:
+        together |= _one_by_one(schedule, reductions)
     order = execution_order(schedule, work, together)
     of_action = {action: 2 * place for place, (_, action) in enumerate(order, start=1)}
     if len(of_action) < sum(map(len, schedule.ranks)):
@@ -64,6 +67,16 @@ def moments(
     closes = closing(layout, tied) if last else ()
     for moment, (src, dst, value, kind) in enumerate(closes, start=2 + 2 * len(of_action)):
         found[last[src, dst, value, kind], src] = moment
+    return found
+
+
+def _one_by_one(schedule: Schedule, reductions: Sequence[Reduction]) -> dict[Action, set[Action]]:
+    """Reductions that wait for those before them: on every rank, since these end together."""
+    found: dict[Action, set[Action]] = {}
+    starts = {r.stage: {Action(r.stage, "R", rank) for rank in r.ranks} for r in reductions}
+    for actions in schedule.ranks:
+        reduced = [action for action in actions if action.kind == "R" and action.stage in starts]
+        found |= {action: starts[before.stage] for before, action in pairwise(reduced)}
     return found
 
 

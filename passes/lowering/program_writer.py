@@ -50,6 +50,7 @@ class ProgramWriter:
         self.weights = writer.step.loss_weights
         self.reductions = {reduction.stage: reduction for reduction in reductions}
         self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
+        self.sums: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # those that are there
         self.refreshing: dict[int, fx.Node] = {}  # by stage: its parameters, on their way from who trains them
         self.gatherings = {(gathering.ranks, gathering.turn): gathering for gathering in gatherings}
         self.turns = turns or RankTurns({}, {}, {})
@@ -256,6 +257,9 @@ class ProgramWriter:
         reduction = self.reductions.get(action.stage)
         if reduction is None:  # all its parameters are tied to other stages'
             return
+        if self.gatherings:  # one at a time, so that what is sent for it goes
+            for key in self.reducing:
+                self._sums(key)
         (key,) = (key for key in self.totals if key[0] == action.stage)
         given: fx.Node | list[fx.Node] = self.totals[key]
         if reduction.parameters != key[1]:
@@ -265,6 +269,12 @@ class ProgramWriter:
         function, owners = (ops.reduce_scatter, ([*reduction.owners],)) if reduction.owners else (ops.all_reduce, ())
         self.reducing[key] = self.writer.call(function, (*args, *owners), f"reducing_{action.stage}")
         self.reducing[key].meta["reduction"] = reduction
+
+    def _sums(self, key: tuple[int, tuple[str, ...]]) -> fx.Node:
+        """Those of a stage that has started to be summed, once they are there."""
+        if key not in self.sums:
+            self.sums[key] = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
+        return self.sums[key]
 
     def _named(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
         for index, name in enumerate(key[1]):
@@ -279,8 +289,7 @@ class ProgramWriter:
             if key in self.reducing:
                 reduction: Reduction = self.reducing[key].meta["reduction"]
                 reduced = reduction.parameters
-                sums = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
-                for name, node in self._named((key[0], reduction.owned(self.writer.rank)), sums):
+                for name, node in self._named((key[0], reduction.owned(self.writer.rank)), self._sums(key)):
                     parts.setdefault(name, []).append(node)
             if reduced != key[1]:
                 for name, node in self._named(key, total):

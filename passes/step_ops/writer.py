@@ -42,6 +42,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
         self.reduced: dict[int, int] = {}
+        self.summed_up: set[int] = set()  # those of which all are there
         self.moved: dict[int, int] = {}  # by stage: what sums over its replicas are made of, until they are there
         self.refreshing: dict[int, int] = {}  # by stage: weights on their way from the replicas that train them
         actions = step.schedule.ranks[rank]
@@ -297,6 +298,9 @@ class RankWriter(Exchange[PlannedMessage, int]):
     def _issue(self, stage: int) -> None:
         """Start to sum this replica's gradients with the others'."""
         reduction = self.closing.reductions[stage]
+        if self.closing.turns:  # one at a time, so that what is sent for it goes
+            for other in self.reduced:
+                self._wait_reduced(other)
         self.ops.issue(reduction)
         total = self.totals[stage]
         if total is not None and not self.step.tied_of(stage):
@@ -309,13 +313,18 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.reduced[stage], self.moved[stage] = self.ops.make("gradients", own), self.ops.make("transfers", moved)
         self.ops.see(self.ops.position, moved, moved)
 
+    def _wait_reduced(self, stage: int) -> None:
+        if stage not in self.summed_up:
+            self.ops.wait_for(self.closing.reductions[stage])
+            self.ops.keep(self.reduced[stage])
+            self.summed_up.add(stage)
+            if stage in self.moved:
+                self.ops.use(self.moved[stage])
+
     def _close(self) -> None:
         for stage, total in self.totals.items():
             if stage in self.reduced:
-                self.ops.wait_for(self.closing.reductions[stage])
-                self.ops.keep(self.reduced[stage])
-                if stage in self.moved:
-                    self.ops.use(self.moved[stage])
+                self._wait_reduced(stage)
                 if total is not None:  # in one list with gradients of tied weights
                     self.ops.use(total)
             elif total is not None:

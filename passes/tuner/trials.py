@@ -247,22 +247,30 @@ class Trials:
         if orders.pipelines:
             seconds = max(seconds, orders.seconds_of(orders.of_one))
             if not isinstance(self.request.recompute, bool):
-                again = again_seconds(self.case, trial.placed, orders.of_one, trial.sizes(self.case)[-1])
+                least = replace(trial.placed, gathered=trial.placed.gathered or self._may_gather(trial))
+                again = again_seconds(self.case, least, orders.of_one, trial.sizes(self.case)[-1])
                 with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
                 seconds = max(seconds, with_it)
         yield replace(trial, is_ordered=True, bound_seconds=seconds)
 
     def thriftier(self, trial: Trial, unseen: int = 0) -> Iterator[Trial]:
-        """The same placement in less memory: frozen weights on some ranks only, stages cut by memory, blocks
-        recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
+        """The same placement in less memory: weights shared out over replicas, frozen ones on some ranks only, stages
+        cut by memory, blocks recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
         if self.case.limit_bytes is None or trial.is_thrifty:
             return
         limit, recompute = self.case.limit_bytes - unseen, not isinstance(self.request.recompute, bool)
-        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), limit, recompute):
+        how = limit, recompute, self._may_gather(trial)
+        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), *how):
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._thrifty:
                 self._thrifty.add(key)
                 yield Trial(trial.candidate, trial.bound_seconds, staged, is_thrifty=True)
+
+    def _may_gather(self, trial: Trial) -> bool:
+        """Whether weights may yet be shared out."""
+        placed = trial.placed
+        is_open = self.request.shard is None and not placed.gathered and placed.replicas > 1
+        return is_open and bool(self._orders(trial).pipelines)
 
     def unseen(self, trial: Trial) -> int:
         """Bytes that a trial needs beside those of its training: of messages, frozen work, or its plain step."""
