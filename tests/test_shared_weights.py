@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import fxpipe
 from tests.distributed import run_processes
 from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
 from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
+from tests.unet import TinyUNet
 
 WEIGHTS = {"shard": "weights"}
 LAYERS: Layout = {"schedule": "interleaved", "data_parallel": 2, "stages": 4} | WEIGHTS
@@ -65,6 +67,75 @@ def test_a_rank_keeps_its_share_alone() -> None:
     spare = sum(p.nbytes for p in Adapted().spare.parameters())  # which no program reads
     tied = sum(p.nbytes for p in Adapted().layers[0].parameters())  # read by two stages
     assert held + other < (whole + spare + tied) * 1.05
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "stages", "schedule"),
+    [(2, 2, 1, "gpipe"), (3, 3, 4, "interleaved"), (4, 2, 2, "1f1b"), (6, 3, 4, "wave"), (4, 2, 2, "zero-bubble")],
+)
+def test_a_unet_is_exact(world_size: int, replicas: int, stages: int, schedule: str) -> None:
+    """With a frozen encoder and a frozen layer among trained ones, in a step of its own and in one with the next
+    batch's frozen work."""
+    model = TinyUNet("no_grad")
+    model.down_1.requires_grad_(False)
+    given = {"schedule": schedule, "data_parallel": replicas, "stages": stages, "microbatches": 2 * replicas}
+    made = fxpipe.compile(model, world_size, batch_size=12, fill="idle", **given | WEIGHTS)
+    assert made.step.gatherings
+    assert made.verify(**model.example_inputs(12)).ok
+    for filled in (False, True):
+        planned = made.plan.predicted["steady" if filled else "step"].peak_bytes
+        assert max(made.simulate(filled=filled).peak_bytes) == pytest.approx(planned, rel=0.03 if filled else 0.02)
+    engine = made.local_engine()
+    batches = [model.example_inputs(12)] * 2
+    gradients = []
+    for following in (batches[1], None):
+        engine.step(batches[0], following)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            ("rank 0: 0F0 0F2 0B0 0B2 0R0", "rank 0: 0F0 0B0 0F2 0B2 0R0"),
+            r"ranks 0, 1, which do not train in one order",
+        ),
+        (("on ranks 0, 1: ", "on rank 0: "), r"shared out, but stages have \[1\] replicas|0F1 on rank 1"),
+    ],
+)
+def test_a_plan_whose_replicas_cannot_gather_together_is_refused(change: tuple[str, str], says: str) -> None:
+    layout = {"schedule": "gpipe", "data_parallel": 2, "microbatches": 4} | WEIGHTS
+    text = str(program(Adapted(), 2, ROWS[0], layout).plan)
+    assert change[0] in text
+    edited = fxpipe.Plan.parse(text.replace(*change))
+    with pytest.raises(fxpipe.CompileError, match=says):
+        program(Adapted(), 2, ROWS[0], {"microbatches": None, "plan": edited})
+
+
+def test_a_run_is_taken_up_by_an_engine_that_has_trained(tmp_path: Path) -> None:
+    """What a rank has no memory for is loaded where it is held."""
+
+    def body(model: nn.Module, engines: Any) -> list[Any]:
+        engine, found = engines[0](), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            engine.step(batch(number, ROWS[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.save(tmp_path, optimizer)
+        for folder in ("step-1", "step-2"):
+            engine.load(tmp_path / folder, optimizer)
+            if folder == "step-1":
+                engine.step(batch(1, ROWS[0]))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(engine.gather_state_dict())
+        return found
+
+    (first, second), _ = on_threads(2, [LAYERS], body, "adapters")
     torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
 
 
