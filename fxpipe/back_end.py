@@ -57,6 +57,7 @@ class BackEnd:
         order = {"step": plan.step, "prologue": plan.prologue, "steady": plan.steady, "epilogue": plan.epilogue}[form]
         if order is None:
             raise ValueError(f"the plan has no form {form!r}")
+        planned = order
         if batch_size is not None:
             order, sizes = first_samples(order, plan.microbatch_sizes, batch_size)
             graphs = replace(graphs, sizes=sizes)
@@ -64,7 +65,7 @@ class BackEnd:
         optional = frozenset[int]()
         if self.conditioning is not None:
             optional = first_stages(costed.graph, costed.blocks, plan.staged.boundaries)
-        lowered = lower_form(graphs, order, form, ranks, optional, plan.steady)
+        lowered = lower_form(graphs, order, form, ranks, optional, plan.steady, planned)
         calls = {**call_costs(graphs), **piece_costs(graphs, order)}
         return self._step_plan(order, lowered, calls, graphs)
 
@@ -83,4 +84,5 @@ class BackEnd:
             self.conditioning or 0.0, graphs.outputs, lowered.sends, self.backend,
             None if plan.best is None else Predicted(plan.best.seconds, plan.cost_model or plan.cluster),
             plan.staged.offloaded,
+            lowered.gatherings,
         )  # fmt: skip

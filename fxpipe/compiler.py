@@ -75,7 +75,7 @@ def compile(
     memory_limit: int | str | None = None,
     collocation: str | None = None,
     recompute: bool | str | None = None,
-    shard_optimizer: bool | None = None,
+    shard: str | None = None,
     offload_optimizer: bool | None = None,
     budget: float = 2.0,
     fill: str = "auto",
@@ -114,9 +114,11 @@ def compile(
         recompute: whether backwards compute their stage's forward again instead of keeping its values. "auto": of the
             blocks of every stage those that take least time, if nothing fits otherwise; where left out, those that the
             model calls through `torch.utils.checkpoint` (`enable_gradient_checkpointing`) in any case.
-        shard_optimizer: whether each replica of a stage trains a share of its parameters, and tells the others, so that
-            an optimizer keeps state for that share alone (ZeRO-1), or all of them; where left out, a share, unless that
-            makes the step longer.
+        shard: what the replicas of a stage share out. "optimizer": each trains a share of the parameters, and tells the
+            others, so that an optimizer keeps state for that share alone (ZeRO-1). "weights": each also holds that
+            share alone, and a share of the frozen ones, which are gathered for the stage's actions and let go after
+            them (ZeRO-3); more stages on a rank then need less memory. "none": all train all. Where left out, optimizer
+            states, unless that makes the step longer, and weights where nothing fits otherwise.
         offload_optimizer: whether the host keeps the optimizer's states, and updates what is trained, any `torch.optim`
             optimizer's; where left out, if nothing fits otherwise.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
@@ -148,9 +150,9 @@ def compile(
     given: dict[str, Any] = dict(
         batch_size=batch_size, microbatches=microbatches, stages=stages, data_parallel=data_parallel,
         schedule=schedule, memory_limit=memory_limit, collocation=collocation, recompute=recompute,
-        shard_optimizer=shard_optimizer, offload_optimizer=offload_optimizer, budget=budget, fill=fill,
-        precision=precision, cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe,
-        plan=plan, shapes=shapes, backend=backend,
+        shard=shard, offload_optimizer=offload_optimizer, budget=budget, fill=fill, precision=precision,
+        cluster=cluster, cost_model=cost_model, device=device, cache=cache, observe=observe, plan=plan, shapes=shapes,
+        backend=backend,
     )  # fmt: skip
     asked = requested(model, world_size, example_inputs=first, **given)
 
@@ -289,7 +291,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     bound.apply_defaults()
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
-    optimizer = ("shard_optimizer", "offload_optimizer")
+    optimizer = ("shard", "offload_optimizer")
     choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", *optimizer)}
     others = (
         "cost_model",
@@ -320,7 +322,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     again = given["recompute"] if isinstance(given["recompute"], bool) else ()
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"], again, limit,
-        example.conditioning, given["fill"], given["budget"], shard_optimizer=given["shard_optimizer"],
+        example.conditioning, given["fill"], given["budget"], shard=given["shard"],
         offload_optimizer=given["offload_optimizer"],
     )  # fmt: skip
     if known is None:

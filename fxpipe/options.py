@@ -28,6 +28,10 @@ FILLS = ("auto", "idle", "after", "none")
 """Where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this one's
 training has ended, "none" for this batch, as part of its step; "auto" takes the fastest."""
 
+SHARDS = ("none", "optimizer", "weights")
+"""What the replicas of a stage share out: nothing; the optimizer's states (ZeRO-1); weights, gradients and these
+(ZeRO-3)."""
+
 
 def check_counts(**counts: int | None) -> None:
     """Every count must be a positive integer, or None where it is left out."""
@@ -45,7 +49,7 @@ def check_others(
     budget: Any,
     collocation: Any,
     fill: Any,
-    shard_optimizer: Any,
+    shard: Any,
     offload_optimizer: Any = None,
     shapes: Any = "any",
     backend: Any = "eager",
@@ -65,9 +69,10 @@ def check_others(
         raise CompileError(f"backend={backend!r}; give 'eager' or 'inductor', or leave it out")
     if recompute not in (None, "auto", True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
-    for name, value in ("shard_optimizer", shard_optimizer), ("offload_optimizer", offload_optimizer):
-        if value not in (None, True, False):
-            raise CompileError(f"{name}={value!r}; give True or False, or leave it out")
+    if shard not in (None, *SHARDS):
+        raise CompileError(f"shard={shard!r}; give one of {', '.join(map(repr, SHARDS))}, or leave it out")
+    if offload_optimizer not in (None, True, False):
+        raise CompileError(f"offload_optimizer={offload_optimizer!r}; give True or False, or leave it out")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 
@@ -178,7 +183,7 @@ def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int
         )
     says = {
         "batch_size": known.batch_size, "microbatches": known.num_microbatches, "stages": known.staged.num_stages,
-        "data_parallel": known.staged.replicas, "shard_optimizer": known.staged.sharded,
+        "data_parallel": known.staged.replicas, "shard": known.staged.shard,
         "offload_optimizer": known.staged.offloaded,
     }  # fmt: skip
     for name, value in asked.items():

@@ -81,8 +81,11 @@ class Trained:
     states: list[dict[str, Tensor] | None] = field(default_factory=list)
 
 
-def script(model: nn.Module, engines: Sequence[Callable[[], Any]], rows: Sequence[int]) -> Trained:
-    """Buckets of rows take turns; groups by name, accumulation, clipping, falling rates, an average of weights."""
+def script(model: nn.Module, engines: Sequence[Callable[[], Any]], rows: Sequence[int], whole: bool = True) -> Trained:
+    """Buckets of rows take turns; groups by name, accumulation, clipping, falling rates, an average of weights.
+
+    Unless every rank has the `whole` model's memory, it is brought there before the averages are put into it.
+    """
     found = Trained()
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -106,6 +109,8 @@ def script(model: nn.Module, engines: Sequence[Callable[[], Any]], rows: Sequenc
             for kept, now in zip(average.parameters(), model.parameters(), strict=True):
                 kept.lerp_(now, 0.3)
     found.states = [engine.gather_state_dict(), engine.gather_state_dict(trainable_only=True)]
+    if not whole:
+        engine.sync_model()
     with torch.no_grad():
         for kept, now in zip(average.parameters(), model.parameters(), strict=True):
             now.copy_(kept)

@@ -78,6 +78,8 @@ class SavedRun:
     def weights(self) -> list[dict[str, Tensor] | None]:
         """Trained, averaged, and averaged in the list, on rank 0."""
         found = [self.engine.gather_state_dict()]
+        if not isinstance(self.engine, OneDevice):
+            self.engine.sync_model()  # a rank may have no memory for what others hold
         for averages in ([*self.average.parameters()], self.averages.averages):
             with torch.no_grad():
                 for now, average in zip(self.model.parameters(), averages, strict=True):

@@ -116,7 +116,7 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--memory-limit", "40GiB"], {"memory_limit": "40GiB"}),
     (["--recompute"], {"recompute": True}),
     (["--no-recompute"], {"recompute": False}),
-    (["--no-shard-optimizer"], {"shard_optimizer": False}),
+    (["--shard", "weights"], {"shard": "weights"}),
     (["--collocation", "soft"], {"collocation": "soft"}),
     (["--budget", "0.5"], {"budget": 0.5}),
     (["--fill", "idle"], {"fill": "idle"}),

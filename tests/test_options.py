@@ -97,7 +97,11 @@ def test_the_example_of_a_cost_model_compiles() -> None:
         ({"observe": "print"}, r"observe is 'print', a str; give a function of \(step's name, its result\)"),
         ({"observe": lambda name: None}, r"observe is <function .*; give a function of"),
         ({"recompute": "yes"}, r"recompute='yes'; give True or False, 'auto'"),
-        ({"shard_optimizer": "yes"}, r"shard_optimizer='yes'; give True or False"),
+        (
+            {"shard": "weights", "schedule": "gpipe", "data_parallel": 2, "microbatches": 3, "batch_size": 6},
+            r"shard='weights' with microbatches=3, data_parallel=2: replicas gather .* a multiple of 2, or shard='opt",
+        ),
+        ({"shard": True}, r"shard=True; give one of 'none', 'optimizer', 'weights'"),
         ({"cache": 7}, r"cache=7; give True, False or a folder"),
         ({"budget": "2s"}, r"budget='2s' is no number of seconds"),
         ({"budget": float("nan")}, r"budget=nan is no number of seconds"),

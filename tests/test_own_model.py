@@ -63,7 +63,7 @@ def one_device(trained: str, num_buckets: int) -> Trained:
             [{"schedule": "wave", "data_parallel": 2}, {"schedule": "gpipe", "data_parallel": 4, "microbatches": 4}],
             "all",
         ),
-        (2, [{"schedule": "gpipe", "data_parallel": 2, "shard_optimizer": False}, LINE], "all"),
+        (2, [{"schedule": "gpipe", "data_parallel": 2, "shard": "none"}, LINE], "all"),
     ],
 )
 def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:

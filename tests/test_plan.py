@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
         ranks,
         tuple((start, start + 1) for start in starts),
         tuple(draw(some_ranks) for _ in range(components)) if draw(st.booleans()) else (),
-        draw(st.booleans()),
+        *draw(st.sampled_from([(False, False), (True, False), (True, True)])),
     )
     microbatches = draw(st.integers(1, 5))
     step = Schedule("1f1b", stages, microbatches, draw(_ranks(stages, microbatches, ranks)))

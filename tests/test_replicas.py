@@ -71,13 +71,14 @@ def test_reductions_in_different_orders_are_told() -> None:
 def test_a_lost_reduction_is_found_in_the_programs(function: object) -> None:
     program = fxpipe.compile(
         unet(), 2, batch_size=4, microbatches=2, schedule="1f1b", data_parallel=2,
-        shard_optimizer=function is not ops.all_reduce,
+        shard={ops.all_reduce: "none", ops.gather: "weights"}.get(function, "optimizer"),
     )  # fmt: skip
     step = program.step
-    assert check_programs(step.programs, step.messages, step.reductions) == []
+    collectives = [*step.reductions, *step.gatherings]
+    assert check_programs(step.programs, step.messages, collectives) == []
     (node,) = step.programs[1].graph.find_nodes(op="call_function", target=function)  # type: ignore[arg-type]
     node.args = (*node.args[:2], [0], *node.args[3:])
-    faults = check_programs(step.programs, step.messages, step.reductions)
+    faults = check_programs(step.programs, step.messages, collectives)
     assert any("rank 1 starts a reduction that is not planned" in fault for fault in faults)
 
 

@@ -31,6 +31,7 @@ from tests.own_models import SEED, Adapted, batch
 from tests.saved_runs import ROWS, SavedRun, local, on_one_device
 
 LINE, WAVE, REPLICAS = {"schedule": "1f1b"}, {"schedule": "wave"}, {"schedule": "1f1b", "data_parallel": 2}
+WEIGHTS = {"schedule": "interleaved", "data_parallel": 3, "stages": 3, "microbatches": 3, "shard": "weights"}
 STEPS = 4
 
 
@@ -79,23 +80,25 @@ def test_the_same_layout_goes_on_to_the_same_bits(saved: tuple[Path, Any]) -> No
     "take_up",
     [
         lambda directory: on_ranks(4, REPLICAS, lambda run: taken_up(run, lambda run: run.load(directory)))[0],
+        lambda directory: on_ranks(3, WEIGHTS, lambda run: taken_up(run, lambda run: run.load(directory)))[0],
         lambda directory: on_ranks(2, WAVE, lambda run: taken_up(run, lambda run: run.load(directory)))[0],
         lambda directory: taken_up(local(WAVE), lambda run: run.load(directory)),
         lambda directory: taken_up(on_one_device(), lambda run: run.load_plain(directory)),
     ],
-    ids=["replicas", "wave", "one process", "one device"],
+    ids=["replicas", "shared weights", "wave", "one process", "one device"],
 )
 def test_another_layout_goes_on_exactly(saved: tuple[Path, Any], take_up: Callable[[Path], Any]) -> None:
     directory, (losses, weights) = saved
     torch.testing.assert_close(take_up(directory), (losses[4:], weights), rtol=1e-10, atol=1e-12)
 
 
-def test_shares_of_replicas_go_on_in_any_layout(saved: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_shares_of_replicas_go_on_in_any_layout(shard: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
     _, (losses, weights) = saved
-    shares = {"schedule": "gpipe", "data_parallel": 2}
+    shares = {"schedule": "gpipe", "data_parallel": 2, "shard": shard}
     first, _ = on_ranks(2, shares, lambda run: uninterrupted(run, tmp_path))
     torch.testing.assert_close(first, (losses, weights), rtol=1e-10, atol=1e-12)
-    for layout in (shares | {"shard_optimizer": False}, WAVE):
+    for layout in (shares | {"shard": "none"}, WAVE):
         found, _ = on_ranks(2, layout, lambda run: taken_up(run, lambda run: run.load(tmp_path)))
         torch.testing.assert_close(found, (losses[4:], weights), rtol=1e-10, atol=1e-12)
 

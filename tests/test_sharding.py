@@ -82,8 +82,8 @@ def test_processes_sum_and_tell_what_threads_do() -> None:
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_an_optimizer_keeps_the_state_of_a_share(sharded: bool) -> None:
+@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
+def test_an_optimizer_keeps_the_state_of_a_share(shard: str) -> None:
     def train(model: nn.Module, engine: Any) -> tuple[dict[str, Any] | None, list[str]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for number in range(4):
@@ -94,15 +94,15 @@ def test_an_optimizer_keeps_the_state_of_a_share(sharded: bool) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         return engine.gather_state_dict(), [names[parameter] for parameter in optimizer.state]
 
-    found = on_threads(RANKS, [REPLICAS | {"shard_optimizer": sharded}], lambda m, engines: train(m, engines[0]()))
+    found = on_threads(RANKS, [REPLICAS | {"shard": shard}], lambda m, engines: train(m, engines[0]()))
     one = Adapted()
     expected, every = train(one, OneDevice(one))
     torch.testing.assert_close(found[0][0], expected, rtol=1e-10, atol=1e-12)
     held = Counter(name for _, names in found for name in names)
-    assert held == dict.fromkeys(every, 1 if sharded else RANKS)
+    assert held == dict.fromkeys(every, RANKS if shard == "none" else 1)
     num_bytes = [sum(one.get_parameter(name).nbytes for name in names) for _, names in found]
     whole = sum(one.get_parameter(name).nbytes for name in every)
-    assert max(num_bytes) <= (whole / RANKS + max(p.nbytes for p in one.parameters()) if sharded else whole)
+    assert max(num_bytes) <= (whole / RANKS + max(p.nbytes for p in one.parameters()) if shard != "none" else whole)
 
 
 def test_a_step_that_only_accumulates_broadcasts_nothing() -> None:
@@ -132,20 +132,20 @@ def test_a_step_that_only_accumulates_broadcasts_nothing() -> None:
 def test_a_share_of_states_is_planned() -> None:
     states: dict[bool, list[int]] = {}
     for sharded in (False, True):
-        made = program(Adapted(), RANKS, ROWS[0], REPLICAS | {"shard_optimizer": sharded})
+        made = program(Adapted(), RANKS, ROWS[0], REPLICAS | {"shard": "optimizer" if sharded else "none"})
         assert made.plan.staged.sharded == sharded
         assert ("optimizer states shared out over replicas" in str(made.plan)) == sharded
         timeline = made.simulate()
         assert made.plan.peak_bytes == pytest.approx(max(timeline.peak_bytes), rel=0.02)
         states[sharded] = [memory.at_peak["optimizer"] for memory in timeline.memory]
     assert sum(states[True]) == states[False][0] == states[False][1]
-    with pytest.raises(fxpipe.CompileError, match="shard_optimizer=False beside a plan, which says shard_optimizer=Tr"):
-        program(Adapted(), RANKS, ROWS[0], {"microbatches": None, "plan": made.plan, "shard_optimizer": False})
+    with pytest.raises(fxpipe.CompileError, match="shard='none' beside a plan, which says shard=optimizer"):
+        program(Adapted(), RANKS, ROWS[0], {"microbatches": None, "plan": made.plan, "shard": "none"})
 
 
 def test_a_plan_of_shared_states_is_run_as_it_says() -> None:
     made = program(Adapted(), RANKS, ROWS[0], REPLICAS)
     again = program(Adapted(), RANKS, ROWS[0], {"microbatches": None, "plan": fxpipe.Plan.parse(str(made.plan))})
     assert again.step.fingerprint == made.step.fingerprint
-    apart = program(Adapted(), RANKS, ROWS[0], REPLICAS | {"shard_optimizer": False})
+    apart = program(Adapted(), RANKS, ROWS[0], REPLICAS | {"shard": "none"})
     assert apart.step.fingerprint != made.step.fingerprint

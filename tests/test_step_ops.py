@@ -76,6 +76,14 @@ class Layout:
         return replace(staged, schedule=self.schedule, recompute=recompute, sharded=sharded)
 
 
+@dataclass(frozen=True)
+class Gathered(Layout):
+    """With weights shared out over replicas."""
+
+    def place(self, case: Case) -> Staged:
+        return replace(super().place(case), gathered=True)
+
+
 @cache
 def costed(name: str) -> CostedStep:
     torch.manual_seed(0)
@@ -142,6 +150,12 @@ CASES: list[tuple[str, Layout]] = [
     ("tied", Layout("1f1b", 3, 3, 5)),
     ("tied", Layout("1f1b", 8, 2, 4, 4)),
     ("returning", Layout("wave", 2, 4, 4)),
+    ("unet", Gathered("gpipe", 2, 1, 4, 2)),
+    ("unet", Gathered("interleaved", 3, 6, 6, 3, "blocks")),
+    ("unet", Gathered("wave", 4, 4, 8, 2)),
+    ("unet", Gathered("zero-bubble", 4, 2, 4, 2)),
+    ("tied", Gathered("interleaved", 2, 4, 4, 2)),
+    ("lora", Gathered("interleaved", 2, 4, 2, 2)),
     ("sd", Layout("zb-v", 2, 4, 3)),
     ("unet2d", Layout("zb-v", 2, 4, 4, 1, "blocks")),
     ("uvit", Layout("1f1b", 2, 2, 5, 1, "stages")),

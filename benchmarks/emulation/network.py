@@ -111,6 +111,13 @@ class EmulatedTransport:
         pending = self._transport.broadcast(tensors, owners, ranks, edge)
         return Pending(lambda: self._waited(pending, edge))
 
+    def gather(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        self._network.issue(self.rank, Collective(edge, "all_gather", ranks, sum(map(num_bytes, tensors))))
+        pending = self._transport.gather(tensors, owners, ranks, edge)
+        return Pending(lambda: self._waited(pending, edge))
+
     def _waited(self, pending: Pending[T], edge: int) -> T:
         """What a receive or a reduction gives, not before the emulated network does."""
         since = time.perf_counter()

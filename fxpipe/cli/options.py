@@ -70,9 +70,9 @@ class Planning:
     collocation: Annotated[
         str | None, typer.Option(help="both ends of a skip on one rank: hard, or soft where balance allows")
     ] = None
-    shard_optimizer: Annotated[
-        bool | None,
-        typer.Option(help="each replica of a stage keeps optimizer states of a share of it; unless slower if left out"),
+    shard: Annotated[
+        str | None,
+        typer.Option(help="what replicas of a stage share out: none, optimizer (states), weights (with them)"),
     ] = None
     offload_optimizer: Annotated[
         bool | None, typer.Option(help="the host keeps optimizer states; if nothing fits otherwise where left out")

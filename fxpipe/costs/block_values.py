@@ -15,7 +15,8 @@ from fxpipe.costs.polynomials import Polynomials
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant by its state's name, with the blocks and components (by index) that read it."""
+    """A parameter, buffer or constant by its state's name, with the blocks and components (by index) that read it;
+    `kind` is which of these it is."""
 
     name: str
     num_bytes: int
@@ -23,6 +24,7 @@ class Weight:
     trained: bool
     blocks: tuple[int, ...]
     components: tuple[int, ...]
+    kind: str = "parameter"
 
 
 @dataclass(frozen=True, slots=True)

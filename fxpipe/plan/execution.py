@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,19 +35,26 @@ class ActionTimes:
         return 1.0 - busy / (self.makespan_seconds * self.num_ranks) if self.makespan_seconds else 0.0
 
 
-def execution_order(schedule: Schedule, work: Work) -> Iterator[tuple[int, Action]]:
+def execution_order(
+    schedule: Schedule, work: Work, together: Mapping[Action, Collection[Action]] | None = None
+) -> Iterator[tuple[int, Action]]:
     """Run the ranks as straight-line programs; yield (rank, action) as each becomes possible, and end when none is.
 
     Ranks with FIFO channels and sends that never block are a Kahn network: what can run does not depend on timing, so
     one run that reaches the end proves the absence of deadlock. Actions that were not yielded can never run.
+
+    Args:
+        together: what else must end before some actions, since several ranks exchange something for these.
     """
-    return ((rank, action) for rank, action, _ in _with_needs(schedule, work))
+    return ((rank, action) for rank, action, _ in _with_needs(schedule, work, together or {}))
 
 
-def _with_needs(schedule: Schedule, work: Work) -> Iterator[tuple[int, Action, Sequence[Action]]]:
+def _with_needs(
+    schedule: Schedule, work: Work, together: Mapping[Action, Collection[Action]]
+) -> Iterator[tuple[int, Action, Sequence[Action]]]:
     """The order of execution, and what must end before each action."""
     needs_of = work.needs_among({action for actions in schedule.ranks for action in actions})
-    needs = [[tuple(needs_of(action)) for action in actions] for actions in schedule.ranks]
+    needs = [[(*needs_of(action), *together.get(action, ())) for action in actions] for actions in schedule.ranks]
     position = [0] * len(schedule.ranks)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
@@ -83,7 +90,7 @@ def simulate(schedule: Schedule, work: Work, durations: Callable[[Action], float
     free = [0.0] * len(schedule.ranks)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
-    for rank, action, needs in _with_needs(schedule, work):
+    for rank, action, needs in _with_needs(schedule, work, {}):
         begin = max([free[rank], *[end[need] + _travel(need, action, lag) for need in needs]])
         start[action], end[action] = begin, begin + durations(action)
         free[rank] = end[action]

@@ -106,9 +106,21 @@ def wait_values(pending: Pending[None]) -> None:
     pending.wait()
 
 
-COLLECTIVES = (all_reduce, reduce_scatter, broadcast)
+def gather(
+    transport: Transport, parameters: list[torch.Tensor], ranks: Sequence[int], edge: int, owners: Sequence[int]
+) -> Pending[list[torch.Tensor]]:
+    """Start to bring the values of parameters that are shared out over `ranks`; does not block."""
+    return transport.gather(parameters, tuple(owners), tuple(ranks), edge)
+
+
+def wait_gathered(pending: Pending[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Block until they are here: a stage's parameters, whole, freed after the last call that reads them."""
+    return pending.wait()
+
+
+COLLECTIVES = (all_reduce, reduce_scatter, broadcast, gather)
 """Those that ranks start together; their ranks and edge are the third and fourth argument."""
-WAITS = (wait, wait_reduced, wait_values)
+WAITS = (wait, wait_reduced, wait_values, wait_gathered)
 
 
 def release(saved: list[Any]) -> None:

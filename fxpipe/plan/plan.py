@@ -228,7 +228,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         where = on_ranks(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
         yield f"frozen {number} {where}: {name}"
     if staged.sharded:
-        yield SHARDED
+        yield SHARDED[staged.gathered]
     if staged.offloaded:
         yield OFFLOADED
     if staged.recompute:
@@ -239,7 +239,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
 
 
-SHARDED = "optimizer states shared out over replicas"
+SHARDED = ("optimizer states shared out over replicas", "weights and optimizer states shared out over replicas")
 OFFLOADED = "optimizer states on the host, which updates what is trained"
 _HEAD = re.compile(
     r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
@@ -280,6 +280,7 @@ def _parse(text: str) -> Plan:
         tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
         bool(read["sharded"]),
         bool(read["offloaded"]),
+        SHARDED[True] in read["sharded"],
     )
     plan = Plan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
@@ -297,8 +298,8 @@ def _read(line: str, read: Read) -> None:
         return
     if found := _FROZEN.fullmatch(line):
         read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
-    elif line == SHARDED:
-        read["sharded"].append(True)
+    elif line in SHARDED:
+        read["sharded"].append(line)
     elif line == OFFLOADED:
         read["offloaded"].append(True)
     elif line.startswith("recomputed: "):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
 
 
 def require(plan: Plan, num_blocks: int, components: Sequence[str]) -> None:
@@ -25,7 +26,7 @@ def check(plan: Plan, num_blocks: int, components: Sequence[str]) -> list[str]:
     faults = [*_numbers(plan), *_stages(plan, num_blocks), *_frozen(plan, components)]
     if not faults:
         orders = [order for order in (plan.step, plan.steady) if order is not None]
-        faults = [fault for order in orders for fault in _places(plan, order)]
+        faults = [f for order in orders for f in (*_places(plan, order), *unlike_replicas(order, plan.staged))]
     return faults
 
 
@@ -57,6 +58,24 @@ def _stages(plan: Plan, num_blocks: int) -> Iterator[str]:
     for start, stop in staged.recompute:
         if not any(a <= start < stop <= b for a, b in pairwise(staged.boundaries)):
             yield f"blocks {start}-{stop - 1} are to be recomputed, but are no run of blocks of one stage"
+
+
+def unlike_replicas(order: Schedule, staged: Staged) -> Iterator[str]:
+    """Where weights are shared out: replicas that do not train the same in turn, as they gather them together."""
+    if staged.gathered and not staged.sharded:
+        yield "weights are shared out, optimizer states are not; share both out"
+    if staged.gathered and not staged.pipelines:
+        counts = [*map(len, staged.stage_ranks)]
+        yield f"weights are shared out, but stages have {counts} replicas; give all as many, or shard='optimizer'"
+        return
+    for ranks in {tuple(sorted(ranks)) for ranks in staged.stage_ranks} if staged.gathered else ():
+        does = [" ".join(f"{a.stage}{a.kind}" for a in order.ranks[r] if a.kind != "T") for r in ranks]
+        for rank, other in zip(ranks[1:], does[1:], strict=True):
+            if other != does[0]:
+                yield (
+                    f"weights are shared out over ranks {', '.join(map(str, ranks))}, which do not train in one order: "
+                    f"rank {ranks[0]} does {does[0]}, rank {rank} does {other}; make them agree, or shard='optimizer'"
+                )
 
 
 def _frozen(plan: Plan, components: Sequence[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
-from fxpipe.plan.rank_program import Message, Reduction
+from fxpipe.plan.rank_program import Gathering, Message, Reduction
 
 
 class RankGraph(Protocol):
@@ -35,7 +35,7 @@ Moments = Mapping[tuple[int, int], int]
 def check_programs(
     programs: Sequence[RankGraph],
     messages: Sequence[Message],
-    reductions: Sequence[Reduction] = (),
+    reductions: Sequence[Reduction | Gathering] = (),
     moments: Moments | None = None,
 ) -> list[str]:
     """The faults of the programs, each with its place; empty when they are right. With `moments` they may be those of
@@ -62,7 +62,7 @@ def check_programs(
 def require_programs(
     programs: Sequence[RankGraph],
     messages: Sequence[Message],
-    reductions: Sequence[Reduction] = (),
+    reductions: Sequence[Reduction | Gathering] = (),
     moments: Moments | None = None,
 ) -> None:
     """Raise CompileError with every fault."""
@@ -111,16 +111,19 @@ def _shape_faults(programs: Sequence[RankGraph], messages: Sequence[Message]) ->
                 yield f"rank {program.rank} {often} waits for a message\n" + _at(program, node)
 
 
-def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduction]) -> Iterator[str]:
+def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduction | Gathering]) -> Iterator[str]:
     """Every rank of a reduction starts it once, over the same ranks and to the same owners, and waits for it; so for
-    the broadcast of what they have trained. The order is the schedule's."""
+    the broadcast of what they have trained, and what is gathered. The order is the schedule's."""
     planned: dict[Any, tuple[Any, ...]] = {}  # by edge: what is done, by which ranks, to which owners
     for of in reductions:
+        if isinstance(of, Gathering):
+            planned[of.edge] = ops.gather, of.ranks, of.owners
+            continue
         planned[of.edge] = (ops.reduce_scatter, of.ranks, of.owners) if of.owners else (ops.all_reduce, of.ranks)
-        if of.owners:
+        if of.values_edge >= 0:
             planned[of.values_edge] = ops.broadcast, of.ranks, of.owners
     for program in programs:
-        waited = {node.args[0] for node in program.graph.nodes if node.target in (ops.wait_reduced, ops.wait_values)}
+        waited = {node.args[0] for node in program.graph.nodes if node.target in ops.WAITS}
         started = [node for node in program.graph.nodes if node.target in ops.COLLECTIVES]
         for node in started:
             found = node.target, *(tuple(ranks) for ranks in (node.args[2], *node.args[4:]))

@@ -79,12 +79,40 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class Gathering:
+    """The parameters of one stage, each of which is held by its owner alone, brought to all ranks of its replicas for a
+    run of actions; `edge` is its compile-time id, `turn` counts those of these ranks."""
+
+    edge: int
+    stage: int
+    ranks: tuple[int, ...]
+    parameters: tuple[str, ...]
+    num_bytes: int
+    owners: tuple[int, ...]
+    turn: int
+
+    @property
+    def owned(self) -> list[tuple[str, int]]:
+        """The parameters, each with its owner."""
+        return list(zip(self.parameters, self.owners, strict=True))
+
+    def others(self, rank: int) -> tuple[str, ...]:
+        """The parameters that a rank has from others."""
+        return tuple(name for name, owner in self.owned if owner != rank)
+
+    def __str__(self) -> str:
+        from_ = f"from {list(self.owners)}, {self.num_bytes} bytes"
+        return f"stage {self.stage} parameters to ranks {list(self.ranks)} {from_}, turn {self.turn}"
+
+
+@dataclass(frozen=True)
 class RankProgram:
     """What one rank runs each step.
 
     `graph` takes (transport, random, the model inputs in `inputs`) and returns (loss, gradients in the order of
     `gradients`); `modules` are the graphs it calls, which read their state by its original name; `state` maps those
-    names to shape and type. Of these the program brings the parameters in `refreshed` here itself, before it uses them.
+    names to shape and type. Of these the program brings the parameters in `refreshed` here itself, before it uses them,
+    and of these it holds those in `gathered` only while it does.
 
     Where it works ahead, on the next batch, it also takes (that batch's random, its inputs in `next_inputs`), and
     returns what it makes for that batch (`carries`) as a third list. Where frozen work has made values for this batch
@@ -106,6 +134,7 @@ class RankProgram:
     works_ahead: bool = False
     scaled: bool = False
     refreshed: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
     outputs: tuple[tuple[str, int], ...] = ()
 
     def bind(self, state: Mapping[str, torch.Tensor]) -> fx.GraphModule:

@@ -38,8 +38,9 @@ class Staged:
     `collocated` says that no skip crosses ranks by design. Of every run of blocks in `recompute`, each within a stage,
     only what comes into the run is kept for the backward, which computes the rest again. Frozen component c may run on
     the ranks frozen_ranks[c], which hold its weights; on all where that is empty. Where it is `sharded`, each parameter
-    of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state. Where it is
-    `offloaded`, the optimizer's states are on the host, and so are its updates.
+    of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state; where the
+    weights are `gathered`, that one alone holds it, trained or frozen, and others while they compute with it. Where it
+    is `offloaded`, the optimizer's states are on the host, and so are its updates.
     """
 
     boundaries: tuple[int, ...]
@@ -51,6 +52,12 @@ class Staged:
     frozen_ranks: tuple[tuple[int, ...], ...] = ()
     sharded: bool = False
     offloaded: bool = False
+    gathered: bool = False
+
+    @property
+    def shard(self) -> str:
+        """What replicas of a stage share out, by its name: "none", "optimizer" (states) or "weights", with these."""
+        return "weights" if self.gathered else "optimizer" if self.sharded else "none"
 
     @property
     def num_stages(self) -> int:

@@ -14,7 +14,7 @@ from fxpipe.errors import CompileError
 from fxpipe.models.self_conditioning import conditioned
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.outputs import Output
-from fxpipe.plan.rank_program import Message, RankProgram, Reduction, Traffic
+from fxpipe.plan.rank_program import Gathering, Message, RankProgram, Reduction, Traffic
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.transport import Channel
 
@@ -30,9 +30,9 @@ class Predicted(NamedTuple):
 class StepPlan:
     """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument.
 
-    `programs` are those of all ranks, or of this process's alone; messages and reductions are all ranks'. `calls` says
-    what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph from
-    `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
+    `programs` are those of all ranks, or of this process's alone; messages, reductions and gatherings are all ranks'.
+    `calls` says what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph
+    from `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
     `probability` that of one. `outputs` are what it returns beside the loss, `sends` its messages in an order in which
     all can be sent. `backend` is what stage graphs run by; `predicted` what a step in a row of them takes. Where it is
     `offloaded` the optimizer's states are on the host.
@@ -57,6 +57,7 @@ class StepPlan:
     backend: str = "eager"
     predicted: Predicted | None = None
     offloaded: bool = False
+    gatherings: tuple[Gathering, ...] = ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
@@ -107,14 +108,14 @@ class StepPlan:
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The groups of ranks that sum gradients."""
-        return sorted({reduction.ranks for reduction in self.reductions})
+        """The groups of ranks that sum gradients, or share parameters out."""
+        return sorted({of.ranks for of in self.reductions} | {of.ranks for of in self.gatherings})
 
     @property
     def fingerprint(self) -> str:
         """Equal on two ranks where they run programs of one step, lowered from the same cut of the same capture."""
         messages = (f"{message.edge} {message.channel} {message.action} {message}" for message in self.messages)
-        text = [self.source, self.schedule.text(), *messages, *map(str, self.reductions)]
+        text = [self.source, self.schedule.text(), *messages, *map(str, self.reductions), *map(str, self.gatherings)]
         if self.without is not None:
             text.append(f"{self.probability} {self.without.fingerprint}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()

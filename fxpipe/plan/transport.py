@@ -93,6 +93,14 @@ class Transport(Protocol):
         """
         ...
 
+    def gather(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        """Starts to send each tensor's values from its owner to all `ranks`; never blocks. The wait gives this rank's
+        own tensors as they are, and new ones in place of the others, of which only shape and type are asked.
+        """
+        ...
+
     def advance(self) -> None:
         """End of a step whose messages may still be on their way; those it sent in the step before are received.
 

@@ -19,7 +19,7 @@ from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, tol
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.observe import Observe
-from fxpipe.run.ownership import owners
+from fxpipe.run.ownership import is_outdated, owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.scaler import GradScaler
@@ -64,8 +64,11 @@ class Engine(Training):
             self._take(plan)
             self._shared = self._shared_by(plan)
             self._shared_smaller: dict[int, SharedModel] = {}  # by the number of samples
-            agree_on_state(transport, self._state)
+            self._agree_on_state()
             self._open(plan.channels, plan.groups)
+
+    def _agree_on_state(self) -> None:
+        agree_on_state(self._transport, {name: t for name, t in self._state.items() if not is_outdated(t)})
 
     def _open(self, channels: Mapping[Channel, int], groups: Iterable[tuple[int, ...]]) -> None:
         """Those that no engine on this transport has opened."""
@@ -93,6 +96,7 @@ class Engine(Training):
 
     def _bring_values(self, plan: StepPlan) -> None:
         shared = self._shared_of(plan)
+        shared.let_go()
         if shared.borrows:
             if not self.check_batches:
                 self._agree("step", {})
@@ -210,7 +214,8 @@ class Engine(Training):
     def _shared_by(self, plan: StepPlan) -> SharedModel:
         """The model as this form of the step shares it; of fewer samples, ranks may be idle and others train more."""
         given = [self._shown(name) for name in plan.program(self.rank).gradients]
-        return SharedModel(self._model, self._transport, self._trainable(), self._refreshed_by(plan), given)
+        shared = {self._shown(name): owner for of in plan.gatherings for name, owner in of.owned}
+        return SharedModel(self._model, self._transport, self._kept(), self._refreshed_by(plan), given, shared)
 
     def _prepare(self, forms: Sequence[StepPlan]) -> None:
         agree(self._transport, {"plan of this form of the step": [form.fingerprint for form in forms]}, "step")
@@ -218,8 +223,8 @@ class Engine(Training):
             self._take(form)
             if form.batch_size < self._plan.batch_size:
                 self._shared_smaller[form.batch_size] = self._shared_by(form)
-        self._shared.hold(self._trainable(), self._refreshed_by(self._plan))
-        agree_on_state(self._transport, self._state)
+        self._shared.hold(self._kept(), self._refreshed_by(self._plan))
+        self._agree_on_state()
         channels = {channel: size for form in forms for channel, size in form.channels.items()}
         groups = {group for form in forms for group in form.groups}
         self._open(channels, groups)
@@ -260,9 +265,11 @@ class Engine(Training):
     def _trained(self) -> list[nn.Parameter]:
         return [t for t in self._held.values() if isinstance(t, nn.Parameter) and t.requires_grad]
 
-    def _trainable(self) -> list[str]:
-        """What this rank holds of the parameters that require gradients."""
-        return [self._shown(n) for n, t in self._held.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+    def _kept(self) -> list[str]:
+        """The parameters that this rank holds, and not only while it computes with them."""
+        gathered = {*self._plan.program(self.rank).gathered}
+        held = (n for n, tensor in self._held.items() if isinstance(tensor, nn.Parameter))
+        return [self._shown(name) for name in held if name not in gathered]
 
     def _refreshed_by(self, plan: StepPlan) -> list[str]:
         """What its program brings here: of replicas that train it for this one."""

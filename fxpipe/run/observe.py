@@ -68,6 +68,13 @@ class Observed:
         size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} parameters"
         return Pending(lambda: self._waited(pending, -1, edge, size, label, ("all_gather", start)))
 
+    def gather(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        pending, start = self._transport.gather(tensors, owners, ranks, edge), self._now()
+        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} parameters"
+        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("all_gather", start)))
+
     def advance(self) -> None:
         self._end_action()
         self._transport.advance()

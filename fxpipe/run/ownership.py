@@ -7,6 +7,9 @@ A step of B borrows `mid` for rank 1 before it begins and gives its gradient to 
 finds all of a parameter's gradients, and keeps its state, on one rank. Replicas of a stage own a share of its
 parameters each, and each step begins with the others' values. Where a parameter is trained elsewhere this process has
 no gradient, and an outdated value: a module that holds such values is neither run nor saved.
+
+Where the weights themselves are shared out, a rank that does not own one holds no memory for it between steps: it reads
+as no numbers, and torch refuses to write into it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -23,6 +27,7 @@ from fxpipe.run.read_ahead import version
 _owners = WeakTensorKeyDictionary()  # parameter -> ranks
 _claims: list[None] = []  # one for each that was made
 _outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
+_empty = WeakTensorKeyDictionary()  # parameters without memory
 _watched: "WeakSet[nn.Module]" = WeakSet()
 _as_is = ContextVar("_as_is", default=False)
 
@@ -52,10 +57,37 @@ def outdate(parameters: Iterable[nn.Parameter]) -> None:
             _outdated[parameter] = version(parameter)
 
 
+def is_outdated(tensor: torch.Tensor) -> bool:
+    """Whether other ranks have trained it, or it is theirs to hold."""
+    return tensor in _outdated and _outdated[tensor] == version(tensor)
+
+
 def renew(parameters: Iterable[nn.Parameter]) -> None:
     """They have their owners' values."""
     for parameter in parameters:
         _outdated.pop(parameter, None)
+
+
+def is_empty(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter without memory here."""
+    return tensor in _empty
+
+
+def empty(parameters: Iterable[nn.Parameter]) -> None:
+    """Let their memory go, on a rank that does not own them."""
+    for parameter in parameters:
+        if parameter not in _empty:
+            nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+            parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
+            _empty[parameter] = True
+        _outdated[parameter] = version(parameter)
+
+
+def fill(parameter: nn.Parameter) -> None:
+    """Give it memory, whose values are still to come."""
+    if _empty.pop(parameter, False):
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        _outdated[parameter] = version(parameter)
 
 
 def watch(model: nn.Module, rank: int) -> None:
@@ -83,7 +115,7 @@ def require_new(module: nn.Module, *_: object) -> None:
     """Raises RunError where parameters of a module are outdated; a hook of modules, too."""
     if not _outdated or _as_is.get():
         return
-    old = [name for name, p in module.named_parameters() if _outdated.get(p) == version(p)]
+    old = [name for name, p in module.named_parameters() if is_outdated(p)]
     if old:
         raise RunError(
             f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, and are "

@@ -5,7 +5,7 @@
     on demand         the values of all owners, to one rank or to all; the norms of all gradients
 
 Where one program trains the model, the first two are empty: what replicas of a stage train for each other is exchanged
-within the program.
+within the program. So are weights that they share out: each is on its owner alone, but for what was brought on demand.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import everyones
-from fxpipe.run.ownership import claim, num_claims, outdate, owners, renew, watch
+from fxpipe.run.ownership import claim, empty, fill, num_claims, outdate, owners, renew, watch
 
 Route = tuple[str, int, int]
 """A parameter's name, the rank that gives, the rank that takes."""
@@ -27,8 +27,9 @@ class SharedModel:
     """A model and one engine's part in it.
 
     Args:
-        held: names of trainable parameters that this rank's program reads; `refreshed` those of them that it brings
-            here itself, `given` those it makes gradients of.
+        held: names of parameters that this rank's program reads; `refreshed` those of them that it brings here itself,
+            `given` those it makes gradients of.
+        shared_out: the owners of parameters that are held by these alone.
     """
 
     def __init__(
@@ -38,12 +39,16 @@ class SharedModel:
         held: Collection[str],
         refreshed: Collection[str],
         given: Collection[str],
+        shared_out: Mapping[str, int],
     ) -> None:
         self.parameters = dict(model.named_parameters())
         self._transport, self._rank = transport, transport.rank
         self._givers = _ranks(everyones(transport, sorted(given)))
         for name, ranks in self._givers.items():
             claim(self.parameters[name], ranks)
+        for name, owner in shared_out.items():
+            claim(self.parameters[name], (owner,))
+        self._shared_out = [self.parameters[name] for name in shared_out]
         self.hold(held, refreshed)
         watch(model, self._rank)
 
@@ -59,7 +64,8 @@ class SharedModel:
         """Those of the program that get their gradient on this rank, and those it holds that get none anywhere."""
         names = dict.fromkeys((*self._givers, *self._holders))
         ranks = {name: owners(self.parameters[name]) or self._holders.get(name, ()) for name in names}
-        return {name: p for name, p in self.parameters.items() if self._rank in ranks.get(name, ())}
+        mine = {name: p for name, p in self.parameters.items() if self._rank in ranks.get(name, ())}
+        return {name: p for name, p in mine.items() if p.requires_grad}
 
     @property
     def borrows(self) -> bool:
@@ -69,6 +75,10 @@ class SharedModel:
     def borrow(self) -> None:
         """Collective: bring it there."""
         self._copy(self._routes.borrowed)
+
+    def let_go(self) -> None:
+        """Of what is shared out keep what this rank owns."""
+        empty(parameter for parameter in self._shared_out if self._rank not in owners(parameter))
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Collective: the gradients of what this rank owns, wherever they arose. What it does not own ages by it."""
@@ -110,6 +120,9 @@ class SharedModel:
         return self._rank == (owners(parameter) or (0,))[0]
 
     def _copy(self, routes: Sequence[Route]) -> None:
+        for name, _, dst in routes:
+            if dst == self._rank:
+                fill(self.parameters[name])
         copies = [(self.parameters[name], src, dst) for name, src, dst in routes]
         self._transport.copy_values(copies, "parameters that other ranks train")
 

@@ -125,6 +125,8 @@ def _given(node: fx.Node, counts: dict[str, int]) -> Storage | None:
         return Storage(ARGUMENT, counts[ARGUMENT])
     if node.op == "get_attr":
         return Storage(STATE, 0)
+    if node.target is operator.getitem and _is_weights(node.args[0]):
+        return Storage(STATE, 0)
     if node.target is operator.getitem and is_saved_list(node.args[0]):
         assert isinstance(node.args[1], int)
         return Storage(SAVED, node.args[1])
@@ -134,6 +136,11 @@ def _given(node: fx.Node, counts: dict[str, int]) -> Storage | None:
 def is_saved_list(node: Any) -> bool:
     """Whether a node is the list of saved values that a backward graph takes first."""
     return node.op == "placeholder" and any(user.target is ops.release for user in node.users)
+
+
+def _is_weights(node: Any) -> bool:
+    """Whether a node is the list of weights that were gathered for the call."""
+    return bool(node.op == "placeholder" and node.target == "gathered_weights")
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

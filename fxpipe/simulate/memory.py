@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpipe.plan import ops
-from fxpipe.plan.rank_program import RankProgram, Reduction
+from fxpipe.plan.rank_program import Gathering, RankProgram, Reduction
 from fxpipe.simulate.graph_memory import ARGUMENT, NEW, SAVED, CallMemory, Storage, call_memory
 from fxpipe.simulate.op_lists import Bytes
 
@@ -95,7 +95,8 @@ def program_bytes(
 def held_bytes(program: RankProgram, optimizer_bytes: int = ADAMW_BYTES) -> dict[str, int]:
     """What a rank holds all step long; `optimizer_bytes` per element of a parameter that has a gradient."""
     trained = sum(program.state[name].numel() for name in program.gradients)
-    return {"state": sum(t.nbytes for t in program.state.values()), "optimizer": trained * optimizer_bytes}
+    held = program.state.keys() - {*program.gathered}
+    return {"state": sum(program.state[name].nbytes for name in held), "optimizer": trained * optimizer_bytes}
 
 
 def graphs_memory(programs: Sequence[RankProgram]) -> dict[str, CallMemory]:
@@ -126,6 +127,8 @@ class _Walk:
             ops.broadcast: lambda node: self._flat(node, "transfers"),
             ops.wait_reduced: self._reduced,
             ops.wait_values: lambda node: None,
+            ops.gather: self._gathering,
+            ops.wait_gathered: lambda node: self._values[node.all_input_nodes[0]][0],
             ops.add_weighted: partial(self._like, "activations"),
             ops.add_numbers: self._numbers,
             ops.number: self._numbers,
@@ -167,7 +170,7 @@ class _Walk:
         """Follow a stage graph's segments, then own what it returns."""
         call, meter = self._calls[str(node.target)], self._meter
         values = [self._values[argument] for argument in node.args]  # type: ignore[index]
-        saved = values[0] if values and isinstance(values[0], list) else []
+        saved = values[0] if "_backward" in str(node.target) else []
         inputs = list(saved)
         for segment in call.segments:
             meter.see(segment.peak_bytes)
@@ -256,6 +259,13 @@ class _Walk:
         own = [g for g, owner in zip(gradients, reduction.owners, strict=True) if owner == self._program.rank]
         num_bytes = scattered_bytes(reduction.num_bytes, sum(g.num_bytes for g in own), len(reduction.ranks))
         return _Scattering(own, Buffer(self._meter, "transfers", num_bytes))
+
+    def _gathering(self, node: fx.Node) -> tuple[list[Buffer], Buffer]:
+        """What others send stays as long as it is read, the copy of one's own until it is there."""
+        gathering: Gathering = node.meta["gathering"]
+        others = sum(self._program.state[name].nbytes for name in gathering.others(self._program.rank))
+        weights = Buffer(self._meter, "gathered weights", others)
+        return [weights], Buffer(self._meter, "transfers", gathering.num_bytes - others)
 
     def _reduced(self, node: fx.Node) -> list[Buffer]:
         found: list[Buffer] | _Scattering = self._values[node.all_input_nodes[0]]

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.costs.model import CostModel
 from fxpipe.plan import ops
-from fxpipe.plan.rank_program import Message, RankProgram, Reduction
+from fxpipe.plan.rank_program import Gathering, Message, RankProgram, Reduction
 from fxpipe.plan.timeline import COLLECTIVES
 from fxpipe.simulate.collectives import Collective
 
@@ -114,7 +114,7 @@ def _op(
     if node.target in ops.COLLECTIVES:
         collective = _collective(node)
         return Op(collective.kind, collective=collective)
-    if node.target in (ops.wait_reduced, ops.wait_values):
+    if node.target in ops.WAITS:
         collective = _collective(node.all_input_nodes[0])
         return Op(f"wait_{collective.kind}", collective=collective)
     if node.target is ops.draw:
@@ -138,6 +138,9 @@ def message_op(node: fx.Node, by_edge: Mapping[int, Message]) -> Op | None:
 
 
 def _collective(node: fx.Node) -> Collective:
+    if "gathering" in node.meta:
+        gathering: Gathering = node.meta["gathering"]
+        return Collective(gathering.edge, "all_gather", gathering.ranks, gathering.num_bytes)
     reduction: Reduction = node.meta["reduction"]
     kind = {ops.reduce_scatter: "reduce_scatter", ops.broadcast: "all_gather"}.get(node.target, "reduce")  # type: ignore[arg-type]
     edge = reduction.values_edge if node.target is ops.broadcast else reduction.edge

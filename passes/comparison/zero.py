@@ -85,8 +85,8 @@ class _ShardedWriter(RankWriter):
             super()._act(action)
             return
         turn = self._turn
-        self._gather(turn)
-        self._gather(turn + 1)
+        self._bring(turn)
+        self._bring(turn + 1)
         gathering, weights = self._gathered.pop(turn, (None, None))
         if gathering is not None:
             self.ops.wait_for(gathering)
@@ -104,7 +104,7 @@ class _ShardedWriter(RankWriter):
         before, action = self._uses[turn - 1 : turn + 1]
         return (before.stage, before.microbatch) == (action.stage, action.microbatch)
 
-    def _gather(self, turn: int) -> None:
+    def _bring(self, turn: int) -> None:
         """Start to gather what an action reads, unless that is under way or here."""
         if turn in self._gathered or turn >= len(self._uses) or self._is_kept(turn):
             return

@@ -134,7 +134,8 @@ def _weights(captured: Capture, graph: BlockGraph) -> tuple[Weight, ...]:
     for name, nodes in placeholders.items():
         value = nodes[0].meta["val"]
         sizes = int(value.numel()) * value.dtype.itemsize, int(value.numel())
-        weights.append(Weight(name, *sizes, bool(nodes[0].meta["requires_grad"]), *_readers(nodes, graph)))
+        trained, kind = bool(nodes[0].meta["requires_grad"]), nodes[0].meta["kind"]
+        weights.append(Weight(name, *sizes, trained, *_readers(nodes, graph), kind))
     return tuple(weights)
 
 

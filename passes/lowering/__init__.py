@@ -22,10 +22,10 @@ from typing import Literal
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.program_check import require_programs
-from fxpipe.plan.rank_program import Message, RankProgram, Reduction
+from fxpipe.plan.rank_program import Gathering, Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
-from passes.lowering.layout import Layout, closing, own_parameters, plan_reductions, tied_gradients
+from passes.lowering.layout import Layout, closing, own_parameters, plan_gatherings, plan_reductions, tied_gradients
 from passes.lowering.moments import by_arrival, moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
@@ -33,13 +33,15 @@ from passes.lowering.step_graphs import StepGraphs
 from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.messages import Routes
 from passes.step_ops.sharding import owners
+from passes.step_ops.turns import RankTurns, turns
 
 Form = Literal["step", "prologue", "steady", "epilogue"]
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """Programs of the ranks that were wanted, in order; all messages, and the reductions of gradients over replicas.
+    """Programs of the ranks that were wanted, in order; all messages, the reductions of gradients over replicas, and
+    the gatherings of parameters that these share out.
 
     `sends` is an order in which all can be sent, `without` the same without the stages that may be left out.
     """
@@ -49,6 +51,7 @@ class Lowered:
     reductions: tuple[Reduction, ...]
     sends: SendOrder
     without: "Lowered | None" = None
+    gatherings: tuple[Gathering, ...] = ()
 
 
 def lower_form(
@@ -58,6 +61,7 @@ def lower_form(
     ranks: Sequence[int] | None = None,
     optional: Collection[int] = (),
     following: Schedule | None = None,
+    planned: Schedule | None = None,
 ) -> Lowered:
     """The programs of one form of a step.
 
@@ -67,16 +71,20 @@ def lower_form(
         optional: stages of a first pass, which some steps leave out.
         following: of a prologue, the schedule of the step after it, whose stages read what is made here; where left
             out, micro-batches take turns on the replicas of a stage.
+        planned: of a smaller batch, the order of the whole one: replicas gather the parameters that they share out as
+            they do there, also where one has no samples.
 
     Raises:
         ScheduleError: the ranks of the schedule wait for each other.
         CompileError: a program is not what the messages say, which should be reported.
     """
     layout = _layout(step, schedule, form, following)
-    lowered = _Form(step, layout, layout, schedule, form).lower(ranks)
+    planned = planned or schedule
+    lowered = _Form(step, layout, layout, schedule, form, planned).lower(ranks)
     if optional and form != "prologue":
         less = layout.without(optional)
-        without = _Form(step, less, layout, less.schedule, form, frozenset(optional)).lower(ranks)
+        planned = planned.where(lambda a: a.kind == "T" or a.stage not in optional)
+        without = _Form(step, less, layout, less.schedule, form, planned, frozenset(optional)).lower(ranks)
         return replace(lowered, without=without)
     return lowered
 
@@ -109,6 +117,7 @@ class _Form:
     whole: Layout
     schedule: Schedule
     form: Form
+    planned: Schedule
     gone: frozenset[int] = frozenset()
 
     @property
@@ -121,12 +130,22 @@ class _Form:
         reduced = {name for reduction in reductions for name in reduction.parameters}
         tied = tied_gradients(self.layout, reduced) if self.trains else []
         messages = self._messages(tied, frozen)
-        reductions = plan_reductions(self.layout, len(messages), self._owners) if self.trains else ()
+        gathers = self.step.staged.gathered
+        reductions = plan_reductions(self.layout, len(messages), self._owners, gathers) if self.trains else ()
+        all_turns = turns(self.planned, self.step.gathered.keys() - self.gone) if self.trains else []
+        first = len(messages) + 2 * len(self.schedule.stage_ranks)
+        gatherings = plan_gatherings(all_turns, self.step.gathered, self.step.state, first)
+        orders = enumerate(zip(self.planned.ranks, self.schedule.ranks, strict=True)) if gatherings else ()
+        of_rank = {rank: RankTurns.within(all_turns, rank, *order) for rank, order in orders}
         mail = sorted_mail(messages, range(len(self.schedule.ranks)) if wanted is None else wanted)
-        programs = tuple(self._program(rank, mine, tied, reductions, frozen) for rank, mine in mail.items())
-        order = moments(self.schedule, self._work(), self.layout, messages, reductions, tied)
-        require_programs(programs, messages, reductions, order)
-        return Lowered(programs, messages, reductions, SendOrder.of(messages, by_arrival(order)))
+        programs = tuple(
+            self._program(rank, mine, tied, reductions, frozen, gatherings, of_rank.get(rank))
+            for rank, mine in mail.items()
+        )
+        order = moments(self.schedule, self._work(), self.layout, messages, reductions, tied, gatherings, of_rank)
+        require_programs(programs, messages, [*reductions, *gatherings], order)
+        sends = SendOrder.of(messages, by_arrival(order))
+        return Lowered(programs, messages, reductions, sends, gatherings=gatherings)
 
     @cached_property
     def _owners(self) -> dict[str, int] | None:
@@ -172,6 +191,8 @@ class _Form:
         tied: Sequence[TiedGradient],
         reductions: Sequence[Reduction],
         frozen: FrozenWork | None,
+        gatherings: Sequence[Gathering],
+        turns: RankTurns | None,
     ) -> RankProgram:
         step, actions = self.step, self.schedule.ranks[rank]
         units = {(a.kind, a.stage) for a in actions if a.kind in "FT" and not a.is_piece}
@@ -184,4 +205,4 @@ class _Form:
             nexts = step.sources.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
         scaled = self.trains and step.has_half_gradients
         writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried, scaled)
-        return ProgramWriter(writer, tied, reductions, works).write(actions, self.trains)
+        return ProgramWriter(writer, tied, reductions, works, gatherings, turns).write(actions, self.trains)

@@ -45,9 +45,14 @@ class Joint:
     """
 
     def __init__(
-        self, graph: fx.Graph, returns: Sequence[Value], weight_grads: Sequence[str], recompute: Recompute
+        self,
+        graph: fx.Graph,
+        returns: Sequence[Value],
+        weight_grads: Sequence[str],
+        recompute: Recompute,
+        gathered: Sequence[str] = (),
     ) -> None:
-        self.graph, self._local = graph, recompute.local
+        self.graph, self._local, self._gathered = graph, recompute.local, gathered
         self._run_of = {name: number for number, names in enumerate(recompute.runs) for name in names}
         (output,) = graph.find_nodes(op="output")
         self.outputs, self.tangents, self.input_grads, self.weight_nodes = (list(part) for part in output.args[0])
@@ -70,22 +75,31 @@ class Joint:
     @cached_property
     def forward(self) -> fx.Graph:
         """forward(reads) -> (returns, saved)."""
-        return _extract(self.graph, self.reads, (self.outputs, self.saved))
+        return self._extract(self.reads, (self.outputs, self.saved))
 
     @cached_property
     def backward(self) -> fx.Graph:
         """backward(saved, tangents) -> (input gradients, weight gradients)."""
-        return _extract(self.graph, self.tangents, (self.input_grads, self.weight_nodes), self.saved, self.again)
+        return self._extract(self.tangents, (self.input_grads, self.weight_nodes), self.saved, self.again)
 
     @cached_property
     def backward_input(self) -> fx.Graph:
         """backward_input(saved, tangents) -> (input gradients, kept); what is computed again is so here."""
-        return _extract(self.graph, self.tangents, (self.input_grads, self._kept), self.saved, self.again)
+        return self._extract(self.tangents, (self.input_grads, self._kept), self.saved, self.again)
 
     @cached_property
     def backward_weight(self) -> fx.Graph:
         """backward_weight(kept) -> (weight gradients,)."""
-        return _extract(self.graph, [], (self.weight_nodes,), self._kept)
+        return self._extract([], (self.weight_nodes,), self._kept)
+
+    def _extract(
+        self,
+        inputs: Sequence[fx.Node],
+        outputs: tuple[Sequence[fx.Node], ...],
+        packed: Sequence[fx.Node] | None = None,
+        again: Collection[fx.Node] = (),
+    ) -> fx.Graph:
+        return _extract(self.graph, inputs, outputs, packed, again, self._gathered)
 
     @cached_property
     def _kept(self) -> list[fx.Node]:
@@ -101,7 +115,7 @@ class Joint:
     @cached_property
     def _casts(self) -> set[fx.Node]:
         """Casts of weights, as autocast makes them, and views of these: made again rather than kept, a copy of the
-        weights for every micro-batch."""
+        weights for every micro-batch. So are views of weights that are gathered, which would keep these."""
         weights: set[fx.Node] = {*self.graph.find_nodes(op="get_attr")}
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
@@ -113,7 +127,7 @@ class Joint:
             elif private.may_alias(node.target):
                 for of in (weights, found):
                     of.update([node] if {*given} <= of else [])
-        return found
+        return {node for node in weights | found if node.op == "call_function"} if self._gathered else found
 
     @cached_property
     def _cut(self) -> tuple[list[fx.Node], set[fx.Node]]:
@@ -252,11 +266,12 @@ def _extract(
     outputs: tuple[Sequence[fx.Node], ...],
     packed: Sequence[fx.Node] | None = None,
     again: Collection[fx.Node] = (),
+    gathered: Sequence[str] = (),
 ) -> fx.Graph:
     """The part of `graph` between inputs and outputs as a graph of its own, attributes read where needed.
 
     Values in `packed` come first, in one list that is emptied, so that each is freed after its last use. Nodes in
-    `again` come right before the first that needs them.
+    `again` come right before the first that needs them. Attributes that are `gathered` come last, in one list.
     """
     cut = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -269,9 +284,14 @@ def _extract(
             env[node] = cut.create_node("call_function", operator.getitem, (saved, i), name=node.name)
             env[node].meta = dict(node.meta)
         cut.call_function(ops.release, (saved,))
+    weights, places = cut.placeholder("gathered_weights") if gathered else None, {n: i for i, n in enumerate(gathered)}
     wanted = _ancestors([n for part in outputs for n in part], stop=env)
     for node in _ordered(graph, wanted, again, outputs):
         assert node.op in ("call_function", "get_attr"), f"{node.name} is not available in this part"
+        if node.op == "get_attr" and node.target in places:
+            env[node] = cut.create_node("call_function", operator.getitem, (weights, places[node.target]))
+            env[node].meta = dict(node.meta)
+            continue
         env[node] = cut.node_copy(node, lambda n: env[n])
     cut.output(tuple([env[n] for n in part] for part in outputs))
     return cut

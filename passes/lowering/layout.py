@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxpipe.plan.rank_program import Reduction
+import torch
+
+from fxpipe.plan.rank_program import Gathering, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
 from passes.lowering.units import Unit, Value
 from passes.step_ops.exchange import TiedGradient, closing_sends
+from passes.step_ops.turns import Turn
 
 Key = tuple[str, int]
 
@@ -67,9 +70,24 @@ class Layout:
         return tuple(dict.fromkeys(self.rank_of[unit, m] for m in range(len(self.sizes))))
 
 
-def plan_reductions(layout: Layout, first_edge: int, of: Mapping[str, int] | None) -> tuple[Reduction, ...]:
+def plan_gatherings(
+    all_turns: Sequence[Turn], owners: Mapping[int, Mapping[str, int]], state: Mapping[str, torch.Tensor], edge: int
+) -> tuple[Gathering, ...]:
+    """One per turn, with edges from `edge` on; `owners` are by stage and parameter."""
+    return tuple(
+        Gathering(
+            edge + number, turn.stage, turn.ranks, tuple(of := owners[turn.stage]), sum(state[n].nbytes for n in of),
+            tuple(of.values()), turn.number,
+        )
+        for number, turn in enumerate(all_turns)
+    )  # fmt: skip
+
+
+def plan_reductions(
+    layout: Layout, first_edge: int, of: Mapping[str, int] | None, gathered: bool = False
+) -> tuple[Reduction, ...]:
     """One per stage with replicas: the gradients of the parameters that no other stage holds; where these have owners,
-    `of` the parameters that have one."""
+    `of` the parameters that have one, which then tell the others their values unless these are `gathered`."""
     reductions: list[Reduction] = []
     own = own_parameters(layout)
     for stage, sizes in own.items():
@@ -79,7 +97,8 @@ def plan_reductions(layout: Layout, first_edge: int, of: Mapping[str, int] | Non
             owned = () if of is None else tuple(of[name] for name in names)
             edges = first_edge + number, first_edge + len(own) + number
             size = sum(sizes[name] for name in names)
-            reductions.append(Reduction(edges[0], stage, ranks, names, size, owned, edges[1] if owned else -1))
+            values_edge = edges[1] if owned and not gathered else -1
+            reductions.append(Reduction(edges[0], stage, ranks, names, size, owned, values_edge))
     return tuple(reductions)
 
 

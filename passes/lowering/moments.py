@@ -3,21 +3,24 @@
     rank 0: 0F0 (1) 0F1 (2) 0B0 (5)        moments of the actions, and of what is sent right after them
     rank 1: 1F0 (3) 1B0 (4) ...            0B0 waits for the gradient sent at 4, and nothing is sent at 4 or before that
                                            waits for 0B0; parameters of replicas are sent before all, at 0
+    what is gathered for an action is sent between the one before and the one after it, on every rank
 
 Where every rank sends what belongs to a moment only after waits for earlier moments, no rank can wait forever: of all
 that is never sent, the earliest has a sender that waits for something earlier still.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import execution_order
 from fxpipe.plan.program_check import Moments
-from fxpipe.plan.rank_program import Message, Reduction
+from fxpipe.plan.rank_program import Gathering, Message, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.layout import Layout, closing
 from passes.step_ops.exchange import TiedGradient
+from passes.step_ops.turns import RankTurns
 
 
 def moments(
@@ -27,25 +30,67 @@ def moments(
     messages: Sequence[Message],
     reductions: Sequence[Reduction],
     tied: Sequence[TiedGradient],
+    gatherings: Sequence[Gathering] = (),
+    turns: Mapping[int, RankTurns] | None = None,
 ) -> Moments:
-    """When every message is sent, and every rank starts a reduction.
+    """When every message is sent, and every rank starts a reduction or to gather parameters.
+
+    Args:
+        turns: of every rank, those that gather.
 
     Raises:
         ScheduleError: the ranks wait for each other; `schedule_check` says where.
     """
-    of_action = {action: moment for moment, (_, action) in enumerate(execution_order(schedule, work), start=1)}
+    after = _last_before(schedule, turns or {})
+    together = {
+        action: {last for turn in awaited for last in after[turn.ranks, turn.number].values() if last is not None}
+        for of_rank in (turns or {}).values()
+        for action, awaited in of_rank.awaited.items()
+        if action is not None
+    }
+    if gatherings:
+        together |= _one_by_one(schedule, reductions)
+    order = execution_order(schedule, work, together)
+    of_action = {action: 2 * place for place, (_, action) in enumerate(order, start=1)}
     if len(of_action) < sum(map(len, schedule.ranks)):
         raise ScheduleError(f"schedule {schedule.name} stops after {len(of_action)} actions; schedule_check says why")
     found = {(m.edge, m.src): of_action[m.action] for m in messages if m.action is not None}
     for reduction in reductions:
         for rank in reduction.ranks:
             found[reduction.edge, rank] = of_action[Action(reduction.stage, "R", rank)]
-            if reduction.owners:
+            if reduction.values_edge >= 0:
                 found[reduction.values_edge, rank] = 0
+    for gathering in gatherings:
+        for rank, action in after[gathering.ranks, gathering.turn].items():
+            found[gathering.edge, rank] = 1 if action is None else of_action[action] + 1
     last = {(m.src, m.dst, m.value, m.kind): m.edge for m in messages if m.action is None}
     closes = closing(layout, tied) if last else ()
-    for moment, (src, dst, value, kind) in enumerate(closes, start=1 + len(of_action)):
+    for moment, (src, dst, value, kind) in enumerate(closes, start=2 + 2 * len(of_action)):
         found[last[src, dst, value, kind], src] = moment
+    return found
+
+
+def _one_by_one(schedule: Schedule, reductions: Sequence[Reduction]) -> dict[Action, set[Action]]:
+    """Reductions that wait for those before them: on every rank, since these end together."""
+    found: dict[Action, set[Action]] = {}
+    starts = {r.stage: {Action(r.stage, "R", rank) for rank in r.ranks} for r in reductions}
+    for actions in schedule.ranks:
+        reduced = [action for action in actions if action.kind == "R" and action.stage in starts]
+        found |= {action: starts[before.stage] for before, action in pairwise(reduced)}
+    return found
+
+
+def _last_before(
+    schedule: Schedule, turns: Mapping[int, RankTurns]
+) -> dict[tuple[tuple[int, ...], int], dict[int, Action | None]]:
+    """By a turn's ranks and number: the last action of each rank before it starts to gather, if there is one."""
+    found: dict[tuple[tuple[int, ...], int], dict[int, Action | None]] = {}
+    for rank, of_rank in turns.items():
+        actions: list[Action | None] = [None, *schedule.ranks[rank]]
+        before = dict(zip([*actions[1:], None], actions, strict=True))
+        for action, started in of_rank.started.items():
+            for turn in started:
+                found.setdefault((turn.ranks, turn.number), {})[rank] = before[action]
     return found
 
 

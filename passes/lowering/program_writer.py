@@ -19,13 +19,14 @@ from torch import fx
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 from fxpipe.plan.outputs import WHOLE, Output
-from fxpipe.plan.rank_program import RankProgram, Reduction
+from fxpipe.plan.rank_program import Gathering, RankProgram, Reduction
 from passes.lowering.borders import Border
 from passes.lowering.frozen import FrozenWork, FrozenWriter
 from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape_only
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
 from passes.step_ops.exchange import PREFETCH, TiedGradient
+from passes.step_ops.turns import RankTurns
 
 
 def graph_name(sizes: Sequence[int], border: Border, part: str) -> str:
@@ -42,12 +43,18 @@ class ProgramWriter:
         tied: Sequence[TiedGradient],
         reductions: Sequence[Reduction],
         frozen: FrozenWork | None,
+        gatherings: Sequence[Gathering] = (),
+        turns: RankTurns | None = None,
     ) -> None:
         self.writer, self.layout, self.tied = writer, writer.layout, tied
         self.weights = writer.step.loss_weights
         self.reductions = {reduction.stage: reduction for reduction in reductions}
         self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
+        self.sums: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # those that are there
         self.refreshing: dict[int, fx.Node] = {}  # by stage: its parameters, on their way from who trains them
+        self.gatherings = {(gathering.ranks, gathering.turn): gathering for gathering in gatherings}
+        self.turns = turns or RankTurns({}, {}, {})
+        self.gathering: dict[int, fx.Node] = {}  # by turn: its stage's parameters, on their way, then here
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
         self.loss: fx.Node | None = None
@@ -68,13 +75,17 @@ class ProgramWriter:
             writer.begin(str(action))
             if not place and trains:
                 self._refresh()
+            self._gather(action)
             if action.is_piece:
                 assert self.frozen is not None
+                self._await(action)
                 self.frozen.run(action)
             else:
                 self._act(action, training[position : position + 1 + PREFETCH])
                 position += 1
         writer.begin("end of step")
+        self._gather(None)
+        self._await(None)
         gradients = self._weight_gradients(writer.step.state)
         if trains:
             writer.sum_tied(self.tied, gradients)
@@ -92,9 +103,12 @@ class ProgramWriter:
         carried = tuple(carried_name(*key) for key in writer.carried)
         mine = [reduction for reduction in self.reductions.values() if writer.rank in reduction.ranks]
         refreshed = tuple(n for of in mine for n in of.parameters if n not in of.owned(writer.rank))
+        others = (of.others(writer.rank) for of in self.gatherings.values() if writer.rank in of.ranks)
+        gathered = tuple(dict.fromkeys(name for names in others for name in names))
         return RankProgram(
             writer.rank, writer.graph, writer.modules, writer.batch.inputs, tuple(gradients), names,
-            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled, refreshed, tuple(self.parts),
+            nexts, carried, tuple(carries), self.frozen is not None, writer.scaled, refreshed, gathered,
+            tuple(self.parts),
         )  # fmt: skip
 
     def _act(self, action: Action, ahead: Sequence[Action]) -> None:
@@ -102,12 +116,27 @@ class ProgramWriter:
         emit["R"] = self._reduce
         for following in ahead:
             self.writer.post_all(following)
+        self._await(action)
         emit[action.kind](action)
+
+    def _gather(self, action: Action | None) -> None:
+        """Start to bring the parameters here that are awaited soon."""
+        for turn in self.turns.started.get(action, ()):
+            gathering = self.gatherings[turn.ranks, turn.number]
+            values = self.writer.parameters(f"stage_{turn.stage}_parameters", gathering.parameters)
+            args = (self.writer.transport, values, [*turn.ranks], gathering.edge, [*gathering.owners])
+            node = self.gathering[turn.number] = self.writer.call(ops.gather, args, f"gathering_{turn.stage}")
+            node.meta["gathering"] = gathering
+
+    def _await(self, action: Action | None) -> None:
+        for turn in self.turns.awaited.get(action, ()):
+            started = self.gathering[turn.number]
+            self.gathering[turn.number] = self.writer.call(ops.wait_gathered, (started,), f"weights_{turn.stage}")
 
     def _refresh(self) -> None:
         """Start to bring the parameters of this rank's stages from the replicas that train them, first stages first."""
         for stage, reduction in sorted(self.reductions.items()):
-            if self.writer.rank not in reduction.ranks or not reduction.owners:
+            if self.writer.rank not in reduction.ranks or reduction.values_edge < 0:
                 continue
             values = self.writer.parameters(f"stage_{stage}_parameters", reduction.parameters)
             args = (self.writer.transport, values, [*reduction.ranks], reduction.values_edge, [*reduction.owners])
@@ -202,7 +231,9 @@ class ProgramWriter:
         """Call one of a unit's graphs; its results are lists."""
         graphs = self.writer.step.graphs(key, self.layout.sizes[action.microbatch])
         name = graph_name(self.layout.sizes, graphs.border, part)
-        result = self.writer.call_module(name, getattr(graphs, part), args)
+        turn = self.turns.of.get(action)
+        whole = () if turn is None else (self.gathering[turn.number],)
+        result = self.writer.call_module(name, getattr(graphs, part), (*args, *whole))
         return [self.writer.item(result, i, f"{kind}_{action}") for i, kind in enumerate(results)]
 
     def _tangent(self, value: Value, microbatch: int) -> fx.Node:
@@ -226,6 +257,9 @@ class ProgramWriter:
         reduction = self.reductions.get(action.stage)
         if reduction is None:  # all its parameters are tied to other stages'
             return
+        if self.gatherings:  # one at a time, so that what is sent for it goes
+            for key in self.reducing:
+                self._sums(key)
         (key,) = (key for key in self.totals if key[0] == action.stage)
         given: fx.Node | list[fx.Node] = self.totals[key]
         if reduction.parameters != key[1]:
@@ -235,6 +269,12 @@ class ProgramWriter:
         function, owners = (ops.reduce_scatter, ([*reduction.owners],)) if reduction.owners else (ops.all_reduce, ())
         self.reducing[key] = self.writer.call(function, (*args, *owners), f"reducing_{action.stage}")
         self.reducing[key].meta["reduction"] = reduction
+
+    def _sums(self, key: tuple[int, tuple[str, ...]]) -> fx.Node:
+        """Those of a stage that has started to be summed, once they are there."""
+        if key not in self.sums:
+            self.sums[key] = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
+        return self.sums[key]
 
     def _named(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
         for index, name in enumerate(key[1]):
@@ -249,8 +289,7 @@ class ProgramWriter:
             if key in self.reducing:
                 reduction: Reduction = self.reducing[key].meta["reduction"]
                 reduced = reduction.parameters
-                sums = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
-                for name, node in self._named((key[0], reduction.owned(self.writer.rank)), sums):
+                for name, node in self._named((key[0], reduction.owned(self.writer.rank)), self._sums(key)):
                     parts.setdefault(name, []).append(node)
             if reduced != key[1]:
                 for name, node in self._named(key, total):

@@ -24,7 +24,7 @@ NOTHING = Recompute()
 @dataclass(frozen=True, eq=False)
 class StageGraphs:
     """The graphs of one unit at one micro-batch size, each cut when it is first asked for. State is read by `get_attr`
-    under its original name.
+    under its original name; what is gathered comes as a last input of each, a list.
 
     Input order: forward takes `reads`; backward takes saved, then a tangent per return that requires grad.
     Output order: forward gives (returns, saved); backward gives (input gradients, weight gradients);
@@ -51,11 +51,18 @@ class StageGraphs:
         return self.joint.backward_weight if self.border.splits else None
 
 
-def trace_stage(capture: Capture, border: Border, device: torch.device, recompute: Recompute = NOTHING) -> StageGraphs:
+def trace_stage(
+    capture: Capture,
+    border: Border,
+    device: torch.device,
+    recompute: Recompute = NOTHING,
+    gathered: Sequence[str] = (),
+) -> StageGraphs:
     """Record a unit, forward and backward together, and cut the record.
 
     Args:
         recompute: what the backward computes again.
+        gathered: names of the weights that come as an input.
 
     Raises:
         CompileError: the graphs are not what the border promises to other ranks.
@@ -77,7 +84,7 @@ def trace_stage(capture: Capture, border: Border, device: torch.device, recomput
         parts = outputs, tangents, of_reads, [gradient for gradient in of_state if gradient is not None]
         graph = _functional(recorder.returned(parts), device, state, reads)
     prepare(graph, names, border.reads)
-    return StageGraphs(border, Joint(graph, border.returns, border.weight_grads, recompute))
+    return StageGraphs(border, Joint(graph, border.returns, border.weight_grads, recompute, gathered))
 
 
 def _gradients(

@@ -6,6 +6,7 @@ layers of them                 ("L", 0), ("L", 1), ...      layers, in the step 
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ from passes.lowering.joint import Recompute
 from passes.lowering.sources import Sources
 from passes.lowering.stage_graphs import StageGraphs, trace_stage
 from passes.lowering.units import Unit, Value, make_units, state_name, whole_batch_unit
+from passes.step_ops.sharding import owners
 from passes.step_ops.units import Units
 
 Key = tuple[str, int]
@@ -186,7 +188,11 @@ class StepGraphs:
         """A unit's graphs at so many samples."""
         if (key, size) not in self._traced:
             self._traced[key, size] = trace_stage(
-                self.capture, self.border(key, size), self.device, self.recompute(key)
+                self.capture,
+                self.border(key, size),
+                self.device,
+                self.recompute(key),
+                tuple(self.gathered.get(key[1], ())) if key[0] == "F" else (),
             )
         return self._traced[key, size]
 
@@ -199,9 +205,31 @@ class StepGraphs:
         return Recompute(tuple(frozenset(n for b in run for n in blocks[b].nodes) for run in runs), self.graph.local)
 
     @cached_property
+    def gathered(self) -> Mapping[int, Mapping[str, int]]:
+        """By stage with replicas, where weights are shared out over these: the owners of the parameters that no other
+        stage and no component reads, trained and frozen ones in equal shares each."""
+        staged, own = self.staged, dict[int, dict[str, int]]()
+        if not staged.gathered:
+            return {}
+        readers = Counter(name for key in self.units for name in self.border(key, self.sizes[0]).state)
+        parameters = {state_name(self.capture, n.name) for n in self._placeholders if n.meta["kind"] == "parameter"}
+        for stage, ranks in enumerate(staged.stage_ranks):
+            if len(ranks) > 1 and staged.blocks(stage):
+                state = self.border(("F", stage), self.sizes[0]).state.items()
+                own[stage] = {n: value.num_bytes for n, value in state if readers[n] == 1 and n in parameters}
+        trained = {name for stage in own for name in self.border(("F", stage), self.sizes[0]).weight_grads}
+        found = owners({s: {n: b for n, b in of.items() if n in trained} for s, of in own.items()}, staged.stage_ranks)
+        rest = {s: {n: b for n, b in of.items() if n not in trained} for s, of in own.items()}
+        found |= owners(rest, staged.stage_ranks)
+        return {stage: {name: found[name] for name in of} for stage, of in own.items() if of}
+
+    @property
+    def _placeholders(self) -> Sequence[fx.Node]:
+        return self.capture.graph.find_nodes(op="placeholder")
+
+    @cached_property
     def sources(self) -> Sources:
-        placeholders = self.capture.graph.find_nodes(op="placeholder")
-        whole = self._whole_batch
+        placeholders, whole = self._placeholders, self._whole_batch
         names = {n for unit in (*self.units.values(), *self.layer_units.values()) for n in unit.reads}
         return Sources(
             tuple(n.name for n in placeholders if n.meta["kind"] == "input"),
@@ -214,7 +242,7 @@ class StepGraphs:
     def state(self) -> dict[str, torch.Tensor]:
         """Shapes and types of parameters, buffers and constants by name."""
         found = {}
-        for node in self.capture.graph.find_nodes(op="placeholder"):
+        for node in self._placeholders:
             if node.meta["kind"] in STATE_KINDS:
                 value = node.meta["val"]
                 found[state_name(self.capture, node.name)] = torch.empty(value.shape, dtype=value.dtype, device="meta")

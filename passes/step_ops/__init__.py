@@ -12,7 +12,7 @@ seconds       what an action lasts                           step          what 
 ahead, pieces frozen work of the next batch                  closing       what follows the last action
 whole_batch   inputs, draws, what is computed at once        copies        equal pipelines
 exchange      receives, sums of gradients, the loss: of plans and programs
-sharding      which replica trains a parameter: of both, too
+sharding      which replica trains a parameter, turns when weights are gathered from those that do: of both, too
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -67,6 +67,7 @@ def step_ops(
     held: list[dict[str, int]] = [{} for _ in ranks]
     for rank in step.written:
         num_bytes, trained = of_units[step.units_of[rank]]
+        num_bytes -= sum(closing.others_bytes(stage, rank) for kind, stage in step.units_of[rank] if kind == "F")
         own = [w for w in trained if closing.owners.get(w.name, rank) == rank]
         elements = sum(w.num_elements for w in own)
         held[rank] = {"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * optimizer_bytes}

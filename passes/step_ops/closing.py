@@ -1,8 +1,8 @@
 """What follows the last action: sums of gradients over replicas and tied weights, and the loss, told to every rank.
 
 Replicas of a stage reduce the gradients that no other stage has, to all of them, or each to the one that trains it,
-whose weights then begin the next step; those of tied weights go to the first rank that has one, and their sum to all
-that hold the weight.
+whose weights then begin the next step, or are gathered in turns; those of tied weights go to the first rank that has
+one, and their sum to all that hold the weight.
 """
 
 from collections import Counter
@@ -17,6 +17,7 @@ from passes.step_ops.exchange import TiedGradient, closing_sends
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.sharding import owners
 from passes.step_ops.step import Step
+from passes.step_ops.turns import Turn, turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,8 @@ class Closing:
     @cached_property
     def broadcasts(self) -> dict[int, Collective]:
         """By stage, where each of these weights is trained by one replica: their values, to all."""
-        return self._collectives("all_gather", len(self._own)) if self.owners else {}
+        gathered = self.step.units.staged.gathered
+        return self._collectives("all_gather", len(self._own)) if self.owners and not gathered else {}
 
     def _collectives(self, kind: str, start: int) -> dict[int, Collective]:
         first_edge, ranks_of = len(self.step.messages) + len(self.messages) + start, self.step.stage_ranks
@@ -48,6 +50,29 @@ class Closing:
             stage: Collective(edge, kind, tuple(sorted(ranks_of[stage])), sum(sizes.values()))
             for edge, (stage, sizes) in enumerate(self._own.items(), first_edge)
         }
+
+    @cached_property
+    def turns(self) -> list[tuple[Turn, Collective]]:
+        """When each stage's weights are gathered, where replicas share them out."""
+        first_edge = len(self.step.messages) + len(self.messages) + 2 * len(self._own)
+        found = enumerate(turns(self.step.schedule, self._shared_out.keys()), first_edge)
+        sizes = {stage: sum(size for _, size in weights) for stage, weights in self._shared_out.items()}
+        return [(turn, Collective(edge, "all_gather", turn.ranks, sizes[turn.stage])) for edge, turn in found]
+
+    @cached_property
+    def _shared_out(self) -> dict[int, list[tuple[int, int]]]:
+        """By stage: of every weight that its replicas share out, who holds it, and its bytes."""
+        if not self.step.units.staged.gathered:
+            return {}
+        ranks_of = self.step.stage_ranks
+        frozen = {stage: self.step.own_frozen(stage) for stage, ranks in enumerate(ranks_of) if len(ranks) > 1}
+        holders = self.owners | owners(frozen, ranks_of)
+        weights = {stage: {**self._own.get(stage, {}), **of_stage} for stage, of_stage in frozen.items()}
+        return {stage: [(holders[name], size) for name, size in of.items()] for stage, of in weights.items() if of}
+
+    def others_bytes(self, stage: int, rank: int) -> int:
+        """Of the weights of a stage, those that a rank gathers from others."""
+        return sum(size for holder, size in self._shared_out.get(stage, ()) if holder != rank)
 
     @cached_property
     def owners(self) -> dict[str, int]:

@@ -16,8 +16,8 @@ from passes.step_ops.step import Step
 
 def models(step: Step, closing: Closing) -> dict[int, int]:
     """By rank: the one at its place in another pipeline that stands for it. Empty where they may differ."""
-    if any(action.is_piece for actions in step.schedule.ranks for action in actions):
-        return {}  # samples go where there is room
+    if step.units.staged.gathered or any(a.is_piece for actions in step.schedule.ranks for a in actions):
+        return {}  # each holds other weights; samples go where there is room
     first, found = dict[tuple[object, ...], int](), dict[int, int]()
     for pipeline in step.units.staged.pipelines[1:]:
         for place, rank in enumerate(pipeline):

@@ -1,6 +1,6 @@
 """A step to be written: the placement's units, the schedule, and all messages of its actions."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -95,8 +95,16 @@ class Step:
 
     def own_gradients(self, stage: int) -> dict[str, int]:
         """Bytes of the trained weights that no other stage has, by name."""
-        staged, trained = self.units.staged, (w for w in self._weights_of(stage) if w.trained)
-        return {w.name: w.num_bytes for w in trained if {staged.stage_of_block[b] for b in w.blocks} == {stage}}
+        return {w.name: w.num_bytes for w in self._own_weights(stage) if w.trained}
+
+    def own_frozen(self, stage: int) -> dict[str, int]:
+        """Bytes of the frozen parameters that no other stage has, and no component, by name."""
+        frozen = (w for w in self._own_weights(stage) if not w.trained and not w.components)
+        return {w.name: w.num_bytes for w in frozen if w.kind == "parameter"}
+
+    def _own_weights(self, stage: int) -> Iterator[Weight]:
+        of_block = self.units.staged.stage_of_block
+        return (w for w in self._weights_of(stage) if {of_block[b] for b in w.blocks} == {stage})
 
     def _weights_of(self, stage: int) -> Sequence[Weight]:
         return self.case.costs.weights_of(self.units.staged.blocks(stage))

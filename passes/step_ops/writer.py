@@ -16,6 +16,7 @@ from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.pieces import Pieces
 from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
+from passes.step_ops.turns import RankTurns
 from passes.step_ops.whole_batch import WholeBatch
 
 
@@ -41,8 +42,13 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
         self.reduced: dict[int, int] = {}
+        self.summed_up: set[int] = set()  # those of which all are there
         self.moved: dict[int, int] = {}  # by stage: what sums over its replicas are made of, until they are there
         self.refreshing: dict[int, int] = {}  # by stage: weights on their way from the replicas that train them
+        actions = step.schedule.ranks[rank]
+        self.turns = RankTurns.within([turn for turn, _ in closing.turns], rank, actions, actions)
+        self.gathers = {turn.number: of for turn, of in closing.turns if rank in turn.ranks}
+        self.gathered: dict[int, tuple[int, int]] = {}  # by turn: weights of others, and a copy of one's own for them
         self._backwards: list[tuple[int, int, int, str, dict[str, int]]] = []  # place, stage, samples, part, kept
 
     def write(self) -> list[Op]:
@@ -55,17 +61,22 @@ class RankWriter(Exchange[PlannedMessage, int]):
             self.ops.begin(str(action))
             if not place:
                 self._refresh()
+            self._gather(action)
             if action.is_piece:
+                self._await(action)
                 self.pieces.run(action, self.receive)
             else:
                 position += 1
                 for following in training[posted : position + PREFETCH]:
                     self.post_all(following)
                 posted = position + PREFETCH
+                self._await(action)
                 self._act(action)
             for message in self.step.sends[self.rank][place]:
                 self._send(message)
         self.ops.begin(END)
+        self._gather(None)
+        self._await(None)
         self._close()
         self._see_backwards()
         return self.ops.ops()
@@ -141,6 +152,25 @@ class RankWriter(Exchange[PlannedMessage, int]):
                 self.ops.issue(broadcast)
                 self.refreshing[stage] = self.ops.make("transfers", broadcast.num_bytes)
 
+    def _gather(self, action: Action | None) -> None:
+        """Start to bring the weights here that are awaited soon."""
+        for turn in self.turns.started.get(action, ()):
+            gather, others = self.gathers[turn.number], self.closing.others_bytes(turn.stage, self.rank)
+            self.ops.issue(gather)
+            copy = gather.num_bytes - others
+            self.gathered[turn.number] = self.ops.make("gathered weights", others), self.ops.make("transfers", copy)
+
+    def _await(self, action: Action | None) -> None:
+        for turn in self.turns.awaited.get(action, ()):
+            self.ops.wait_for(self.gathers[turn.number])
+            for buffer in self.gathered[turn.number]:
+                self.ops.use(buffer)
+
+    def _use_weights(self, action: Action) -> None:
+        """The last op reads them."""
+        if turn := self.turns.of.get(action):
+            self.ops.use(self.gathered[turn.number][0])
+
     def _forward(self, action: Action) -> None:
         if action.kind == "F" and action.stage in self.refreshing:
             self.ops.wait_for(self.closing.broadcasts[action.stage])
@@ -149,6 +179,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         of, found = self.step.units.table[unit], self.step.calls.forward(unit, size)
         read = {name: self.read(name, microbatch) for name in (*of.makers, *self.step.sources[unit])}
         self.ops.run(self.step.seconds.of(action, size), found.most)
+        self._use_weights(action)
         for buffer in read.values():
             self.ops.use(buffer)
         made = self._own(found.returned, read)
@@ -199,6 +230,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         saved = self.saved.pop(Action(stage, "B", microbatch))
         found = calls.backward(("F", stage), size, "I" if split else "B", frozenset())
         self.ops.run(self.step.seconds.of(action if split else Action(stage, "B", microbatch), size), found.most)
+        self._use_weights(action)
         self._let_go(action, "I" if split else "B", size, saved)
         for buffer in tangents.values():
             self.ops.use(buffer)
@@ -241,6 +273,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         saved = self.saved.pop(action)
         found = self.step.calls.backward(("F", action.stage), size, "W", frozenset())
         self.ops.run(self.step.seconds.of(action, size), found.most)
+        self._use_weights(action)
         self._let_go(action, "W", size, saved)
         self._accumulate(action.stage, found.weight_gradients)
 
@@ -265,6 +298,9 @@ class RankWriter(Exchange[PlannedMessage, int]):
     def _issue(self, stage: int) -> None:
         """Start to sum this replica's gradients with the others'."""
         reduction = self.closing.reductions[stage]
+        if self.closing.turns:  # one at a time, so that what is sent for it goes
+            for other in self.reduced | self.moved:
+                self._wait_reduced(other)
         self.ops.issue(reduction)
         total = self.totals[stage]
         if total is not None and not self.step.tied_of(stage):
@@ -279,15 +315,20 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.moved[stage] = self.ops.make("transfers", moved)
         self.ops.see(self.ops.position, moved, moved)
 
+    def _wait_reduced(self, stage: int) -> None:
+        if stage not in self.summed_up:
+            self.ops.wait_for(self.closing.reductions[stage])
+            if stage not in self.reduced:
+                self.reduced[stage] = self.ops.make("gradients", self.closing.scattered(stage, self.rank)[0])
+            self.ops.keep(self.reduced[stage])
+            self.summed_up.add(stage)
+            if stage in self.moved:
+                self.ops.use(self.moved[stage])
+
     def _close(self) -> None:
         for stage, total in self.totals.items():
             if stage in self.reduced or stage in self.moved:
-                self.ops.wait_for(self.closing.reductions[stage])
-                if stage not in self.reduced:
-                    self.reduced[stage] = self.ops.make("gradients", self.closing.scattered(stage, self.rank)[0])
-                self.ops.keep(self.reduced[stage])
-                if stage in self.moved:
-                    self.ops.use(self.moved[stage])
+                self._wait_reduced(stage)
                 if total is not None:  # in one list with gradients of tied weights
                     self.ops.use(total)
             elif total is not None:

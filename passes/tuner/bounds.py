@@ -69,8 +69,10 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     for actions in schedule.ranks:
         flying |= _fullest(actions, of_stage)
     count = [flying[staged.stage_of_block[block]] for block in case.blocks]
-    states = (0 if staged.offloaded else ADAMW_BYTES) / (staged.replicas if staged.sharded else 1)
-    over = sum(w.num_bytes + w.trained * (w.num_bytes + states * w.num_elements) for w in costs.weights if w.blocks)
+    states = (0 if staged.offloaded else ADAMW_BYTES) / (staged.replicas if staged.sharded or staged.gathered else 1)
+    share = 1 / (staged.replicas if staged.gathered else 1)
+    own = (w for w in costs.weights if w.blocks)
+    over = sum(share * w.num_bytes + w.trained * (share * w.num_bytes + states * w.num_elements) for w in own)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
     seconds, total = costs.at(num_samples).forward_seconds, 0.0
     freed = {block: count[block] * saved[block] for block in case.blocks}  # in a run that nothing comes into

@@ -62,6 +62,12 @@ def require_possible(request: Request) -> None:
     """
     if not isinstance(request.schedule, str):
         return
+    copies, count = request.data_parallel or 1, request.microbatches or 0
+    if request.shard == "weights" and count % copies:
+        raise CompileError(
+            f"shard='weights' with microbatches={count}, data_parallel={copies}: replicas gather weights together, for "
+            f"as many micro-batches each; give a multiple of {copies}, or shard='optimizer'"
+        )
     automatic = tuple(name for name, policy in POLICIES.items() if policy.automatic)
     if not any(True for _ in _ways(request, automatic if request.is_open else (request.schedule,))):
         raise CompileError(

@@ -1,5 +1,6 @@
 """Ways to need less memory with the same shape, where a step does not fit.
 
+shared out       weights held by one replica of a stage each, gathered for its actions
 frozen weights   t5 (9 GiB) on every rank: 40 GiB, 40, 40, 40          on the last rank: 31 GiB, 31, 31, 40
 stages           cut anew by what blocks hold, how often, and what every rank has left: 32 GiB, 32, 32, 32
 recomputed       the blocks that take least time of all whose values leave enough room: `recompute`
@@ -33,11 +34,23 @@ Peaks = Callable[[Staged], tuple[Schedule, Sequence[Needs]]]
 
 
 def thriftier_stages(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, recompute: bool
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, recompute: bool, gather: bool
 ) -> Iterator[Staged]:
     """Other stages that fit, or nearly: what messages in flight add is not known yet; with blocks recomputed only where
-    they may `recompute`."""
+    they may `recompute`. Where they may `gather`, also with weights shared out, and more so if nothing else fits."""
+    others = list(_thriftier(case, candidate, staged, peaks, limit_bytes, recompute))
+    yield from others
+    if gather:
+        shared = replace(staged, sharded=True, gathered=True)
+        if most(peaks(shared)[1]) <= limit_bytes:
+            yield shared
+        elif not others:
+            yield from _thriftier(case, candidate, shared, peaks, limit_bytes, recompute)
 
+
+def _thriftier(
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, recompute: bool
+) -> Iterator[Staged]:
     def cut(tried: Staged) -> Staged | None:
         return cut_by_memory(case, candidate, tried, _totals(peaks), limit_bytes)
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from fxpipe.collector import held_collector
 from fxpipe.costs.block_costs import BlockSeconds
+from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan, microbatch_sizes
+from fxpipe.plan.plan_check import unlike_replicas
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require
 from fxpipe.plan.staged import PlannedCut, Staged
@@ -99,10 +101,13 @@ def _given(case: Case, request: Request) -> Plan:
     times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
     staged = place_schedule(case.graph, times, schedule, case.cluster)
     staged = replace(
-        staged, sharded=request.shard_optimizer is not False and staged.replicas > 1,
-        recompute=request.runs(staged.boundaries), offloaded=bool(request.offload_optimizer),
+        staged, sharded=request.shard != "none" and staged.replicas > 1,
+        gathered=request.shard == "weights" and staged.replicas > 1, recompute=request.runs(staged.boundaries),
+        offloaded=bool(request.offload_optimizer),
     )  # fmt: skip
     require(schedule, case.work.of(staged, count), staged.world_size)
+    for fault in unlike_replicas(schedule, staged):
+        raise CompileError(fault)
     sizes = microbatch_sizes(request.batch_size, count)
     step = simulate(case, staged, schedule, sizes)
     if not case.fits(step.peak_bytes) and not isinstance(request.recompute, bool):

@@ -48,7 +48,7 @@ def cut_by_memory(
         recompute = whole_stages(found.boundaries) if whole else runs_within(staged.recompute, found.boundaries)
         cut = replace(
             found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks,
-            sharded=staged.sharded,
+            sharded=staged.sharded, gathered=staged.gathered,
         )  # fmt: skip
         if max(ordered(cut)[1]) <= limit_bytes:
             return cut
@@ -69,7 +69,8 @@ def _stage_memory(
     costs, shape = case.costs, candidate.shape
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
     states = (0 if staged.offloaded else ADAMW_BYTES) / (len(shape.pipelines) if staged.sharded else 1)
-    held = [costs.parameter_bytes[b] + costs.trained_bytes[b] + states * costs.trained_elements[b] for b in case.blocks]
+    weights = [size / (len(shape.pipelines) if staged.gathered else 1) for size in costs.parameter_bytes]
+    held = [weights[b] + costs.trained_bytes[b] + states * costs.trained_elements[b] for b in case.blocks]
     saved = _saved(case, staged, num_samples)
     schedule, needed = ordered(staged)
     most = in_flight(schedule.ranks)

@@ -14,8 +14,8 @@ class Request:
     `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
     out; `divisible` says that the batch may be cut. Orders are searched for in `budget_seconds` where the schedule is
     open. `recompute`: whole stages (True), nothing (False), or these runs of blocks and others where nothing fits
-    otherwise. `fill` is one of `fxpipe.options.FILLS`. `shard_optimizer`: each replica of a stage trains a share of it.
-    `offload_optimizer`: its states are on the host; None where they may be if nothing fits otherwise.
+    otherwise. `fill` is one of `fxpipe.options.FILLS`, `shard` one of `SHARDS` there. `offload_optimizer`: the
+    optimizer's states are on the host; None where they may be if nothing fits otherwise.
     """
 
     schedule: str | Schedule
@@ -31,7 +31,7 @@ class Request:
     fill: str = "auto"
     budget_seconds: float = 2.0
     divisible: bool = True
-    shard_optimizer: bool | None = None
+    shard: str | None = None
     offload_optimizer: bool | None = None
 
     def runs(self, boundaries: Sequence[int]) -> tuple[Run, ...]:

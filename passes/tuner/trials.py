@@ -218,7 +218,7 @@ class Trials:
     def _first(self, trial: Trial) -> Sequence[int] | None:
         """The pipelines that stand for all; None where there are no others."""
         pipelines = tuple(self._orders(trial).pipelines)
-        if trial.schedule is not None or not pipelines:
+        if trial.schedule is not None or not pipelines or trial.placed.gathered:  # each holds other weights
             return None
         if pipelines not in self._stand_ins:
             self._stand_ins[pipelines] = stand_ins(self.case.cluster, pipelines)
@@ -233,7 +233,7 @@ class Trials:
         return orders.of_all(trial.of_one or orders.of_one, only)
 
     def _orders(self, trial: Trial) -> Orders:
-        staged, candidate = replace(trial.placed, sharded=False), trial.candidate
+        staged, candidate = replace(trial.placed, sharded=False, gathered=False), trial.candidate
         key = staged, candidate.microbatches, candidate.ahead
         if key not in self._orders_of:
             self._orders_of[key] = Orders(self.case, staged, candidate.microbatches, candidate.ahead)
@@ -245,11 +245,10 @@ class Trials:
             if not shape.hard and staged.collocated and self.request.collocation != "soft":
                 continue  # free skips that all stay on their ranks: the hard placement
             recompute = self.request.runs(staged.boundaries)
-            for sharded in self._shardings(staged, trial.sizes(case)[-1]):
-                found = replace(
-                    staged, schedule=shape.schedule, recompute=recompute, sharded=sharded,
-                    offloaded=bool(self.request.offload_optimizer),
-                )  # fmt: skip
+            placed = replace(
+                staged, schedule=shape.schedule, recompute=recompute, offloaded=bool(self.request.offload_optimizer)
+            )
+            for found in self._shared_out(placed, trial.sizes(case)):
                 bounds = trial.bound_seconds, self._of_stages(staged, trial), reduction_seconds(case, found)
                 yield replace(trial, staged=found, bound_seconds=max(bounds))
 
@@ -261,12 +260,16 @@ class Trials:
             self._bounds[key] = placed_seconds(self.case, staged, sizes)
         return self._bounds[key]
 
-    def _shardings(self, staged: Staged, num_samples: int) -> Sequence[bool]:
-        """Whether each replica of a stage trains a share of it; both where that is open and may be slower."""
-        asked = self.request.shard_optimizer
-        if staged.replicas == 1 or asked is not None:
-            return (bool(asked) and staged.replicas > 1,)
-        return (True, False) if shares_may_slow(self.case, staged, num_samples) else (True,)
+    def _shared_out(self, staged: Staged, sizes: Sequence[int]) -> Sequence[Staged]:
+        """What replicas of a stage share out; several where that is open and may be slower. Weights only where that is
+        asked for, and all replicas have as many micro-batches."""
+        asked, nothing, states = self.request.shard, staged, replace(staged, sharded=True)
+        if staged.replicas == 1 or asked == "none":
+            return (nothing,)
+        if asked == "weights":
+            even = staged.pipelines and len(sizes) % staged.replicas == 0
+            return (replace(states, gathered=True),) if even else ()
+        return (states, nothing) if asked is None and shares_may_slow(self.case, staged, sizes[-1]) else (states,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
         """The stages of the trial's shape: as `place` has them; lines also balanced by time alone, single ranks also in
@@ -297,22 +300,30 @@ class Trials:
         if orders.pipelines:
             seconds = max(seconds, ordered_seconds(self.case, trial.placed, orders.named_alone))
             if not isinstance(self.request.recompute, bool):
-                again = again_seconds(self.case, trial.placed, orders.of_one, trial.sizes(self.case)[-1])
+                least = replace(trial.placed, gathered=trial.placed.gathered or self._may_gather(trial))
+                again = again_seconds(self.case, least, orders.of_one, trial.sizes(self.case)[-1])
                 with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
                 seconds = max(seconds, with_it)
         yield replace(trial, is_ordered=True, bound_seconds=seconds)
 
     def thriftier(self, trial: Trial, unseen: int = 0) -> Iterator[Trial]:
-        """The same placement in less memory: frozen weights on some ranks only, stages cut by memory, blocks
-        recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
+        """The same placement in less memory: weights shared out over replicas, frozen ones on some ranks only, stages
+        cut by memory, blocks recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
         if self.case.limit_bytes is None or trial.is_thrifty:
             return
         limit, recompute = self.case.limit_bytes - unseen, not isinstance(self.request.recompute, bool)
-        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), limit, recompute):
+        how = limit, recompute, self._may_gather(trial)
+        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), *how):
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._thrifty:
                 self._thrifty.add(key)
                 yield Trial(trial.candidate, trial.bound_seconds, staged, is_thrifty=True)
+
+    def _may_gather(self, trial: Trial) -> bool:
+        """Whether weights may yet be shared out."""
+        placed = trial.placed
+        is_open = self.request.shard is None and not placed.gathered and placed.replicas > 1
+        return is_open and bool(self._orders(trial).pipelines)
 
     def unseen(self, trial: Trial) -> int:
         """Bytes that a trial needs beside those of its training: of messages, frozen work, or its plain step."""

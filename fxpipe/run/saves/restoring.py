@@ -7,7 +7,7 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.run.host_states import states_on_host
-from fxpipe.run.ownership import renew
+from fxpipe.run.ownership import is_empty, renew
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.optimizers import saved_state
 from fxpipe.run.saves.parts import tensor_sum
@@ -58,7 +58,7 @@ def _require_fitting(run: Run, checkpoint: Checkpoint) -> None:
         if names:
             raise RunError(f"{len(names)} tensors ({min(names)}, ...) are {what}: load into the model that was saved")
     for name, tensor in state.items():
-        if name in frozen and frozen[name] != tensor_sum(tensor):
+        if name in frozen and not is_empty(tensor) and frozen[name] != tensor_sum(tensor):
             raise RunError(f"{name} is frozen, was not saved, and is not what it was then: load the same base model")
         if name in saved:
             dtype, *sizes, _ = checkpoint.by_key[f"model.{name}"].sums[f"model.{name}"]
@@ -70,8 +70,9 @@ def _restore_model(run: Run, checkpoint: Checkpoint) -> None:
     state = named_state(run.model)
     with torch.no_grad():
         for name in _saved_names(checkpoint):
-            state[name].copy_(checkpoint.read(f"model.{name}"))
-    renew(run.model.parameters())
+            if not is_empty(state[name]):  # which its owner reads
+                state[name].copy_(checkpoint.read(f"model.{name}"))
+    renew(parameter for parameter in run.model.parameters() if not is_empty(parameter))
 
 
 def _saved_names(checkpoint: Checkpoint) -> set[str]:

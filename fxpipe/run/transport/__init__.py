@@ -135,6 +135,19 @@ class InProcessTransport:
 
         return Pending(wait)
 
+    def gather(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
+        of = owned([tensor.detach() for tensor in tensors], owners)
+        numbers = self._give(dict.fromkeys(ranks, of.get(self.rank, [])), ranks, edge)
+
+        def wait() -> list[torch.Tensor]:
+            found = dict(zip(numbers, self._given(numbers, ranks, edge, "parameters"), strict=True))
+            left = {rank: iter(given) for rank, given in {**found, self.rank: of.get(self.rank, [])}.items()}
+            return [next(left[owner]) for owner in owners]
+
+        return Pending(wait)
+
     def _give(self, tensors: dict[int, list[torch.Tensor]], ranks: tuple[int, ...], edge: int) -> dict[int, int]:
         """To every other rank of a group its tensors; the numbers of what they give in turn."""
         assert self.rank in ranks, f"rank {self.rank} takes no part in what {ranks} do"

@@ -282,9 +282,22 @@ class DistributedTransport:
     def broadcast(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[None]:
+        gathering = self.gather(tensors, owners, ranks, edge)
+
+        def wait() -> None:
+            for tensor, owner, values in zip(tensors, owners, gathering.wait(), strict=True):
+                if owner != self.rank:
+                    tensor.detach().copy_(values)
+
+        return Pending(wait)
+
+    def gather(
+        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
+    ) -> Pending[list[torch.Tensor]]:
         """Each owner's as flat tensors, a collective for every dtype."""
         what, started = f"the parameters of ranks {list(ranks)} (edge {edge})", []
-        for of in _by_dtype([tensor.detach() for tensor in tensors], owners):
+        tensors = [tensor.detach() for tensor in tensors]
+        for of in _by_dtype(tensors, owners):
             for owner, values in sorted(of.items()):
                 flat = _flat(values, values[0]) if owner == self.rank else values[0].new_empty(_num_elements(values))
                 with self._named(what, owner):
@@ -293,13 +306,15 @@ class DistributedTransport:
                 started.append((work, flat, owner, values))
         turn = self._turn(edge)
 
-        def wait() -> None:
+        def wait() -> list[torch.Tensor]:
             turn()
+            found: dict[int, torch.Tensor] = {}  # by the tensor's id
             for work, flat, owner, values in started:
                 self._wait(work, what, owner)
                 if owner != self.rank:
-                    for tensor, part in zip(values, flat.split([tensor.numel() for tensor in values]), strict=True):
-                        tensor.copy_(part.view(tensor.shape))
+                    parts = flat.split([tensor.numel() for tensor in values])
+                    found |= {id(t): part.view(t.shape) for t, part in zip(values, parts, strict=True)}
+            return [found.get(id(tensor), tensor) for tensor in tensors]
 
         return Pending(wait)
 

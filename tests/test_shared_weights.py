@@ -1,0 +1,214 @@
+"""Weights that replicas of a stage share out (ZeRO-3): exact, gathered for the actions that read them, and let go."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from tests.distributed import run_processes
+from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
+from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
+from tests.unet import TinyUNet
+
+WEIGHTS = {"shard": "weights"}
+LAYERS: Layout = {"schedule": "interleaved", "data_parallel": 2, "stages": 4} | WEIGHTS
+"""Several stages on a rank: each is gathered apart."""
+LINE = {"schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts", "trained"),
+    [
+        (2, [LAYERS], "adapters"),
+        (3, [LAYERS | {"data_parallel": 3, "microbatches": 3}], "all"),
+        (4, [{"schedule": "wave", "data_parallel": 2} | WEIGHTS], "adapters"),
+        (4, [{"schedule": "zero-bubble", "data_parallel": 2, "microbatches": 4} | WEIGHTS], "all"),
+        (2, [LAYERS, LINE], "adapters"),  # the second holds whole what the first shares out
+        (2, [LINE, LAYERS | {"microbatches": 4}], "all"),
+    ],
+)
+def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
+    def body(model: nn.Module, engines: Any) -> Trained:
+        return script(model, engines, ROWS, whole=False)
+
+    first, *others = on_threads(world_size, layouts, body, trained)
+    assert_same(first, one_device(trained, len(layouts)))
+    for other in others:
+        assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
+
+
+def test_a_rank_keeps_its_share_alone() -> None:
+    """Of trained and frozen weights; what it lacks is neither read nor written by mistake."""
+
+    def body(model: nn.Module, engines: Any) -> tuple[int, int, list[Tensor]]:
+        engine = engines[0]()
+        engine.step(batch(0, ROWS[0]))
+        held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        lacks = next(p for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes)
+        assert lacks.isnan().all()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+            lacks.copy_(torch.zeros(lacks.shape))
+        for use in (model.state_dict, lambda: model(**batch(0, ROWS[0]))):
+            with pytest.raises(fxpipe.RunError, match=r"not here yet.*sync_model"):
+                use()
+        engine.sync_model()
+        model(**batch(0, ROWS[0]))
+        state = [tensor.clone() for tensor in model.state_dict().values()]
+        engine.step(batch(0, ROWS[0]))
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == held
+        return held, sum(p.nbytes for p in model.parameters()), state
+
+    (held, whole, first), (other, _, second) = on_threads(2, [LAYERS], body, "adapters")
+    spare = sum(p.nbytes for p in Adapted().spare.parameters())  # which no program reads
+    tied = sum(p.nbytes for p in Adapted().layers[0].parameters())  # read by two stages
+    assert held + other < (whole + spare + tied) * 1.05
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "stages", "schedule"),
+    [(2, 2, 1, "gpipe"), (3, 3, 4, "interleaved"), (4, 2, 2, "1f1b"), (6, 3, 4, "wave"), (4, 2, 2, "zero-bubble")],
+)
+def test_a_unet_is_exact(world_size: int, replicas: int, stages: int, schedule: str) -> None:
+    """With a frozen encoder and a frozen layer among trained ones, in a step of its own and in one with the next
+    batch's frozen work."""
+    model = TinyUNet("no_grad")
+    model.down_1.requires_grad_(False)
+    given = {"schedule": schedule, "data_parallel": replicas, "stages": stages, "microbatches": 2 * replicas}
+    made = fxpipe.compile(model, world_size, batch_size=12, fill="idle", **given | WEIGHTS)
+    assert made.step.gatherings
+    assert made.verify(**model.example_inputs(12)).ok
+    for filled in (False, True):
+        planned = made.plan.predicted["steady" if filled else "step"].peak_bytes
+        assert max(made.simulate(filled=filled).peak_bytes) == pytest.approx(planned, rel=0.03 if filled else 0.02)
+    engine = made.local_engine()
+    batches = [model.example_inputs(12)] * 2
+    gradients = []
+    for following in (batches[1], None):
+        engine.step(batches[0], following)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            ("rank 0: 0F0 0F2 0B0 0B2 0R0", "rank 0: 0F0 0B0 0F2 0B2 0R0"),
+            r"ranks 0, 1, which do not train in one order",
+        ),
+        (("on ranks 0, 1: ", "on rank 0: "), r"shared out, but stages have \[1\] replicas|0F1 on rank 1"),
+    ],
+)
+def test_a_plan_whose_replicas_cannot_gather_together_is_refused(change: tuple[str, str], says: str) -> None:
+    layout = {"schedule": "gpipe", "data_parallel": 2, "microbatches": 4} | WEIGHTS
+    text = str(program(Adapted(), 2, ROWS[0], layout).plan)
+    assert change[0] in text
+    edited = fxpipe.Plan.parse(text.replace(*change))
+    with pytest.raises(fxpipe.CompileError, match=says):
+        program(Adapted(), 2, ROWS[0], {"microbatches": None, "plan": edited})
+
+
+def test_a_run_is_taken_up_by_an_engine_that_has_trained(tmp_path: Path) -> None:
+    """What a rank has no memory for is loaded where it is held."""
+
+    def body(model: nn.Module, engines: Any) -> list[Any]:
+        engine, found = engines[0](), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            engine.step(batch(number, ROWS[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.save(tmp_path, optimizer)
+        for folder in ("step-1", "step-2"):
+            engine.load(tmp_path / folder, optimizer)
+            if folder == "step-1":
+                engine.step(batch(1, ROWS[0]))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(engine.gather_state_dict())
+        return found
+
+    (first, second), _ = on_threads(2, [LAYERS], body, "adapters")
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+def small_batches(model: nn.Module, engine: Any) -> list[Any]:
+    """The last batch of an epoch has fewer samples: some replica has none."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number, size in enumerate((4, 1, 3, 4)):
+        losses.append(float(engine.step({name: value[:size] for name, value in batch(number, ROWS[0]).items()})))
+        engine.clip_grad_norm_(0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, engine.gather_state_dict()]
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_smaller_batches(microbatches: int) -> None:
+    layout = LAYERS | {"microbatches": microbatches}
+    found, _ = on_threads(2, [layout], lambda model, engines: small_batches(model, engines[0]()), "adapters")
+    model = Adapted("adapters")
+    torch.testing.assert_close(found, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)
+
+
+def as_process() -> Trained:
+    model = Adapted("adapters")
+
+    def engine() -> Any:
+        compiled = program(model, int(os.environ["WORLD_SIZE"]), ROWS[0], LAYERS)
+        return compiled.engine(seed=SEED, timeout=timedelta(minutes=1))
+
+    return script(model, [engine], ROWS, whole=False)
+
+
+def test_processes_train_as_one_device() -> None:
+    first, second = run_processes(2, as_process)
+    assert_same(first, one_device("adapters", 1))
+    assert (second.losses, second.norms) == (first.losses, first.norms)
+
+
+class Heavy(nn.Module):
+    """More weights than anything else; some of them are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12)).double()
+        self.layers[3:5].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch_size, 32, dtype=torch.float64)}
+
+
+def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
+    """Two replicas of six stages do not fit otherwise, and are then as exact."""
+
+    def heavy(**options: Any) -> fxpipe.Program:
+        given = {"batch_size": 4, "microbatches": 2, "schedule": "interleaved", "data_parallel": 2, "stages": 6}
+        return fxpipe.compile(Heavy(), 2, **given | options)
+
+    least = heavy(**WEIGHTS).plan.peak_bytes
+    assert least is not None
+    limit = least * 11 // 10
+    with pytest.raises(fxpipe.CompileError, match="no plan fits into memory_limit"):
+        heavy(memory_limit=limit, shard="optimizer")
+    made = heavy(memory_limit=limit)
+    assert made.plan.staged.shard == "weights"
+    assert "weights and optimizer states shared out over replicas" in str(made.plan)
+    assert fxpipe.Plan.parse(str(made.plan)) == made.plan == fxpipe.Plan.from_dict(made.plan.as_dict())
+    assert max(made.simulate().peak_bytes) == pytest.approx(made.plan.peak_bytes, rel=0.02)
+    assert made.verify(**made.model.example_inputs(4)).ok  # type: ignore[operator]
+    assert heavy(memory_limit=2 * limit).plan.staged.shard == "optimizer"
