@@ -53,6 +53,7 @@ class Engine(Training):
         self._opened = opened or (set(), set())  # channels and groups, by all engines on the transport
         super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller, kinds)
         self._transport, self._given, self.rank = transport, state, transport.rank
+        self._num_writers = plan.world_size
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         self._own_samples: tuple[int, ...] | None = None
         self._all_reads: list[tuple[int, ...]] | None = None
@@ -173,10 +174,6 @@ class Engine(Training):
 
     def _is_at(self, rank: int) -> bool:
         return self.rank == rank
-
-    @property
-    def _num_writers(self) -> int:
-        return self._plan.world_size
 
     def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return owners(parameter)
