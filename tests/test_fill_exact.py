@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from passes.comparison.published.bubbles import Bubble, common_bubbles
 from passes.comparison.published.choose import greedy_choices
-from passes.comparison.published.spans import after, initial
+from passes.comparison.published.spans import Bubble, after, common_bubbles, initial
 from passes.costs.layer import FrozenComponent, Layer
 from passes.fill.problem import FillProblem
 from tests.fill_problems import fill, problems

@@ -239,7 +239,9 @@ def _trace(
     exported = _traced_once(step, inputs, examples, dynamic, any_size)
     if not written or any_size:  # of any size: compared with one of which this is known
         return exported
-    with _set(written):
+    with private.attributes_kept([one.module for one in written]):
+        for one in written:
+            one.module.__dict__[one.key] = one.after
         try:
             again = computation(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size)
         except CaptureError:
@@ -250,20 +252,6 @@ def _trace(
             "changes as an input, or set it outside of forward"
         )
     return exported
-
-
-@contextmanager
-def _set(written: Sequence[Written]) -> Iterator[None]:
-    """Inside, attributes are as forward has left them."""
-    before = {one.module: dict(one.module.__dict__) for one in written}
-    for one in written:
-        one.module.__dict__[one.key] = one.after
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
 
 
 def _traced_once(

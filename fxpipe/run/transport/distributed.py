@@ -323,10 +323,6 @@ class DistributedTransport:
     def abort(self, error: BaseException) -> None:
         self._watchdog.report(error)
 
-    def barrier(self) -> None:
-        with self._named("all ranks at a barrier", None):
-            dist.barrier(self._control)
-
     def broadcast_object(self, value: T, src: int = 0) -> T:
         values = [value]
         with self._named(f"an object from rank {src}", src):
