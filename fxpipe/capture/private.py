@@ -168,11 +168,11 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, dict[str, Any]]]:
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Modules' attributes, as they are; they are so again afterwards."""
     before = {module: dict(module.__dict__) for module in modules}
     try:
-        yield before
+        yield
     finally:
         for module, attributes in before.items():
             module.__dict__.clear()
