@@ -5,7 +5,6 @@ many steps.
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
 import torch
@@ -17,7 +16,6 @@ from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import human_seconds
 
 REFRESH_SECONDS = 0.25  # on a terminal; reading the loss waits for the device
-Sent = Mapping[tuple[int, int], int]
 
 
 class Trains(Protocol):

@@ -6,7 +6,7 @@
              turn       before the rank waits: a batch of all that is due, sends and receives, in the send order
 
 So receives on the shared communicator may start before the program posts them, and never later than the order allows;
-`fxpipe.plan.lane_check` runs programs on the same `Turns`. Work in flight ends where a rank waits for it.
+`tests/lane_check.py` runs programs on the same `Turns`. Work in flight ends where a rank waits for it.
 """
 
 import math
