@@ -26,8 +26,7 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> N
 
     Where all agree, ranks exchange eight bytes each.
     """
-    digest = hashlib.sha256(repr((method, parts)).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    mine = torch.tensor([digest_of((method, parts))])
     what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
     numbers = transport.all_gather(mine, what).wait()
     if all(torch.equal(number, mine) for number in numbers):
@@ -41,6 +40,11 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "") -> N
         different = [rank for rank, (_, other) in enumerate(values) if other.get(what) != first.get(what)]
         if different:
             raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
+
+
+def digest_of(values: object) -> int:
+    """A number of 64 bits, the same in every process, that other values do not have."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little", signed=True)
 
 
 def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> None:

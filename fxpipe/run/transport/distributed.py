@@ -382,7 +382,7 @@ class DistributedTransport:
     def _turn(self, edge: int | None) -> Callable[[], None]:
         """What to do before a wait for a message or a reduction of this form, or at the end of the form."""
         if self._grouped is None:
-            return _nothing
+            return lambda: None
         start = self._grouped.turn(edge)
 
         def turn() -> None:
@@ -431,10 +431,6 @@ class DistributedTransport:
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[dict[int, list[torch.Tensor]]]:
