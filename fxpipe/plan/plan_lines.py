@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.plan.schedule import Schedule
@@ -27,20 +27,7 @@ Read = dict[str, list[Any]]
 """What lines have said, by their kind."""
 
 
-class Targeted(Protocol):
-    """What a plan was made for."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def cluster(self) -> str: ...
-    @property
-    def cost_model(self) -> str: ...
-    @property
-    def cut(self) -> PlannedCut: ...
-
-
-def target_line(plan: Targeted, what: str) -> str:
+def target_line(plan: "SavedPlan", what: str) -> str:
     """Clusters with links of their own are TOML, here in one line."""
     cluster = plan.cluster.strip().replace("\n", "\\n")
     return f"for {cluster}, costs of {plan.cost_model or 'a model of its own'}, {what} {plan.fingerprint} in {plan.cut}"
@@ -118,6 +105,9 @@ class SavedPlan(ABC):
 
     KIND: ClassVar[str]
     WRITER: ClassVar[str]
+    fingerprint: str
+    cluster: str
+    cost_model: str
     cut: PlannedCut
     staged: Staged
     step: Schedule

@@ -6,6 +6,7 @@
 The answers here are those of one process that runs all ranks; an engine of one rank gives every one anew.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class EngineBase:
     rank: int = 0
     seed: int
     step_index: int
-    num_samples: int
+    num_samples: int  # that it has trained on
     check_batches: bool
     device: torch.device
     _plan: StepPlan
@@ -34,6 +35,11 @@ class EngineBase:
     _parts: Parts
     _returned: Sequence[Output]
     _num_writers: int = 1
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent since the engine was made."""
 
     def _require_open(self, call: str) -> None:
         if self._closed:

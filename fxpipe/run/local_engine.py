@@ -29,7 +29,7 @@ class LocalEngine(Training):
 
     @property
     def bytes_sent(self) -> int:
-        return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())  # type: ignore[attr-defined]
+        return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())
 
     def _another(self, kind: Kind) -> "LocalEngine":
         given = self._model, kind.state, self.seed, self._shown, self._observe

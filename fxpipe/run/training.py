@@ -302,11 +302,6 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
     def _bring_values(self, plan: StepPlan) -> None:
         """Called before a program runs: of what others have trained, it needs today's values."""
 
-    @property
-    @abstractmethod
-    def bytes_sent(self) -> int:
-        """Bytes that this process has sent since the engine was made."""
-
     def _prepare(self, forms: Sequence[StepPlan]) -> None:
         """Called once before the first of them runs."""
 
