@@ -57,8 +57,8 @@ class StepPlan:
     predicted: Predicted | None = None
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-        """A call's tensors by program input, of any number of samples, and that number; CompileError where names, shapes
-        or types are not the compiled ones."""
+        """A call's tensors by program input, of any number of samples, and that number; CompileError where names,
+        shapes or types are not the compiled ones."""
         tensors, size = self.inputs.bind(args, kwargs)
         return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}, size
 
