@@ -41,8 +41,8 @@ def namespaces(num_ranks: int) -> Iterator[Start]:
 
 
 def wires(rates: Sequence[str], tell: Callable[[str], None]) -> Iterator[str]:
-    """Those of the rates, as tc writes them ("1gbit"; "none" is the wire as it is), that this rank can have; each is set
-    when it comes."""
+    """Those of the rates, as tc writes them ("1gbit"; "none" is the wire as it is), that this rank can have; each is
+    set when it comes."""
     for rate in rates:
         if _HUB in os.environ:
             _throttle(rate)
