@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: TID251 (peers run on it)
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
+from benchmarks.emulation.namespaces import namespaces, wires
 from benchmarks.network import LARGE, measured_cluster
 from benchmarks.racing.compiled import Compiled, Profiled
 from benchmarks.racing.contestant import Contestant, on_one_device, require_same
@@ -73,12 +73,7 @@ def race(options: argparse.Namespace) -> None:
     batch = model.example_inputs(options.batch)
     true = on_one_device(model, batch)
     profiled = Profiled(model, batch)
-    for rate in options.rates:
-        if can_throttle():
-            throttle(rate)
-        elif rate != "none":
-            console.print(f"{rate}: skipped, throttling needs root, ip and tc")
-            continue
+    for rate in wires(options.rates, console.print):
         cluster = alike(measured_cluster(dist.get_rank(), 2, LARGE if rate == "none" else 1 << 18))
         profile = profiled.profile(ROUNDS)
         ours = Compiled(model, batch, cluster, profile)

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import fxpipe
-from benchmarks.emulation.namespaces import can_throttle, namespaces, throttle
+from benchmarks.emulation.namespaces import namespaces, wires
 from benchmarks.network import LARGE, measured_cluster
 from cost_models.timed import Timed
 from fxpipe.analysis import shared_cost_model
@@ -106,12 +106,7 @@ def measure(options: argparse.Namespace) -> None:
     join(options.ranks)
     measured = Timed("cpu", shared_cost_model("measured", options.ranks))
     compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
-    for rate in options.rates:
-        if can_throttle():
-            throttle(rate)
-        elif rate != "none":
-            console.print(f"{rate}: skipped, throttling needs root, ip and tc")
-            continue
+    for rate in wires(options.rates, console.print):
         found = measured_cluster(rank, options.ranks, LARGE if rate == "none" else 1 << 20)
         for one in compared:
             for row in one.rows(options.rounds, found):

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from cost_models.counted import EXTRA, UNKNOWN, Counted, Uncounted, count_flops, require_counted
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
 from fxpipe.capture import private
+from fxpipe.capture.reach import reached
 from fxpipe.costs import COUNT_NAMES, Kind, NodeCost
 from fxpipe.costs.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs.table import CostTable
@@ -73,16 +74,11 @@ def _gradient(node: fx.Node, activations: set[fx.Node]) -> Gradient:
     """What kind of gradient a node's value needs; `activations` remembers nodes that depend on the inputs."""
     if not node.meta["requires_grad"]:
         return "none"
-    seen, stack = {node}, [node]
-    while stack:
-        source = stack.pop()
-        if source in activations or _is_activation(source):
-            activations.add(node)
-            return "input"
-        new = [n for n in source.all_input_nodes if n not in seen]
-        seen.update(new)
-        stack += new
-    return "weight"
+    sources = reached([node], lambda source: source.all_input_nodes)
+    if all(source not in activations and not _is_activation(source) for source in sources):
+        return "weight"
+    activations.add(node)
+    return "input"
 
 
 def _is_activation(node: fx.Node) -> bool:

@@ -38,37 +38,17 @@ def bound_arguments(call: Call) -> tuple[Any, ...]:
     return (*call.args, *(keywords.get(argument.name, argument.default_value) for argument in rest))
 
 
-def _linear(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    x, weight = arguments[:2]
-    return product((2, *x.sizes, *weight.sizes[:-1]))
-
-
 def _product(position: int) -> Formula:
     """Of the matrices from this position on."""
-    return Formula(
-        lambda arguments, out: product((2, *out.sizes, arguments[position].sizes[-1])), (position, position + 1)
-    )
+    return Formula(lambda given, out: product((2, *out.sizes, given[position].sizes[-1])), (position, position + 1))
 
 
-def _addbmm(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return product((2, *arguments[1].sizes, arguments[2].sizes[-1]))
+def _convolution(given: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *out.sizes, *given[1].sizes[1:]))
 
 
-def _bilinear(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    left, _, weight = arguments[:3]
-    return product((2, *left.sizes[:-1], *weight.sizes))
-
-
-def _convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return product((2, *out.sizes, *arguments[1].sizes[1:]))
-
-
-def _transposed_convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return product((2, *arguments[0].sizes, *arguments[1].sizes[1:]))
-
-
-def _any_convolution(arguments: tuple[Any, ...], out: Operand) -> Dim:
-    return (_transposed_convolution if arguments[6] else _convolution)(arguments, out)
+def _transposed_convolution(given: tuple[Any, ...], out: Operand) -> Dim:
+    return product((2, *given[0].sizes, *given[1].sizes[1:]))
 
 
 def _attention(arguments: tuple[Any, ...], out: Operand) -> Dim:
@@ -99,19 +79,22 @@ def _encoder_layer(arguments: tuple[Any, ...], out: Operand) -> Dim:
 MATMUL, ADDMM = _product(0), _product(1)
 CONVOLUTION = Formula(_convolution, kind="convolution")
 TRANSPOSED = Formula(_transposed_convolution, kind="convolution")
+ANY_CONVOLUTION = Formula(
+    lambda given, out: (_transposed_convolution if given[6] else _convolution)(given, out), kind="convolution"
+)
 ATTENTION = Formula(_attention, (0, 1, 2), _attention_backward, "attention")
 
 FORMULAS: dict[str, Formula] = {
-    "aten::linear": Formula(_linear),
+    "aten::linear": Formula(lambda given, out: product((2, *given[0].sizes, *given[1].sizes[:-1]))),
     **dict.fromkeys(
         ("aten::matmul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot", "aten::cdist"), MATMUL
     ),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv"), ADDMM),
-    "aten::addbmm": Formula(_addbmm, (1, 2)),
-    "aten::bilinear": Formula(_bilinear, (0, 1, 2)),
+    "aten::addbmm": Formula(lambda given, out: product((2, *given[1].sizes, given[2].sizes[-1])), (1, 2)),
+    "aten::bilinear": Formula(lambda given, out: product((2, *given[0].sizes[:-1], *given[2].sizes)), (0, 1, 2)),
     **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d"), CONVOLUTION),
     **dict.fromkeys((f"aten::conv_transpose{n}" for n in ("1d", "2d", "3d")), TRANSPOSED),
-    **dict.fromkeys(("aten::convolution", "aten::_convolution"), Formula(_any_convolution, kind="convolution")),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution"), ANY_CONVOLUTION),
     "aten::scaled_dot_product_attention": ATTENTION,
     "aten::_scaled_dot_product_flash_attention": ATTENTION,
     "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,

@@ -13,7 +13,6 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import CostModel
 from fxpipe.plan.block_graph import BlockGraph
-from fxpipe.plan.plan import microbatch_sizes
 from passes.costs.call_bytes import CallBytesOf
 from passes.costs.frozen_layers import FrozenLayers
 from passes.costs.gradient_flow import GradientFlow
@@ -45,11 +44,6 @@ class Case:
         return self.work.flow
 
     @property
-    def shares(self) -> list[tuple[int, int]]:
-        """The samples, from and to before, of every rank where the batch is shared out."""
-        return spans(microbatch_sizes(self.batch_size, self.world_size))
-
-    @property
     def blocks(self) -> range:
         return range(len(self.graph.blocks))
 
@@ -59,9 +53,3 @@ class Case:
 
     def fits(self, peak_bytes: int) -> bool:
         return self.limit_bytes is None or peak_bytes <= self.limit_bytes
-
-
-def spans(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where parts of these sizes begin and end."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -29,7 +29,7 @@ class _Tree:
 
 def run_dumped(program: Program, batch: Mapping[str, Any], step: int = 0) -> dict[str, torch.Tensor]:
     """Gradients by name, and the loss as "loss", of one step of the dumped text of all ranks."""
-    tensors = program.step.bind((), batch)
+    tensors = program.step.tensors((), batch)[0]
     draws = Draws(program.step, 0, step, torch.device("cpu"))
 
     def body(transport: Transport) -> dict[str, torch.Tensor]:

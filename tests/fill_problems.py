@@ -17,12 +17,17 @@ SAMPLE = st.sampled_from((0.0, 0.0002, 0.001, 0.004))
 PAPER = (4, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
+def affine(launch_seconds: float, sample_seconds: float) -> Layer:
+    """A layer of `launch_seconds` and `sample_seconds` for every sample."""
+    return Layer("layer", ((1, launch_seconds + sample_seconds), (2, launch_seconds + 2 * sample_seconds)))
+
+
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
     """Launch and time per sample, or measured at a few sizes, with steps and plateaus; some in parts."""
     most = draw(st.sampled_from((None, None, 1, 3, 16)))
     if draw(st.booleans()):
-        return replace(Layer.affine("layer", draw(LAUNCH), draw(SAMPLE)), most=most)
+        return replace(affine(draw(LAUNCH), draw(SAMPLE)), most=most)
     sizes = draw(st.sets(st.integers(1, 48), min_size=1, max_size=4))
     return Layer.measured("layer", {n: draw(LAUNCH) + n * draw(SAMPLE) for n in sizes}, most)
 

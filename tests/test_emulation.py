@@ -70,7 +70,7 @@ def test_an_emulated_program_returns_zeros_of_the_right_shapes() -> None:
     program = fxpipe.compile(TinyUNet("no_grad"), 1, batch_size=2, microbatches=2)
     (rank,), plan = program.step.programs, planned(program.step, program.capture, program.costing)
     module = emulated(rank, plan.op_lists[0], plan.seconds, EmulatedDevice())
-    batch = program.step.bind((), TinyUNet().example_inputs(2))
+    batch = program.step.tensors((), TinyUNet().example_inputs(2))[0]
     (result,) = run_ranks(1, lambda transport: run_rank(module, rank, transport, _no_draws, batch))
     assert result.loss == 0.0
     assert {name: g.shape for name, g in result.gradients.items()} == {n: rank.state[n].shape for n in rank.gradients}

@@ -13,7 +13,7 @@ from passes.fill.bound import lower_bound_seconds
 from passes.fill.problem import FillProblem
 from passes.fill.result import parts
 from tests.fill_check import check, require
-from tests.fill_problems import FILLERS, fill, holders, problems
+from tests.fill_problems import FILLERS, affine, fill, holders, problems
 
 MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 ROUNDING = 1 + 1e-9
@@ -66,7 +66,7 @@ def test_results_are_held_once(problem: FillProblem) -> None:
 
 
 def layer(launch_ms: float, sample_ms: float) -> Layer:
-    return Layer.affine("layer", launch_ms / 1e3, sample_ms / 1e3)
+    return affine(launch_ms / 1e3, sample_ms / 1e3)
 
 
 VAE = FrozenComponent("vae", (layer(1, 1),) * 4)
@@ -161,7 +161,7 @@ def test_layer_times() -> None:
     assert found.points == ((4, 0.004), (8, 0.004), (16, 0.011))
     expected = {0: 0.0, 1: 0.004, 4: 0.004, 8: 0.004, 12: 0.0075, 16: 0.011, 24: 0.018}
     assert {n: found.seconds(n) for n in expected} == pytest.approx(expected)
-    assert Layer.affine("conv", 0.001, 0.002).seconds(10) == pytest.approx(0.021)
+    assert affine(0.001, 0.002).seconds(10) == pytest.approx(0.021)
     assert [Layer("conv", ((8, 0.1),)).seconds(n) for n in (1, 8, 16)] == pytest.approx([0.1, 0.1, 0.2])
     assert found.table(24) == pytest.approx([found.seconds(n) for n in range(25)])
     in_parts = replace(found, most=8)

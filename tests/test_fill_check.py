@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from passes.costs.layer import FrozenComponent, Layer
+from passes.costs.layer import FrozenComponent
 from passes.fill.per_device import per_device
 from passes.fill.problem import FillProblem
 from passes.fill.result import Fill, Piece
 from tests.fill_check import check, require
-from tests.fill_problems import fill
+from tests.fill_problems import affine, fill
 
-VAE = FrozenComponent("vae", (Layer.affine("layer", 0.001, 0.001),) * 4)
-TEXT = FrozenComponent("text", (Layer.affine("layer", 0.001, 0.000125),) * 4)
+VAE = FrozenComponent("vae", (affine(0.001, 0.001),) * 4)
+TEXT = FrozenComponent("text", (affine(0.001, 0.000125),) * 4)
 TWO_RANKS = FillProblem(0.1, (((0.0, 0.04),), ((0.06, 0.1),)), (VAE, TEXT), 16)
 
 

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
-from passes.comparison.published.bubbles import Bubble, common_bubbles
 from passes.comparison.published.choose import greedy_choices
-from passes.comparison.published.spans import after, initial
-from passes.costs.layer import FrozenComponent, Layer
+from passes.comparison.published.spans import Bubble, after, common_bubbles, initial
+from passes.costs.layer import FrozenComponent
 from passes.fill.problem import FillProblem
-from tests.fill_problems import fill, problems
+from tests.fill_problems import affine, fill, problems
 
 Progress = tuple[tuple[int, int], ...]
 TINY = problems(most_ranks=3, most_components=2, most_layers=3, most_samples=6)
@@ -105,8 +104,7 @@ def test_greedy_takes_the_longest(problem: FillProblem, sizes: tuple[int, ...]) 
 def test_thinned_combinations_lose_next_to_nothing() -> None:
     """Five components of nine layers: 100,000 combinations, which the exact filler refuses."""
     parts = tuple(
-        FrozenComponent(f"c{i}", tuple(Layer.affine("l", 0.0, (1 + i / 7 + j / 11) / 1e4) for j in range(9)))
-        for i in range(6)
+        FrozenComponent(f"c{i}", tuple(affine(0.0, (1 + i / 7 + j / 11) / 1e4) for j in range(9))) for i in range(6)
     )
     problem = FillProblem(0.1, (((0.0, 0.05),),), parts, 16, partial=False)
     ((bubble, choice),) = greedy_choices(problem)

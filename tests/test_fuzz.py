@@ -195,7 +195,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str, floor: flo
 def assert_repeats(program: Program, batch: Mapping[str, Any]) -> None:
     """Two runs are equal bit for bit, and move exactly the planned bytes."""
     engine = program.local_engine()
-    tensors = program.step.bind((), batch)
+    tensors = program.step.tensors((), batch)[0]
     first, second = engine.run(tensors, 0), engine.run(tensors, 0)
     assert engine.sent_bytes == program.traffic().channels
     assert torch.equal(first[0], second[0])

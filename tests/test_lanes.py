@@ -13,15 +13,16 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.plan import ops
-from fxpipe.plan.lane_check import check_lanes, send_order
 from fxpipe.plan.lanes import NUM_OWN, Lanes, SendOrder, Turns, lanes
 from fxpipe.plan.rank_program import Message
+from fxpipe.plan.send_order import send_order
 from fxpipe.plan.transport import Channel
 from fxpipe.plan.unroll import Unrolled
 from fxpipe.run.sampling import LocalRun, SampleRun
 from fxpipe.run.transport import distributed
 from tests import test_engine
 from tests.distributed import run_processes
+from tests.lane_check import check_lanes
 from tests.row_nets import attention
 from tests.row_programs import row_programs
 

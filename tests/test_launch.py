@@ -14,7 +14,7 @@ import torch
 
 import fxpipe
 from fxpipe.run.launch import join, made_by_rank_zero
-from fxpipe.run.transport import distributed
+from fxpipe.run.transport import launched
 from tests.distributed import run_processes, start_processes
 from tests.toy_model import frozen
 
@@ -139,7 +139,7 @@ def fail_to_plan(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise fxpipe.CompileError("no plan fits into a thimble")
 
-    distributed._JOIN_TIMEOUT = timedelta(seconds=4)
+    launched._JOIN_TIMEOUT = timedelta(seconds=4)
     if how == "missing" and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     rank = join(int(os.environ["WORLD_SIZE"]))

@@ -37,7 +37,7 @@ def assert_exact(program: Program, model: TinyUNet) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     expected = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
     engine = program.local_engine()
-    found_loss, gradients = engine.run(program.step.bind((), batch), 0)
+    found_loss, gradients = engine.run(program.step.tensors((), batch)[0], 0)
     torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-12, atol=0.0)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():

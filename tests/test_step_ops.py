@@ -157,6 +157,7 @@ CASES: list[tuple[str, Layout]] = [
     ("tied", Gathered("interleaved", 2, 4, 4, 2)),
     ("lora", Gathered("interleaved", 2, 4, 2, 2)),
     ("sd", Layout("zb-v", 2, 4, 3)),
+    ("unet", Layout("zb-v", 2, 4, 4, 1, "blocks")),
     ("unet2d", Layout("zb-v", 2, 4, 4, 1, "blocks")),
     ("uvit", Layout("1f1b", 2, 2, 5, 1, "stages")),
     ("lora", Layout("wave", 4, 4, 4, 2)),

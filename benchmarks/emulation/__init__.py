@@ -55,7 +55,7 @@ def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
 
     def body(transport: Transport) -> None:
         rank = transport.rank
-        transport.barrier()
+        transport.all_gather(torch.zeros(1), "all ranks, to begin at once").wait()
         on_network = EmulatedTransport(transport, network, devices[rank])
         run_rank(modules[rank], step.programs[rank], on_network, whole.__getitem__, whole, recording)
 

@@ -23,7 +23,7 @@ Start = Callable[[Sequence[str]], str]
 
 @contextmanager
 def namespaces(num_ranks: int) -> Iterator[Start]:
-    """How to start ranks; they can `throttle` where `can_throttle()`."""
+    """How to start ranks, which then go through `wires`."""
     hub, spaces = f"fxpipe{os.getpid()}", [f"fxpipe{os.getpid()}_{rank}" for rank in range(num_ranks)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what was made is taken away
     try:
@@ -40,13 +40,20 @@ def namespaces(num_ranks: int) -> Iterator[Start]:
         _remove([hub, *spaces])
 
 
-def can_throttle() -> bool:
-    """Whether this rank has a link of its own."""
-    return _HUB in os.environ
+def wires(rates: Sequence[str], tell: Callable[[str], None]) -> Iterator[str]:
+    """Those of the rates, as tc writes them ("1gbit"; "none" is the wire as it is), that this rank can have; each is
+    set when it comes."""
+    for rate in rates:
+        if _HUB in os.environ:
+            _throttle(rate)
+        elif rate != "none":
+            tell(f"{rate}: skipped, throttling needs root, ip and tc")
+            continue
+        yield rate
 
 
-def throttle(rate: str) -> None:
-    """Let this rank send and receive so fast, as tc writes it: "1gbit"; "none" lets it do as it can."""
+def _throttle(rate: str) -> None:
+    """Lets this rank send and receive so fast."""
     for inside, end in ([], "wire"), (["ip", "netns", "exec", os.environ[_HUB]], f"end{os.environ['RANK']}"):
         with suppress(subprocess.CalledProcessError):  # where it was not throttled
             _run(*inside, "tc", "qdisc", "del", "dev", end, "root")

@@ -13,7 +13,7 @@ functionalise    no writes in place (views)       (watch, calls, weights, random
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
 cache            captures on disk (stored, model_digest, files, expressions)   private   torch's private names
-fingerprint      which graph this is              sizes         symbolic sizes at a number of samples
+fingerprint      which graph this is              sizes, reach  sizes at a number of samples; walks over graphs
 surroundings     where forward runs, and in which precision
 """
 

@@ -65,7 +65,7 @@ class AnySize:
         except CompileError as error:
             raise CaptureError(str(error)) from None
         size = other.inputs.batch_size
-        mine, theirs = computation(same, size), computation(other, size)
+        mine, theirs = (computation(one.graph, size, one.tensors) for one in (same, other))
         for one, two in zip_longest(mine, theirs):
             if one != two:
                 raise CaptureError(f"forward is another one where sizes are free: {one}, where they are not {two}")

@@ -20,9 +20,10 @@ from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.same import computation
 from fxpipe.capture.settings import Written, written_settings
 from fxpipe.capture.size_reads import sizes_read_plainly
-from fxpipe.capture.sizes import concrete, is_symbolic
+from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
@@ -135,7 +136,7 @@ def export_step(
         return fixed
     flexible = _flat(symbolic, inputs, None)
     size = inputs.batch_size
-    return flexible if _calls(flexible.graph, size) == _calls(fixed.graph, size) else fixed
+    return flexible if computation(flexible.graph, size) == computation(fixed.graph, size) else fixed
 
 
 def export_any_size(
@@ -238,31 +239,19 @@ def _trace(
     exported = _traced_once(step, inputs, examples, dynamic, any_size)
     if not written or any_size:  # of any size: compared with one of which this is known
         return exported
-    with _set(written):
+    with private.attributes_kept([one.module for one in written]):
+        for one in written:
+            one.module.__dict__[one.key] = one.after
         try:
-            again = _calls(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size)
+            again = computation(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size)
         except CaptureError:
             again = []
-    if again != _calls(exported.graph, inputs.batch_size):
+    if again != computation(exported.graph, inputs.batch_size):
         raise CaptureError(
             f"{written[0]}, and computes something else the next time, but a graph has every call alike; pass what "
             "changes as an input, or set it outside of forward"
         )
     return exported
-
-
-@contextmanager
-def _set(written: Sequence[Written]) -> Iterator[None]:
-    """Inside, attributes are as forward has left them."""
-    before = {one.module: dict(one.module.__dict__) for one in written}
-    for one in written:
-        one.module.__dict__[one.key] = one.after
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
 
 
 def _traced_once(
@@ -324,23 +313,3 @@ def _where(trail: Sequence[nn.Module]) -> str:
     names = {id(m): n for n, m in roots[0].model.named_modules()} if roots else {}
     path = next((names[id(m)] for m in reversed(trail) if id(m) in names), "")
     return f"module {path or '(the model itself)'}"
-
-
-def _calls(graph: fx.Graph, batch_size: int) -> list[Any]:
-    """Every tensor operation with its arguments, other nodes by number and sizes as numbers."""
-    numbers: dict[fx.Node, Any] = {}
-
-    def leaf(value: Any) -> Any:
-        return numbers[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
-
-    calls: list[Any] = []
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and not isinstance(value, torch.Tensor | tuple | list):
-            numbers[node] = concrete(value, batch_size)
-            continue
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), leaf)
-        shape = tuple(concrete(value.shape, batch_size)) if isinstance(value, torch.Tensor) else None
-        numbers[node] = f"%{len(calls)}"
-        calls.append((node.op, node.target if node.op == "call_function" else None, str(arguments), shape))
-    return calls

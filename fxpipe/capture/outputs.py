@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import private
+from fxpipe.capture.reach import reached
 from fxpipe.capture.trees import named_leaves
 
 _DETACH = torch.ops.aten.detach.default
@@ -188,12 +189,7 @@ def _before(node: fx.Node) -> Iterator[fx.Node]:
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     """With the node itself."""
-    found, pending = {node}, [node]
-    while pending:
-        new = [source for source in pending.pop().all_input_nodes if source not in found]
-        found.update(new)
-        pending += new
-    return found
+    return set(reached([node], lambda one: one.all_input_nodes))
 
 
 def _trained(graph: fx.Graph) -> set[fx.Node]:

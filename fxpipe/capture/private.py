@@ -4,7 +4,7 @@ import logging
 import operator
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import count, islice
@@ -165,6 +165,18 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules' attributes, as they are; they are so again afterwards."""
+    before = {module: dict(module.__dict__) for module in modules}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
 
 
 @contextmanager

@@ -1,34 +1,35 @@
-"""What a capture computes at a batch size, written so that two captures of one computation read the same.
+"""What a traced graph computes at a batch size, written so that two traces of one computation read the same.
 
 slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
 slice(x, 1, None, 64)  of 16 entries              ->   x
 reshape(x, [2, -1])                               ->   reshape(x, [2, 8])
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.capture import Capture, private
+from fxpipe.capture import private
 from fxpipe.capture.sizes import concrete
 
 aten = torch.ops.aten
 _AS_IT_IS = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default}
-_TO_SHAPE = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default,
-}  # fmt: skip
+_TO_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
-def computation(captured: Capture, batch_size: int) -> list[Any]:
-    """Every operation with its arguments and shape, other values by number and sizes as numbers."""
+def computation(graph: fx.Graph, batch_size: int, states: Mapping[str, str] | None = None) -> list[Any]:
+    """Every operation with its arguments and shape, other values by number and sizes as numbers; `states` are the
+    names of placeholders."""
+    named = states or {}
     known: dict[fx.Node, Any] = {}
     calls: list[Any] = []
 
     def leaf(value: Any) -> Any:
         return known[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
 
-    for node in captured.graph.nodes:
+    for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and not isinstance(value, torch.Tensor | tuple | list):
             known[node] = concrete(value, batch_size)
@@ -39,7 +40,7 @@ def computation(captured: Capture, batch_size: int) -> list[Any]:
             continue
         known[node] = f"%{len(calls)}"
         if node.op == "placeholder":
-            calls.append((captured.tensors.get(node.name, node.meta.get("input", "a constant")), shape))
+            calls.append((named.get(node.name, node.meta.get("input", "a constant")), shape))
             continue
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         if node.target in _TO_SHAPE:

@@ -90,20 +90,15 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
     Hooks that a first forward installs go with the attribute that says they are there: the next would add them twice.
     """
-    before = {module: dict(module.__dict__) for module in model.modules()}
-    hooks = {
-        module: {n: dict(v) for n, v in kept.items() if "_hooks" in n and isinstance(v, dict)}
-        for module, kept in before.items()
-    }
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, entries in hooks[module].items():
-                module.__dict__[name].clear()
-                module.__dict__[name].update(entries)
+    kept = [value for m in model.modules() for n, value in m.__dict__.items() if "_hooks" in n]
+    hooks = [(held, dict(held)) for held in kept if isinstance(held, dict)]
+    with private.attributes_kept(model.modules()):
+        try:
+            yield
+        finally:
+            for held, entries in hooks:
+                held.clear()
+                held.update(entries)
 
 
 @contextmanager

@@ -143,16 +143,15 @@ class Planning:
 
 
 def planned(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose options are those of `Planning` and the function's own, which follow its first parameter."""
+    """A command whose options are those of its first parameter's class, such as `Planning`, and then its own."""
     hints = get_type_hints(function, include_extras=True)
-    own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(function).parameters.values())[1:]]
-    shared = list(inspect.signature(Planning).parameters.values())
-    names = {field.name for field in fields(Planning)}
+    first, *rest = inspect.signature(function).parameters.values()
+    own, options = [p.replace(annotation=hints[p.name]) for p in rest], hints[first.name]
+    shared = list(inspect.signature(options).parameters.values())
 
     @wraps(function)
     def command(**given: Any) -> None:
-        chosen = {name: given.pop(name) for name in names}
-        function(Planning(**chosen), **given)
+        function(options(**{p.name: given.pop(p.name) for p in shared}), **given)
 
     every = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
     command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]

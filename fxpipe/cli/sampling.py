@@ -2,48 +2,65 @@
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from fxpipe.cli.options import DEVICE_MODEL, print_wide, ranks_asked
+from fxpipe.cli.options import DEVICE_MODEL, planned, print_wide, ranks_asked
 from fxpipe.cli.user_model import load_pipeline, load_sampled
 from fxpipe.errors import CompileError
 
-Ranks = Annotated[int | None, typer.Option("--world-size", min=1, help="ranks; torchrun's where left out")]
-Steps = Annotated[int | None, typer.Option(min=1, help="num_inference_steps of the call")]
-Height = Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")]
-Width = Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")]
-Groups = Annotated[int | None, typer.Option(min=1, help="groups of samples; chosen where left out")]
-Stages = Annotated[int | None, typer.Option(min=1, help="columns of ranks with a part of the denoiser each")]
-Patches = Annotated[str | None, typer.Option(help="how many of the rows, or bounds in units: 0,3,8")]
+if TYPE_CHECKING:
+    from fxpipe.sampler import Sampler
+
 Save = Annotated[Path | None, typer.Option(dir_okay=False, help="file for the plan")]
-Displaced = Annotated[bool, typer.Option(help="patches may read what the others had a step before")]
-Warmup = Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")]
-On = Annotated[str | None, typer.Option("--cluster", help="devices and links to predict for, such as 2x4xA100")]
-Limit = Annotated[str | None, typer.Option("--memory-limit", help="what a rank may hold, as 40GiB")]
 _LATENCY: Literal["latency", "throughput"] = "latency"
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """The pipeline, its call, and how it is spread; what is left out is chosen."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory of a pipeline; to tune, of a denoiser")]
+    world_size: Annotated[int | None, typer.Option(min=1, help="ranks; torchrun's where left out")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="num_inference_steps of the call")] = None
+    height: Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")] = None
+    width: Annotated[int | None, typer.Option(min=1, help="of an image, in pixels")] = None
+    cfg: Annotated[int | None, typer.Option(min=1, help="groups of samples; chosen where left out")] = None
+    stages: Annotated[int | None, typer.Option(min=1, help="columns of ranks with a part of the denoiser each")] = None
+    patches: Annotated[str | None, typer.Option(help="how many of the rows, or bounds in units: 0,3,8")] = None
+    displaced: Annotated[bool, typer.Option(help="patches may read what the others had a step before")] = False
+    warmup: Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")] = 4
+    cluster: Annotated[str | None, typer.Option(help="devices and links to predict for, such as 2x4xA100")] = None
+    memory_limit: Annotated[str | None, typer.Option(help="what a rank may hold, as 40GiB")] = None
+
+    def call(self, of_model: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+        """The arguments of the pipeline's call."""
+        given = {**own, "num_inference_steps": self.steps, "height": self.height, "width": self.width}
+        return {**of_model, **{name: value for name, value in given.items() if value is not None}}
+
+    def compiled(self, model: Any, call: Mapping[str, Any] | None, **own: Any) -> "Sampler":
+        """The sampler, with a command's `own` options, too."""
+        from fxpipe.sample_compiler import compile_sampler
+
+        return compile_sampler(
+            model, ranks_asked(self.world_size), example=call, cfg=self.cfg, stages=self.stages,
+            patches=_patches(self.patches), mode="displaced" if self.displaced else "exact", warmup=self.warmup,
+            cluster=self.cluster, memory_limit=self.memory_limit, **own,
+        )  # fmt: skip
+
+
+@planned
 def tune_sampling(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory of a pipeline, or of a denoiser")],
-    world_size: Ranks = None,
+    sampling: Sampling,
     objective: Annotated[
         Literal["latency", "throughput"], typer.Option(help="of one call, or of many requests joined in calls")
     ] = _LATENCY,
-    steps: Steps = None,
-    height: Height = None,
-    width: Width = None,
-    cfg: Groups = None,
-    stages: Stages = None,
-    patches: Patches = None,
-    displaced: Displaced = False,
-    warmup: Warmup = 4,
-    cluster: On = None,
     cost_model: Annotated[str | None, typer.Option("--device-model", help=DEVICE_MODEL)] = None,
-    memory_limit: Limit = None,
     top: Annotated[int | None, typer.Option(min=1, help="rows of the table; all where left out")] = None,
     save: Save = None,
 ) -> None:
@@ -53,48 +70,33 @@ def tune_sampling(
     checked; nothing runs.
     """
     from fxpipe.plan.sample_outcome import SampleOutcome, sample_table
-    from fxpipe.sample_compiler import compile_sampler
 
-    made, call = load_sampled(model)
-    given = {"num_inference_steps": steps, "height": height, "width": width}
-    call = call if call is None else call | {name: value for name, value in given.items() if value is not None}
-    if call is None and (height or width):
-        raise CompileError(f"--height and --width are of a pipeline's image; {model} is a denoiser, give its call")
+    made, call = load_sampled(sampling.model)
+    if call is None and (sampling.height or sampling.width):
+        raise CompileError(
+            f"--height and --width are of a pipeline's image; {sampling.model} is a denoiser, give its call"
+        )
     looked_at: list[tuple[SampleOutcome, ...]] = []
 
     def observe(name: str, artefact: Any) -> None:
         if name == "layouts":
             looked_at.append(artefact)
 
-    mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
-    sampler = compile_sampler(
-        made, ranks_asked(world_size), example=call, cfg=cfg, stages=stages, patches=_patches(patches), mode=mode,
-        warmup=warmup, cluster=cluster, cost_model=cost_model, memory_limit=memory_limit, steps=steps,
-        objective=objective, observe=observe,
-    )  # fmt: skip
+    own = {"cost_model": cost_model, "steps": sampling.steps, "objective": objective, "observe": observe}
+    sampler = sampling.compiled(made, None if call is None else sampling.call(call), **own)
     print_wide(sample_table(looked_at[-1], top))
     print(sampler.plan.summary())
     if save is not None:
         print(f"plan in {sampler.plan.save(save)}")
 
 
+@planned
 def sample(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or module:factory of a pipeline")],
-    world_size: Ranks = None,
+    sampling: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="of an image; once for each")] = None,
-    steps: Steps = None,
-    height: Height = None,
-    width: Width = None,
     seed: Annotated[int, typer.Option(help="of the noise")] = 0,
-    cfg: Groups = None,
-    stages: Stages = None,
-    patches: Patches = None,
     plan: Annotated[Path | None, typer.Option(dir_okay=False, help="lower the plan of this file")] = None,
     save: Save = None,
-    displaced: Displaced = False,
-    warmup: Warmup = 4,
-    cluster: On = None,
-    memory_limit: Limit = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
     dump: Annotated[Path | None, typer.Option(file_okay=False, help="folder for every rank's graph")] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="image file for all images in a row")] = None,
@@ -105,28 +107,22 @@ def sample(
     """
     import torch
 
-    from fxpipe.sample_compiler import compile_sampler
-
-    pipe, call = load_pipeline(model)
-    given = {"prompt": prompt, "num_inference_steps": steps, "height": height, "width": width}
-    call |= {name: value for name, value in given.items() if value is not None}
-    console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False, markup=False, soft_wrap=True)
-    mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
-    layout = {"cfg": cfg, "stages": stages, "patches": _patches(patches), "plan": plan}
-    how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster, "memory_limit": memory_limit}
-    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
+    pipe, of_model = load_pipeline(sampling.model)
+    call, is_first = sampling.call(of_model, prompt=prompt), os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=not is_first, highlight=False, markup=False, soft_wrap=True)
+    sampler = sampling.compiled(pipe, call, plan=plan)
     console.print(str(sampler))
     console.print(str(sampler.simulate()))
     if verify:
         console.print(str(sampler.verify()))
     if dump is not None:
         sampler.dump(dump)
-    if save is not None and os.environ.get("RANK", "0") == "0":
+    if save is not None and is_first:
         console.print(f"plan in {sampler.plan.save(save)}")
     started = time.perf_counter()
     made = sampler.pipeline()(**call, generator=torch.Generator().manual_seed(seed))
     console.print(f"sampled in {time.perf_counter() - started:.1f} s")
-    if out is not None and os.environ.get("RANK", "0") == "0":
+    if out is not None and is_first:
         _row(made).save(out)
         console.print(f"images in {out}")
     sampler.close()

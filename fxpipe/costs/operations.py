@@ -58,10 +58,7 @@ class Operation(NamedTuple):
 
     def bound(self, device: torch.device) -> Callable[[], Any]:
         """Ready to be run on made-up tensors."""
-        leaves = [leaf.made_up(device) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten([_on(device, leaf) for leaf in leaves], self.spec)
+        placed = [device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves]
+        leaves = [leaf.made_up(device) if isinstance(leaf, Like) else leaf for leaf in placed]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return lambda: self.target(*args, **kwargs)
-
-
-def _on(device: torch.device, leaf: Any) -> Any:
-    return device if isinstance(leaf, torch.device) else leaf

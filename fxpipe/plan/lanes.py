@@ -12,7 +12,7 @@ what it waits for or has sent (`Turns`). So nothing that is started later comes 
 started, on any rank, and no rank can wait forever: of all messages that never arrive take the first. Whoever sends it
 has waited for earlier ones only, and in no batch that has a later one before it sends, for those end at what is sent;
 whoever receives it and waits, waits for a later one and has started it; and all batches before it, at both ends, have
-earlier messages only, which have arrived. `lane_check` runs this machine on programs.
+earlier messages only, which have arrived. `tests/lane_check.py` runs this machine on programs.
 """
 
 from collections import Counter

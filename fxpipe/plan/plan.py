@@ -14,27 +14,23 @@
 `Plan.parse` reads it back; `as_dict` and `from_dict` do it for JSON.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from fxpipe.errors import CompileError, ScheduleError
+from fxpipe.errors import CompileError
 from fxpipe.plan.explanation import Explanation, rivals
 from fxpipe.plan.plan_lines import (
     Read,
-    loaded,
+    SavedPlan,
     on_ranks,
     ranks_in,
     read_line,
     read_stages,
     read_target,
-    saved,
     schedule_from,
     stage_lines,
-    staged_from,
     target_line,
     text_parts,
 )
@@ -68,7 +64,7 @@ _PREDICTION = re.compile(r"(\S+) s, (\S+) idle, (\d+) bytes a rank, (\d+) bytes 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedPlan):
     """Stages on ranks, and the order of every form of the step.
 
     Args:
@@ -84,6 +80,9 @@ class Plan:
         notes: why it is so.
         outcomes: what else was considered; not part of the text.
     """
+
+    KIND: ClassVar[str] = f"plan of format {FORMAT}"
+    WRITER: ClassVar[str] = "`fxpipe tune --save`"
 
     fingerprint: str
     cluster: str
@@ -145,61 +144,28 @@ class Plan:
         """All but the orders."""
         return "\n".join([_head(self), *(f"  {line}" for line in _lines(self))])
 
-    @staticmethod
-    def parse(text: str) -> "Plan":
-        """Read `str(plan)` back.
+    @classmethod
+    def _of_text(cls, text: str) -> "Plan":
+        return _parse(text)
 
-        Raises:
-            CompileError: the text is no plan's; names the line.
-        """
-        try:
-            return _parse(text)
-        except CompileError:
-            raise
-        except ValueError as error:
-            raise CompileError(f"this plan's text has a number that is none: {error}") from None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        steady = None if self.steady is None else self.steady.text().split("\n")
-        plain = {
-            "staged": {f.name: getattr(self.staged, f.name) for f in fields(self.staged)},
-            "cut": vars(self.cut),
-            "step": self.step.text().split("\n"),
-            "steady": steady,
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "steady": None if self.steady is None else self.steady.text().split("\n"),
             "predicted": {form: vars(prediction) for form, prediction in self.predicted.items()},
             "outcomes": [vars(outcome) for outcome in self.outcomes],
         }
-        data: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **own, **plain}))
-        return data
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> "Plan":
-        """What `as_dict` gave.
-
-        Raises:
-            CompileError: the data are no plan's.
-        """
-        try:
-            return _from_dict(data)
-        except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
-            raise CompileError(
-                f"this is no plan of format {FORMAT}: {type(error).__name__}: {error}; `fxpipe tune --save` writes one"
-            ) from None
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON."""
-        return saved(path, self.as_dict())
-
-    @staticmethod
-    def load(path: str | Path) -> "Plan":
-        """Read a file that `save` wrote, or one with the text.
-
-        Raises:
-            CompileError: there is no such file, or it holds no plan.
-        """
-        return loaded(path, Plan.from_dict, Plan.parse, "`fxpipe tune --save`")
+    @classmethod
+    def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}")
+        return {
+            "steady": None if data["steady"] is None else schedule_from(data["steady"]),
+            "predicted": {form: Prediction(**numbers) for form, numbers in data["predicted"].items()},
+            "outcomes": tuple(Outcome(**outcome) for outcome in data["outcomes"]),
+            **{name: tuple(data[name]) for name in ("labels", "components", "notes")},
+        }
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
@@ -309,22 +275,3 @@ def _read(line: str, read: Read) -> None:
         read["form"].append((found[1], Prediction(float(seconds), float(idle), int(peak), int(wires))))
     else:
         raise CompileError(f"a plan has no line {line!r}; `print(plan)` shows what its lines look like")
-
-
-# -- JSON
-
-
-def _from_dict(data: Mapping[str, Any]) -> Plan:
-    if data["format"] != FORMAT:
-        raise ValueError(f"its format is {data['format']!r}")
-    made: dict[str, Any] = {
-        "staged": staged_from(data["staged"]),
-        "cut": PlannedCut(**data["cut"]),
-        "step": schedule_from(data["step"]),
-        "steady": None if data["steady"] is None else schedule_from(data["steady"]),
-        "predicted": {form: Prediction(**numbers) for form, numbers in data["predicted"].items()},
-        "outcomes": tuple(Outcome(**outcome) for outcome in data["outcomes"]),
-        **{name: tuple(data[name]) for name in ("labels", "components", "notes")},
-    }
-    rest = {f.name: data[f.name] for f in fields(Plan) if f.name not in made}
-    return Plan(**rest, **made)

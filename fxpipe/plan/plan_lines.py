@@ -9,11 +9,13 @@ rank 0: 0T0 0F0 0F1 3F0 ...
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Self
 
-from fxpipe.errors import CompileError
+from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 
@@ -23,23 +25,9 @@ _STAGE = re.compile(r"stage +\d+ on ranks? ([\d, ]+|none): (?:blocks (\d+)-(\d+)
 
 Read = dict[str, list[Any]]
 """What lines have said, by their kind."""
-T = TypeVar("T")
 
 
-class Targeted(Protocol):
-    """What a plan was made for."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def cluster(self) -> str: ...
-    @property
-    def cost_model(self) -> str: ...
-    @property
-    def cut(self) -> PlannedCut: ...
-
-
-def target_line(plan: Targeted, what: str) -> str:
+def target_line(plan: "SavedPlan", what: str) -> str:
     """Clusters with links of their own are TOML, here in one line."""
     cluster = plan.cluster.strip().replace("\n", "\\n")
     return f"for {cluster}, costs of {plan.cost_model or 'a model of its own'}, {what} {plan.fingerprint} in {plan.cut}"
@@ -102,40 +90,108 @@ def read_stages(read: Read) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...
     return (*starts, read["stage"][-1][2]), tuple(ranks for ranks, *_ in read["stage"])
 
 
-# -- JSON
-
-
-def staged_from(data: Mapping[str, Any]) -> Staged:
-    staged = dict(data)
-    staged["boundaries"] = tuple(map(int, staged["boundaries"]))
-    staged["recompute"] = tuple((int(start), int(stop)) for start, stop in staged["recompute"])
-    for name in ("stage_ranks", "frozen_ranks"):
-        staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
-    return Staged(**staged)
+# -- text, JSON data and files
 
 
 def schedule_from(lines: Sequence[str]) -> Schedule:
     return Schedule.parse("\n".join(lines))
 
 
-def saved(path: str | Path, data: Mapping[str, Any]) -> Path:
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
-    return Path(path)
+class SavedPlan(ABC):
+    """A plan, of training or of sampling, with a text that is read back, JSON data, and a file.
 
-
-def loaded(path: str | Path, from_dict: Callable[[Any], T], parse: Callable[[str], T], writer: str) -> T:
-    """What a file holds, as JSON or as text; `writer` is what writes one.
-
-    Raises:
-        CompileError: there is no such file, or it holds no plan.
+    `KIND` says what it is, `WRITER` what writes one.
     """
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CompileError(f"no plan in {path}: {error}; {writer} writes one") from None
-    try:
-        return from_dict(json.loads(text)) if text.lstrip().startswith("{") else parse(text)
-    except json.JSONDecodeError as error:
-        raise CompileError(f"{path} is no JSON: {error}; {writer} writes a plan") from None
-    except CompileError as error:
-        raise type(error)(f"{path}: {error}") from None
+
+    KIND: ClassVar[str]
+    WRITER: ClassVar[str]
+    fingerprint: str
+    cluster: str
+    cost_model: str
+    cut: PlannedCut
+    staged: Staged
+    step: Schedule
+
+    @classmethod
+    @abstractmethod
+    def _of_text(cls, text: str) -> Self: ...
+
+    @classmethod
+    @abstractmethod
+    def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of its fields that are no plain data; a wrong format is a ValueError."""
+
+    @abstractmethod
+    def _plain(self) -> dict[str, Any]:
+        """The inverse, and the format."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `str(plan)` back.
+
+        Raises:
+            CompileError: the text is no such plan's; names the line.
+        """
+        try:
+            return cls._of_text(text)
+        except CompileError:
+            raise
+        except (ValueError, ZeroDivisionError, IndexError) as error:
+            raise CompileError(f"this plan's text has a number that is none: {error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        staged = {f.name: getattr(self.staged, f.name) for f in fields(self.staged)}
+        plain = {"staged": staged, "cut": vars(self.cut), "step": self.step.text().split("\n"), **self._plain()}
+        data: dict[str, Any] = json.loads(json.dumps({**own, **plain}))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `as_dict` gave.
+
+        Raises:
+            CompileError: the data are no such plan's.
+        """
+        try:
+            own, staged = cls._of_data(data), dict(data["staged"])
+            staged["boundaries"] = tuple(map(int, staged["boundaries"]))
+            staged["recompute"] = tuple((int(start), int(stop)) for start, stop in staged["recompute"])
+            for name in ("stage_ranks", "frozen_ranks"):
+                staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
+            made: dict[str, Any] = {
+                **own,
+                "cut": PlannedCut(**data["cut"]),
+                "staged": Staged(**staged),
+                "step": schedule_from(data["step"]),
+            }
+            rest = {f.name: data[f.name] for f in fields(cls) if f.name not in made}  # type: ignore[arg-type]
+            return cls(**rest, **made)
+        except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
+            raise CompileError(
+                f"this is no {cls.KIND}: {type(error).__name__}: {error}; {cls.WRITER} writes one"
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that `save` wrote, or one with the text.
+
+        Raises:
+            CompileError: there is no such file, or it holds no such plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CompileError(f"no plan in {path}: {error}; {cls.WRITER} writes one") from None
+        try:
+            return cls.from_dict(json.loads(text)) if text.lstrip().startswith("{") else cls.parse(text)
+        except json.JSONDecodeError as error:
+            raise CompileError(f"{path} is no JSON: {error}; {cls.WRITER} writes a plan") from None
+        except CompileError as error:
+            raise type(error)(f"{path}: {error}") from None

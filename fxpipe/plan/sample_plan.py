@@ -19,25 +19,20 @@ A micro-batch is a patch of the samples that pass through stages together: of pa
 then those of the next ones. `SamplePlan.parse` reads it back; `as_dict` and `from_dict` do it for JSON.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from fxpipe.errors import CompileError, ScheduleError
+from fxpipe.errors import CompileError
 from fxpipe.plan.plan_lines import (
     Read,
-    loaded,
+    SavedPlan,
     read_line,
     read_stages,
     read_target,
-    saved,
-    schedule_from,
     stage_lines,
-    staged_from,
     target_line,
     text_parts,
 )
@@ -109,7 +104,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class SamplePlan:
+class SamplePlan(SavedPlan):
     """Samples in groups, stages on ranks, patches between bounds.
 
     Args:
@@ -129,6 +124,9 @@ class SamplePlan:
         expects: what is predicted, None where nobody has asked.
         considered: other layouts, the next best first, and what they would take or why they cannot be.
     """
+
+    KIND: ClassVar[str] = f"plan of a sampler, format {FORMAT}"
+    WRITER: ClassVar[str] = "`sampler.plan.save`"
 
     fingerprint: str
     cluster: str
@@ -182,71 +180,23 @@ class SamplePlan:
         """All but the order."""
         return "\n".join([_head(self), *(f"  {line}" for line in _lines(self))])
 
-    @staticmethod
-    def parse(text: str) -> "SamplePlan":
-        """Read `str(plan)` back.
+    @classmethod
+    def _of_text(cls, text: str) -> "SamplePlan":
+        return _parse(text)
 
-        Raises:
-            CompileError: the text is no such plan's; names the line.
-        """
-        try:
-            return _parse(text)
-        except CompileError:
-            raise
-        except (ValueError, ZeroDivisionError, IndexError) as error:
-            raise CompileError(f"this plan's text has a number that is none: {error}") from None
+    def _plain(self) -> dict[str, Any]:
+        expects = None if self.expects is None else vars(self.expects)
+        return {"format": FORMAT, "kind": "sampling", "how": vars(self.how), "expects": expects}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        staged = {f.name: getattr(self.staged, f.name) for f in fields(self.staged)}
-        plain: dict[str, Any] = {
-            "staged": staged,
-            "cut": vars(self.cut),
-            "how": vars(self.how),
-            "step": self.step.text().split("\n"),
+    @classmethod
+    def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if (data["format"], data["kind"]) != (FORMAT, "sampling"):
+            raise ValueError(f"its format is {data['format']!r}, its kind {data['kind']!r}")
+        return {
+            "how": How(**data["how"]),
+            "expects": None if data["expects"] is None else Expected(**data["expects"]),
+            **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
         }
-        plain["expects"] = None if self.expects is None else vars(self.expects)
-        data: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "kind": "sampling", **own, **plain}))
-        return data
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> "SamplePlan":
-        """What `as_dict` gave.
-
-        Raises:
-            CompileError: the data are no such plan's.
-        """
-        try:
-            if (data["format"], data["kind"]) != (FORMAT, "sampling"):
-                raise ValueError(f"its format is {data['format']!r}, its kind {data['kind']!r}")
-            made: dict[str, Any] = {
-                "staged": staged_from(data["staged"]),
-                "cut": PlannedCut(**data["cut"]),
-                "how": How(**data["how"]),
-                "step": schedule_from(data["step"]),
-                "expects": None if data["expects"] is None else Expected(**data["expects"]),
-                **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
-            }
-            return SamplePlan(**{f.name: data[f.name] for f in fields(SamplePlan) if f.name not in made}, **made)
-        except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
-            raise CompileError(
-                f"this is no plan of a sampler, format {FORMAT}: {type(error).__name__}: {error}; `sampler.plan.save` "
-                "writes one"
-            ) from None
-
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON."""
-        return saved(path, self.as_dict())
-
-    @staticmethod
-    def load(path: str | Path) -> "SamplePlan":
-        """Read a file that `save` wrote, or one with the text.
-
-        Raises:
-            CompileError: there is no such file, or it holds no such plan.
-        """
-        return loaded(path, SamplePlan.from_dict, SamplePlan.parse, "`sampler.plan.save`")
 
 
 def _head(plan: SamplePlan) -> str:
@@ -291,17 +241,8 @@ _PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
 
 def _parse(text: str) -> SamplePlan:
     summary, orders = text_parts(text)
-    read: Read = {
-        "for": [],
-        "stage": [],
-        "note": [],
-        "how": [],
-        "attention": [],
-        "rows": [],
-        "patch": [],
-        "expects": [],
-        "considered": [],
-    }
+    kinds = "for", "stage", "note", "how", "attention", "rows", "patch", "expects", "considered"
+    read: Read = {kind: [] for kind in kinds}
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or len(orders) != 1:
         raise CompileError(

@@ -59,15 +59,9 @@ class StepPlan:
     offloaded: bool = False
     gatherings: tuple[Gathering, ...] = ()
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """A call's tensors by program input; CompileError where names, shapes or types are not the compiled ones."""
-        tensors, size = self.tensors(args, kwargs)
-        if size != self.batch_size:
-            raise CompileError(f"{self._has(size)}: compile with batch_size={size}")
-        return tensors
-
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-        """The same for any number of samples, and that number."""
+        """A call's tensors by program input, of any number of samples, and that number; CompileError where names,
+        shapes or types are not the compiled ones."""
         tensors, size = self.inputs.bind(args, kwargs)
         return {name: tensors[argument].contiguous() for name, argument in self.input_names.items()}, size
 

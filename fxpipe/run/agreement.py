@@ -26,8 +26,7 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine
 
     Where all agree, ranks exchange sixteen bytes each, and it returns whether `mine_is` true on any of them.
     """
-    digest = hashlib.sha256(repr((method, parts)).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True), mine_is])
+    mine = torch.tensor([digest_of((method, parts)), mine_is])
     what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
     numbers = transport.all_gather(mine, what).wait()
     digests, others = torch.stack(numbers).unbind(1)
@@ -43,6 +42,11 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine
         if different:
             raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
     return True
+
+
+def digest_of(values: object) -> int:
+    """A number of 64 bits, the same in every process, that other values do not have."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little", signed=True)
 
 
 def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> None:

@@ -56,6 +56,7 @@ class Engine(Training):
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._accumulation, self._as_left = Accumulation(), False
         self._brought: StepPlan | None = None  # the one whose replicas have been told each other's values
+        self._num_writers = plan.world_size
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         self._own_samples: tuple[int, ...] | None = None
         self._all_reads: list[tuple[int, ...]] | None = None
@@ -182,10 +183,6 @@ class Engine(Training):
 
     def _is_at(self, rank: int) -> bool:
         return self.rank == rank
-
-    @property
-    def _num_writers(self) -> int:
-        return self._plan.world_size
 
     def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return owners(parameter)

@@ -1,20 +1,18 @@
 """What every engine reads: which samples of a batch are its own, and loaders of just those."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from fxpipe.errors import CompileError, RunError
-from fxpipe.plan.step import StepPlan
+from fxpipe.run.engine_base import EngineBase
 from fxpipe.run.loader import Loader
 
 
-class EngineData(ABC):
+class EngineData(EngineBase):
     """`_loaders` are those that were made, in order; `_positions` what was loaded for those still to be made."""
 
-    _plan: StepPlan
     _loaders: list[Loader]
     _positions: list[Mapping[str, Any]]
 
@@ -85,7 +83,3 @@ class EngineData(ABC):
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
         self._positions = list(states[len(self._loaders) :])
-
-    @abstractmethod
-    def _reads(self) -> Sequence[int]:
-        """The samples of a whole batch that are read in this process, by whichever form of the step."""

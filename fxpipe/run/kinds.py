@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fxpipe.capture.inputs import Batch, call_of
-from fxpipe.plan.outputs import Output, Parts
 from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.run.engine_data import EngineData
 from fxpipe.run.local_batch import LocalBatch, bound
 from fxpipe.run.read_ahead import ReadBatch
 
@@ -39,22 +39,13 @@ class Kinds:
     made: Callable[[Sequence[Any], Mapping[str, Any]], Kind]
 
 
-class EngineKinds(ABC):
+class EngineKinds(EngineData, ABC):
     """`_kind` is that of this engine's own batches, `_others` the engines of others."""
 
-    seed: int
-    step_index: int
-    num_samples: int
-    check_batches: bool
-    device: torch.device
-    _plan: StepPlan
     _kinds: Kinds | None
     _kind: str
     _others: "dict[str, EngineKinds]"
     _carried: Any  # what its last step has made for the next one
-    _loss_scale: torch.Tensor | None
-    _parts: Parts
-    _returned: Sequence[Output]
 
     def _bind(self, batch: Batch) -> ReadBatch:
         """A batch for the engine of its kind. A `LocalBatch` is of the first one: a rank may have no values of it."""
@@ -93,10 +84,6 @@ class EngineKinds(ABC):
         return self._others[kind]
 
     @abstractmethod
-    def samples(self, batch_size: int | None = None) -> tuple[int, ...]:
-        """The places in a batch of the samples that this rank reads."""
-
-    @abstractmethod
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         """A step on a batch of this engine's kind."""
 
@@ -107,7 +94,3 @@ class EngineKinds(ABC):
     @abstractmethod
     def _another(self, kind: Kind) -> "EngineKinds":
         """An engine over the same model for batches of another kind."""
-
-    @abstractmethod
-    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
-        """Collective: RunError where ranks have different values of these."""

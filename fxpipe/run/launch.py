@@ -20,7 +20,7 @@ def join(world_size: int) -> int | None:
     launched = world_size > 1 and os.environ.get("WORLD_SIZE") == str(world_size)
     if not launched or not {"MASTER_ADDR", "RANK"} <= os.environ.keys():
         return None
-    from fxpipe.run.transport.distributed import join_launch
+    from fxpipe.run.transport.launched import join_launch
 
     return join_launch()
 
@@ -50,6 +50,6 @@ def text_of_rank_zero(make: Callable[[], str]) -> str:
     Raises:
         RunError: rank 0 raised, or gave nothing in time.
     """
-    from fxpipe.run.transport.distributed import from_rank_zero
+    from fxpipe.run.transport.launched import from_rank_zero
 
     return from_rank_zero(make, _PLAN_SECONDS)

@@ -5,35 +5,17 @@ many steps.
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fxpipe.plan.block_graph import human_bytes
-from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import human_seconds
+from fxpipe.run.engine_base import EngineBase
 
 REFRESH_SECONDS = 0.25  # on a terminal; reading the loss waits for the device
-Sent = Mapping[tuple[int, int], int]
-
-
-class Trains(Protocol):
-    """What is asked of an engine."""
-
-    rank: int
-    device: torch.device
-    step_index: int
-    num_samples: int
-    """That it has trained on."""
-    _plan: StepPlan
-
-    @property
-    def bytes_sent(self) -> int:
-        """By this process, so far."""
-        ...
 
 
 class Live:
@@ -46,7 +28,7 @@ class Live:
     """
 
     def __init__(
-        self, engine: Trains, total: int | None = None, every: int = 10, console: Console | None = None
+        self, engine: EngineBase, total: int | None = None, every: int = 10, console: Console | None = None
     ) -> None:
         self._engine, self._total, self._every = engine, total, every
         self._console = console or Console(highlight=False)

@@ -1,12 +1,11 @@
 """All ranks as threads of this process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from fxpipe.plan.outputs import Parts
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.compiled import runnable
@@ -24,14 +23,13 @@ _TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0}
 class LocalEngine(Training):
     """All ranks in this process, on the model's own parameters."""
 
-    rank = 0
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
     _bytes_here = 0
 
     @property
     def bytes_sent(self) -> int:
-        return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())  # type: ignore[attr-defined]
+        return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())
 
     def _another(self, kind: Kind) -> "LocalEngine":
         given = self._model, kind.state, self.seed, self._shown, self._observe
@@ -85,39 +83,3 @@ class LocalEngine(Training):
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         used = {self._shown(name) for program in self._plan.programs for name in program.state}
         return {name: p for name, p in self._parameters.items() if name in used and p.requires_grad}
-
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type)
-
-    def _bring(self, dst: int | None, *asked: object) -> None:
-        pass
-
-    def _gathered(self, parts: Parts, dst: int) -> Parts:
-        return parts
-
-    def _is_at(self, rank: int) -> bool:
-        return True
-
-    _num_writers = 1
-
-    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        return ()
-
-    def _everyones(self, mine: Any) -> list[Any]:
-        return [mine]
-
-    def _on_any(self, mine: bool) -> bool:
-        return mine
-
-    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
-        pass
-
-    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
-        pass
-
-    def _reads(self) -> Sequence[int]:
-        return range(self._plan.batch_size)
-
-    def _prepare(self, forms: Sequence[StepPlan]) -> None:
-        pass

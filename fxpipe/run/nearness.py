@@ -44,7 +44,8 @@ class Distance:
         squares = {name: (_rms(g) ** 2) * g.numel() for name, g in expected.items()}
         apart = sum((found[name] * max(_rms(g), floor)) ** 2 * g.numel() for name, g in expected.items())
         together = math.sqrt(apart / total) if (total := sum(squares.values())) else 0.0
-        judged = {name: value for name, value in wide.outputs.items() if value.numel() > 1 and _is_inexact(value)}
+        many = {name: value for name, value in wide.outputs.items() if value.numel() > 1}
+        judged = {name: value for name, value in many.items() if value.is_floating_point() or value.is_complex()}
         beside = {name: _distance(step.outputs.get(name), value, 0.0) for name, value in judged.items()}
         return Distance(_distance(step.loss, wide.loss, 0.0), found, together, beside)
 
@@ -71,10 +72,6 @@ class Nearness:
             f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
             f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
         )
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _rms(tensor: torch.Tensor) -> float:

@@ -21,6 +21,7 @@ from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, T, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.read_ahead import version
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 from fxpipe.run.step_agreement import StepAgreement
 
@@ -255,12 +256,12 @@ class LaunchedRank(Ranks):
     def _agree_on_weights(self, state: Tensors) -> None:
         """Those that are new on some rank, also where only another rank's program reads them."""
         there = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
-        new = {name for name, tensor in there.items() if self._compared.get(tensor) != _version(tensor)}
+        new = {name for name, tensor in there.items() if self._compared.get(tensor) != version(tensor)}
         on_any = set[str]().union(*everyones(self._transport, new))
         if on_any:
             compared = {name: there[name] for name in sorted(on_any) if name in there}
             agree_on_state(self._transport, compared)
-            self._compared.update({tensor: _version(tensor) for tensor in compared.values()})
+            self._compared.update({tensor: version(tensor) for tensor in compared.values()})
 
 
 @dataclass
@@ -283,7 +284,3 @@ def _plan_of(step: Programs) -> str:
 def name_of(target: object) -> str:
     """The same in every process, where the text of a function has its address."""
     return getattr(target, "__qualname__", None) or str(target)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

@@ -7,7 +7,6 @@ A rank sees the gradients of what it trains alone. Were only those with an overf
 the model would be of different steps, and scales would differ from then on.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from fxpipe.capture import private
 from fxpipe.errors import RunError
-from fxpipe.plan.step import StepPlan
+from fxpipe.run.engine_base import EngineBase
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -56,12 +55,8 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
 
-class EngineScaler(ABC):
-    """`_loss_scale` is what losses are multiplied with now."""
-
-    device: torch.device
-    _plan: StepPlan
-    _loss_scale: torch.Tensor | None
+class EngineScaler(EngineBase):
+    """Scaled losses, as every engine offers them."""
 
     def scaler(self, **options: Any) -> GradScaler:
         """A `torch.amp.GradScaler` whose verdict is that of all ranks, enabled where gradients are in float16.
@@ -88,11 +83,3 @@ class EngineScaler(ABC):
                 "alone; use engine.scaler(), with the same options"
             )
         self._loss_scale = None if scaler is None else scaler.now
-
-    @abstractmethod
-    def _on_any(self, mine: bool) -> bool:
-        """Collective: whether it is so on any rank."""
-
-    @abstractmethod
-    def _require_open(self, call: str) -> None:
-        """RunError after `close`."""

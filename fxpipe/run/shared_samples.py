@@ -5,7 +5,6 @@
 What no other rank reads cannot be wrong in another way than on one device.
 """
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import Transport
-from fxpipe.run.agreement import checksum, everyones
+from fxpipe.run.agreement import checksum, digest_of, everyones
 from fxpipe.run.local_batch import said
 from fxpipe.run.read_ahead import Tensors
 
@@ -42,7 +41,7 @@ def agree_on_samples(
     own = reads[transport.rank]
     mine = [group for group in groups if transport.rank in group[1]]
     sums = {group: _sums(group[0], own, tensors, batched) for group in mine}
-    numbers = torch.tensor([_digest(sums[group]) if group in sums else 0 for group in groups])
+    numbers = torch.tensor([digest_of(sorted(sums[group].items())) if group in sums else 0 for group in groups])
     told = torch.stack(transport.all_gather(numbers, "every rank's samples of the batch").wait())
     if all(len(told[list(ranks), place].unique()) == 1 for place, (_, ranks) in enumerate(groups)):
         return
@@ -82,7 +81,3 @@ def _sums(samples: Sequence[int], own: Sequence[int], tensors: Tensors, batched:
     first, stop = places[0], places[-1] + 1
     rows = slice(first, stop) if len(places) == stop - first else places
     return {name: checksum(tensor[rows]) for name, tensor in tensors.items() if name in batched}
-
-
-def _digest(sums: Mapping[str, Any]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(sorted(sums.items())).encode()).digest()[:8], "little", signed=True)

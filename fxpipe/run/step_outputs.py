@@ -5,22 +5,17 @@ engine.outputs["mse"]               numbers: on every rank, as the loss is
 engine.gather_outputs()["pred"]     all of it, samples in their order: on one rank, from those that made it
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.outputs import Output, Parts
-from fxpipe.plan.step import StepPlan
+from fxpipe.run.engine_base import EngineBase
 
 
-class StepOutputs(ABC):
+class StepOutputs(EngineBase):
     """The outputs of the last step."""
-
-    _plan: StepPlan
-    _parts: Parts
-    _returned: Sequence[Output]  # what the plan of the last step says of them
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -43,18 +38,6 @@ class StepOutputs(ABC):
             raise RunError(f"gather_outputs(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
         parts = self._gathered(self._parts, dst)
         return put_together(self._returned, parts) if self._is_at(dst) else None
-
-    @abstractmethod
-    def _gathered(self, parts: Parts, dst: int) -> Parts:
-        """All ranks' parts on one rank."""
-
-    @abstractmethod
-    def _is_at(self, rank: int) -> bool:
-        """Whether this process runs that rank."""
-
-    @abstractmethod
-    def _require_open(self, call: str) -> None:
-        """RunError after `close`."""
 
 
 def put_together(outputs: Sequence[Output], parts: Parts) -> dict[str, torch.Tensor]:

@@ -9,15 +9,12 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.plan.step import StepPlan
+from fxpipe.run.engine_base import EngineBase
 from fxpipe.run.shared_model import state_copy
 
 
-class TrainedModel(ABC):
+class TrainedModel(EngineBase, ABC):
     """A model of which this process trains all, or a part."""
-
-    _model: nn.Module
-    _plan: StepPlan
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the model's own parameters that are trained in this process, by their names in the model."""
@@ -75,18 +72,27 @@ class TrainedModel(ABC):
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         """By the names the user knows."""
 
-    @abstractmethod
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
-        """Of the whole model's gradients."""
 
-    @abstractmethod
-    def _bring(self, dst: int | None, *asked: object) -> None:
-        """All trained values into the model of one rank, or of all."""
+class Unchanged:
+    """Whether a model is still the one that was compiled: adapters that are put into it later would train nothing.
 
-    @abstractmethod
-    def _is_at(self, rank: int) -> bool:
-        """Whether this process runs that rank."""
+    It is looked at in every step, which takes a millisecond for a thousand parameters.
+    """
 
-    @abstractmethod
-    def _require_open(self, call: str) -> None:
-        """RunError after `close`."""
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._trained = model, _trained(model)
+
+    def require(self) -> None:
+        """Raises RunError where it has other parameters by now, or others that are trained."""
+        now = _trained(self._model)
+        if now != self._trained:
+            other = sorted(n for n in now.keys() | self._trained.keys() if now.get(n) != self._trained.get(n))
+            raise RunError(
+                f"{len(other)} parameters of the model have come, gone, or are trained otherwise since it was compiled "
+                f"({other[0]}, ...), as with adapters that were added later: no program knows them; put them in first, "
+                "then compile"
+            )
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}

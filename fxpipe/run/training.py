@@ -26,7 +26,6 @@ from fxpipe.capture.inputs import Batch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
-from fxpipe.run.engine_data import EngineData
 from fxpipe.run.host_states import keep_on_host
 from fxpipe.run.kinds import EngineKinds, Kinds
 from fxpipe.run.live import Live
@@ -36,8 +35,7 @@ from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
 from fxpipe.run.step_outputs import StepOutputs
-from fxpipe.run.trained_model import TrainedModel
-from fxpipe.run.unchanged import Unchanged
+from fxpipe.run.trained_model import TrainedModel, Unchanged
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class _Carried:
     made: Any
 
 
-class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler, StepOutputs):
+class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs):
     """Steps and parameters. `seed` and `step_index` choose a step's random draws; set the index to resume."""
 
     def __init__(
@@ -296,28 +294,17 @@ class Training(TrainedModel, EngineData, EngineKinds, EngineSaves, EngineScaler,
         self._last_read = None
         self._readers.clear()
 
-    def _require_open(self, call: str) -> None:
-        if self._closed:
-            raise RunError(f"{call} after close(): call it before, or make another engine of the program")
-
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor], plan: StepPlan) -> None:
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    @abstractmethod
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
         """Called before a step with what it will run on, and whether its frozen work is done already."""
 
     def _bring_values(self, plan: StepPlan) -> None:
         """Called before a program runs: of what others have trained, it needs today's values."""
 
-    @property
-    @abstractmethod
-    def bytes_sent(self) -> int:
-        """Bytes that this process has sent since the engine was made."""
-
-    @abstractmethod
     def _prepare(self, forms: Sequence[StepPlan]) -> None:
         """Called once before the first of them runs."""
 

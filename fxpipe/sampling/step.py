@@ -11,12 +11,12 @@ from fxpipe.capture import Capture
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.trees import Returned
 from fxpipe.errors import CompileError
-from fxpipe.plan.lane_check import send_order
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.send_order import send_order
 from fxpipe.plan.transport import Channel
 from fxpipe.plan.unroll import Unrolled
 

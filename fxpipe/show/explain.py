@@ -63,14 +63,10 @@ def _balanced(ops: StepOps, busy: Sequence[float]) -> StepOps:
     """Every rank's work in the same time, the mean; what it does, and in which order, as before."""
     mean = sum(busy) / len(busy)
     ranks = [
-        [_lasting(op, ops, mean / of_rank) if op.kind == "run" and of_rank else op for op in row]
+        [op._replace(seconds=mean / of_rank * _seconds(op, ops)) if op.kind == "run" and of_rank else op for op in row]
         for row, of_rank in zip(ops.ranks, busy, strict=True)
     ]
     return replace(ops, ranks=ranks, seconds=dict.fromkeys(ops.seconds, 0.0))
-
-
-def _lasting(op: Op, ops: StepOps, factor: float) -> Op:
-    return op._replace(seconds=factor * _seconds(op, ops))
 
 
 def _seconds(op: Op, ops: StepOps) -> float:

@@ -116,7 +116,7 @@ class _Walk:
         self._handlers: dict[Any, Callable[[fx.Node], Any]] = {
             ops.draw: self._drawn,
             ops.slice_batch: self._slice,
-            ops.cat_batch: self._joined,
+            ops.cat_batch: lambda node: Buffer(self._meter, "carried", node.meta["val"].nbytes),
             ops.take: lambda node: self._values[node.all_input_nodes[0]].pop(node.args[1]),
             ops.constant: self._filled,
             ops.recv: self._filled,
@@ -203,9 +203,6 @@ class _Walk:
             return self._whole(name.removeprefix("next_"))
         takes = [user for user in node.users if user.target is ops.take]
         return {user.args[1]: Buffer(self._meter, "carried", user.meta["val"].nbytes) for user in takes} or None
-
-    def _joined(self, node: fx.Node) -> Buffer:
-        return Buffer(self._meter, "carried", node.meta["val"].nbytes)
 
     def _whole(self, key: str | int) -> Buffer:
         buffer = Buffer(self._meter, "inputs", self._whole_bytes[key])

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpipe.capture import Capture, private
 from fxpipe.capture.outputs import drop
+from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
 from passes.batch import rewrite
 from passes.batch.follow import Follow, depends_on_parameters, on_tensors
@@ -113,11 +114,7 @@ def _followed(capture: Capture) -> tuple[Follow, dict[str, str]]:
 
 def _behind(capture: Capture, node: fx.Node) -> list[str]:
     """The outputs that are given up because of a node: those made of it, all where the loss is made of it, too."""
-    made, pending = {node}, [node]
-    while pending:
-        new = [user for user in pending.pop().users if user not in made]
-        made.update(new)
-        pending += new
+    made = set(reached([node], lambda one: one.users))
     return [name for name, sink in capture.outputs.items() if sink in made or capture.result in made]
 
 
@@ -153,18 +150,12 @@ def _refusal(node: fx.Node, error: Mixed) -> CompileError:
 
 def _needed(results: Sequence[fx.Node], follow: Follow) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes that micro-batches hold, and those among them that the whole batch computes."""
-    needed, whole, pending = {*results}, set[fx.Node](), [*results]
-    while pending:
-        node = pending.pop()
-        if node in follow.whole:
-            whole.add(node)
-        if node in follow.whole or not on_tensors(node):
-            continue
-        for operand in node.all_input_nodes:
-            if operand not in needed:
-                needed.add(operand)
-                pending.append(operand)
-    return needed, whole
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if node not in follow.whole and on_tensors(node) else []
+
+    needed = set(reached(results, operands))
+    return needed, needed & follow.whole
 
 
 def parts_of_batch(capture: Capture) -> int:

@@ -4,13 +4,14 @@ arange(B)          whole batch, or counted within the micro-batch: both are open
 h[arange(B), ids]  only the second fits: go back and take it
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.reach import reached
 from passes.batch import composite, sums
 from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, bind, splits
 from passes.batch.rules import pointwise
@@ -55,7 +56,8 @@ class Follow:
 
     def _last_choice(self, failed: fx.Node, position: Mapping[fx.Node, int]) -> fx.Node:
         self._tries[failed] = self._tries.get(failed, 0) + 1
-        choices = [n for n in _ancestors(failed) if self._options.get(n)]
+        ancestors = reached(failed.all_input_nodes, lambda node: node.all_input_nodes)
+        choices = [node for node in ancestors if self._options.get(node)]
         if not choices or self._tries[failed] > _TRIES:
             assert self._why is not None
             raise self._why
@@ -167,13 +169,3 @@ def depends_on_parameters(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if depends:
             found.add(node)
     return found
-
-
-def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    seen, pending = {node}, [node]
-    while pending:
-        for operand in pending.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-                yield operand

@@ -32,10 +32,6 @@ def _pad_count(call: RuleCall, ndim: int) -> int:
     return max((i // 2 + 1 for i, p in enumerate(pad) if p != 0), default=0)
 
 
-def _normalized(call: RuleCall, ndim: int) -> int:
-    return len(call.arguments["normalized_shape"])
-
-
 # Operations on the last one, two or three dimensions, as their names say.
 _SPATIAL = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
@@ -77,7 +73,9 @@ RULES: dict[str, Rule] = {
         "replication_pad3d _pad_circular",
         trailing(_pad_count),
     ),
-    **_names("layer_norm rms_norm native_layer_norm", trailing(_normalized)),
+    **_names(
+        "layer_norm rms_norm native_layer_norm", trailing(lambda call, ndim: len(call.arguments["normalized_shape"]))
+    ),
     **_names("max_unpool2d max_unpool3d", trailing(lambda call, ndim: _spatial(call, ndim) + 1, ("indices",))),
     **_names("pixel_shuffle pixel_unshuffle", trailing(lambda call, ndim: 3)),
     **_names(

@@ -1,17 +1,21 @@
 """Ways to train one step on the same machines, all through one simulator: baselines beside fxpipe's plans.
 
 contest       of a contestant's settings the best that fits      baselines  DDP, ZeRO-3, GPipe, 1F1B, by their best
-data_parallel DDP as a schedule                                  ours       fxpipe's plans, unfilled and filled
-zero          ZeRO-3: its ops, states spread over ranks          fillers    one plan, its idle time filled in every way
-published     fillers of others
+data_parallel DDP as a schedule                                  fillers    one plan, its idle time filled in every way
+zero          ZeRO-3: its ops, states spread over ranks          published  fillers of others
 """
 
-from fxpipe.show.comparison import Contestant
+from dataclasses import replace
+
+from fxpipe.show.comparison import OURS, Contestant
 from passes.case import Case
 from passes.comparison.baselines import baselines
+from passes.comparison.contest import contestant
 from passes.comparison.fillers import fillers
-from passes.comparison.ours import ours
+from passes.step_ops import step_ops
+from passes.tuner.plans import tuned
 from passes.tuner.request import Request
+from passes.tuner.search import Found
 
 __all__ = ["baselines", "compare", "fillers", "ours"]
 
@@ -23,3 +27,23 @@ def compare(case: Case, request: Request) -> list[Contestant]:
         CompileError: fewer samples than ranks, or no plan fits into memory.
     """
     return [*baselines(case), *ours(case, request)]
+
+
+def ours(case: Case, request: Request) -> list[Contestant]:
+    """What `fxpipe.compile` would run: with each step doing its own frozen work, and where something is frozen the plan
+    that is free to look ahead, too.
+
+    Raises:
+        CompileError: nothing fits.
+    """
+    found = [_contestant(case, OURS, tuned(case, replace(request, fill="none")))]
+    if case.frozen.names:
+        found.append(_contestant(case, f"{OURS}, filled", tuned(case, request)))
+    return found
+
+
+def _contestant(case: Case, name: str, found: Found) -> Contestant:
+    best = found.best
+    assert best.simulated is not None
+    ops = step_ops(case, best.placed, best.simulated.schedule, best.sizes(case))
+    return contestant(case, name, str(best.outcome), ops)

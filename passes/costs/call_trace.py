@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import private
+from fxpipe.capture.reach import reached
 from fxpipe.costs.calls import Call
 
 Autocast = tuple[str, torch.dtype, bool] | None
@@ -173,15 +174,6 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a result's gradient gets to: itself, where an operation returns its operand."""
     if tensor.requires_grad and tensor.grad_fn is None:
         return [tensor]
-    found: list[torch.Tensor] = []
-    seen: set[Any] = set()
-    pending = [tensor.grad_fn]
-    while pending:
-        function = pending.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if hasattr(function, "variable"):
-            found.append(function.variable)
-        pending += [following for following, _ in function.next_functions]
-    return found
+    first: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    functions = reached(first, lambda one: [following for following, _ in one.next_functions if following is not None])
+    return [function.variable for function in functions if hasattr(function, "variable")]

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.reach import reached
 from passes.costs.operations import Operations
 
 Place = tuple[str, int]
@@ -35,17 +36,11 @@ class GradientFlow:
 
     def weights_behind(self, values: Iterable[str], nodes: Collection[str]) -> set[str]:
         """The parameters' placeholders that get a gradient from some of `values` by way of `nodes` alone."""
-        found: set[str] = set()
-        seen: set[Place] = set()
-        pending = [(name, 0) for name in values]
-        while pending:
-            place = pending.pop()
-            if place[0] in self.trained:
-                found.add(place[0])
-            elif place not in seen and place[0] in nodes:
-                seen.add(place)
-                pending += self.sources.get(place, ())
-        return found
+
+        def behind(place: Place) -> Iterable[Place]:
+            return self.sources.get(place, ()) if place[0] in nodes and place[0] not in self.trained else ()
+
+        return {name for name, _ in reached([(name, 0) for name in values], behind) if name in self.trained}
 
 
 def gradient_flow(capture: Capture) -> GradientFlow:

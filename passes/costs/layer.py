@@ -42,11 +42,6 @@ class Layer:
             )
 
     @staticmethod
-    def affine(name: str, launch_seconds: float, sample_seconds: float) -> "Layer":
-        """A layer of `launch_seconds` and `sample_seconds` for every sample."""
-        return Layer(name, ((1, launch_seconds + sample_seconds), (2, launch_seconds + 2 * sample_seconds)))
-
-    @staticmethod
     def measured(name: str, seconds: Mapping[int, float], most: int | None = None) -> "Layer":
         """A layer from seconds by sample count; where more samples took less time, the longer time holds."""
         sizes = sorted(seconds)

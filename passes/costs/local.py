@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.reach import reached
 from fxpipe.plan.block_graph import is_size
 
 STATE_KINDS = ("parameter", "buffer", "constant")
@@ -20,14 +21,13 @@ def with_local(
     capture: Capture, names: Iterable[str], local: Collection[str], given: Collection[str] = ()
 ) -> list[str]:
     """These operations and the local ones that they need, in order; those in `given` are made elsewhere."""
-    wanted, pending = set[str](), list(names)
-    while pending:
-        name = pending.pop()
-        if name not in wanted and not is_size(capture.nodes[name].meta["val"]):
-            wanted.add(name)
-            read = (n.name for n in capture.nodes[name].all_input_nodes if n.op == "call_function")
-            pending += [n for n in read if n in local and n not in given]
-    return sorted(wanted, key=capture.places.__getitem__)
+
+    def needs(name: str) -> list[str]:
+        read = (n for n in capture.nodes[name].all_input_nodes if n.op == "call_function" and n.name in local)
+        return [n.name for n in read if n.name not in given and not is_size(n.meta["val"])]
+
+    starts = [name for name in names if not is_size(capture.nodes[name].meta["val"])]
+    return sorted(reached(starts, needs), key=capture.places.__getitem__)
 
 
 def owners_reading(values: Iterable[fx.Node], owners: Mapping[str, T], without: Collection[fx.Node] = ()) -> set[T]:

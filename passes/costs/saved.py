@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture, private
+from fxpipe.capture.reach import reached
 from fxpipe.capture.sizes import expression
 from passes.costs.call_trace import Line
 from passes.costs.operations import Operations
@@ -52,14 +53,8 @@ def saved_activations(capture: Capture, device: torch.device | str = "cpu") -> S
 
 def _differentiated(loss: fx.Node) -> set[fx.Node]:
     """The nodes that a gradient of the loss flows through."""
-    found: set[fx.Node] = set()
-    pending = [loss]
-    while pending:
-        node = pending.pop()
-        if node not in found and node.meta["requires_grad"]:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    starts = [loss] if loss.meta["requires_grad"] else []
+    return set(reached(starts, lambda node: [n for n in node.all_input_nodes if n.meta["requires_grad"]]))
 
 
 class _Ledger:

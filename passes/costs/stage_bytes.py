@@ -136,10 +136,6 @@ class UnitBytes:
     # -- backward
 
     @cached_property
-    def _ends(self) -> set[int]:
-        return {*self.trace.input_gradients.values(), *self.trace.weight_gradients}
-
-    @cached_property
     def _late(self) -> tuple[list[Kernel], list[Kernel], set[int]]:
         """Kernels for gradients of values, those for weights' alone, and what the latter take of before."""
         wanted, first = set(self.trace.input_gradients.values()), []
@@ -161,7 +157,8 @@ class UnitBytes:
             first, late, kept = self._late
             free = {s for s in self.saved if s not in self._names or self._names[s] in given_up}
             made_saved = free & (self.made_forward | set(self.trace.argument))
-            kernels, stay = self.trace.backward, self._ends
+            kernels = self.trace.backward
+            stay = {*self.trace.input_gradients.values(), *self.trace.weight_gradients}
             if part == "I":
                 kernels, stay = first, set(self.trace.input_gradients.values()) | kept
             if part == "W":

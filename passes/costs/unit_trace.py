@@ -8,7 +8,7 @@ a unit lies in a row, weight gradients have memory of their own, runs that are r
 of the backward that needs them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from fxpipe.capture.reach import reached
 from fxpipe.capture.sizes import concrete
 from passes.costs.call_trace import CallTrace, Kernel, Line, Made
 from passes.costs.operations import Operations, Place
@@ -231,11 +232,11 @@ class _Builder:
         """
         maker = {s: place for place, kernel in enumerate(self.unit.forward) for s in kernel.makes}
         saved, wanted = self._saved(maker)
-        needed, pending = set[int](), [s for s in wanted if s not in saved and s in maker]
-        while pending:
-            if (place := maker[pending.pop()]) not in needed:
-                needed.add(place)
-                pending += [s for s in self.unit.forward[place].reads if s in maker and s not in saved]
+
+        def makers(storages: Iterable[int]) -> list[int]:
+            return [maker[s] for s in storages if s in maker and s not in saved]
+
+        needed = set(reached(makers(wanted), lambda place: makers(self.unit.forward[place].reads)))
         copies = {s: self.unit.new(self.unit.lines[s]) for place in needed for s in self.unit.forward[place].makes}
         self.unit.again.update(copies.values())
         done: set[int] = set()

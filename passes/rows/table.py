@@ -13,16 +13,11 @@ from passes.operations import (
     VIEWS,
 )
 from passes.rows import products, rules, stretches, views, windows
-from passes.rows.layout import RowCall
 from passes.rows.rules import Rule, trailing
 
 
 def _names(text: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(text.split(), rule)
-
-
-def _normalized(call: RowCall) -> int:
-    return len(call.arguments["normalized_shape"])
 
 
 RULES: dict[str, Rule] = {
@@ -41,7 +36,7 @@ RULES: dict[str, Rule] = {
     **_names("cat concat", stretches.cat),
     **_names("sum mean", rules.reduction),
     **_names("linalg_vector_norm norm", rules.norm),
-    **_names("layer_norm rms_norm native_layer_norm", trailing(_normalized)),
+    **_names("layer_norm rms_norm native_layer_norm", trailing(lambda call: len(call.arguments["normalized_shape"]))),
     **_names("linear view_as_complex", trailing(lambda call: 1)),
     **_names("view_as_real", trailing(lambda call: 0)),
     **_names("conv1d conv2d conv3d", windows.convolution),

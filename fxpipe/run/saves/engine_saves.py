@@ -4,15 +4,15 @@ engine.save("run", optimizer, scheduler=scheduler)         run/step-200     each
 engine.load("run", optimizer, scheduler=scheduler)         the newest that is whole, into any layout
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe.errors import RunError
+from fxpipe.run.engine_base import EngineBase
 from fxpipe.run.saves import folders
 from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
 from fxpipe.run.saves.contents import contents
@@ -21,14 +21,9 @@ from fxpipe.run.saves.run import Progress, RandomState, Run, Stateful
 from fxpipe.run.saves.writing import Writing, not_written
 
 
-class EngineSaves(ABC):
+class EngineSaves(EngineBase):
     """What a run needs to survive."""
 
-    rank: int
-    seed: int
-    step_index: int
-    device: torch.device
-    _model: nn.Module
     _writing: Writing | None = None
 
     def save(
@@ -155,25 +150,6 @@ class EngineSaves(ABC):
         writing, self._writing = self._writing, None
         if writing is not None:
             on_all(lambda fault: [fault], writing.require, not_written(folders.final(writing.folder).name))
-
-    @property
-    @abstractmethod
-    def _num_writers(self) -> int: ...
-
-    @abstractmethod
-    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The ranks that train it; none where all processes do."""
-
-    @abstractmethod
-    def _everyones(self, mine: Any) -> list[Any]:
-        """Collective: what every rank gave, on every rank."""
-
-    @abstractmethod
-    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
-        """Collective: RunError unless all ranks make this call with these values."""
-
-    @abstractmethod
-    def _require_open(self, call: str) -> None: ...
 
     @abstractmethod
     def _is_ahead(self, loader: object) -> bool:

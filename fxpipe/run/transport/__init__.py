@@ -185,10 +185,6 @@ class InProcessTransport:
     def abort(self, error: BaseException) -> None:
         self._mail.fail(failure_text(self.rank, self._action, error), error)
 
-    def barrier(self) -> None:
-        self.gather_object(None)
-        self.broadcast_object(None)
-
     def broadcast_object(self, value: T, src: int = 0) -> T:
         if self.rank != src:
             received: T = self._take_object(src)

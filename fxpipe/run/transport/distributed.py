@@ -1,7 +1,7 @@
 """Ranks as processes: the transport over torch.distributed (gloo on CPUs, NCCL on GPUs).
 
 On gloo all messages go through one process group, each with a tag of its own; NCCL has no tags, and communicators take
-their place (`grouped`). No other file imports torch.distributed.
+their place (`grouped`). No other folder imports torch.distributed.
 
 Seen on torch 2.13's gloo, and relied on here:
 - `isend` never blocks, whatever the size; data move when the receiver has posted, so a send waited for is received.
@@ -17,9 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +27,7 @@ from fxpipe.plan.lanes import NUM_OWN, SendOrder
 from fxpipe.plan.transport import Channel, Pending, T
 from fxpipe.run.transport import MAX_EDGES, describe, message_tag, num_bytes, owned
 from fxpipe.run.transport.grouped import Coming, Grouped, Started, begun
+from fxpipe.run.transport.launched import Launch
 from fxpipe.run.transport.watchdog import Watchdog
 
 COPIED_AT_ONCE = 64  # tensors: some hundred MB of a U-Net
@@ -38,89 +37,6 @@ _num_transports = itertools.count()  # made by this process: every transport has
 
 _Sent = tuple[Started, torch.Tensor, int, str]
 """A send, its tensor, which must be there until it is waited for, the receiver, and what it is."""
-
-_stores: dict[tuple[str, int], Any] = {}
-"""The launch's store, by its address: a process connects to it once, for its host may not listen twice."""
-_num_shared = itertools.count()
-_JOIN_TIMEOUT = timedelta(seconds=300)
-"""How much later than another a process of a launch may come: they import and load their models first."""
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """What torchrun, or whoever set its variables, says about this process."""
-
-    rank: int
-    world_size: int
-    address: tuple[str, int]
-    attempt: str
-    launcher_hosts: bool
-
-    @staticmethod
-    def from_environment() -> "_Launch":
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise FxpipeError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node N")
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), address, attempt, launcher_hosts)
-
-    def store(self, name: str, timeout: timedelta) -> Any:
-        """The launch's store, with keys of their own for `name`. Rank 0 is its host where nobody else is."""
-        if self.address not in _stores:
-            _stores[self.address] = dist.TCPStore(  # type: ignore[attr-defined]
-                *self.address, self.world_size, timeout=timeout, wait_for_workers=False,
-                is_master=self.rank == 0 and not self.launcher_hosts and not dist.is_initialized(),
-            )  # fmt: skip
-        return dist.PrefixStore(f"fxpipe/{self.attempt}/{name}", _stores[self.address])  # type: ignore[attr-defined]
-
-
-def join_launch() -> int:
-    """This process's rank, connected to the launch's store, so that a rank 0 that is gone from now on is missed.
-
-    Raises:
-        RunError: there is no rank 0 to connect to.
-    """
-    launch = _Launch.from_environment()
-    try:
-        launch.store("join", _JOIN_TIMEOUT)
-    except RuntimeError as error:
-        where = ":".join(map(str, launch.address))
-        raise RunError(f"no rank 0 at {where} after {_JOIN_TIMEOUT}: {str(error).splitlines()[0]}") from None
-    return launch.rank
-
-
-def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
-    """Collective over the ranks of a launch: what `make` gives on rank 0, where alone it is called.
-
-    Raises:
-        RunError: rank 0 raised, which it does itself, or gave nothing in time.
-    """
-    launch = _Launch.from_environment()
-    store = launch.store(f"shared/{next(_num_shared)}", timedelta(seconds=timeout_seconds))
-    if launch.rank == 0:
-        try:
-            text = make()
-        except BaseException as error:
-            store.set("text", f"-{type(error).__name__}: {error}")
-            raise
-        store.set("text", f"+{text}")
-        with suppress(RuntimeError):  # who has not come by then will not
-            store.wait([f"read/{rank}" for rank in range(1, launch.world_size)], _JOIN_TIMEOUT)
-        return text
-    start = time.monotonic()
-    try:
-        store.wait(["text"], timedelta(seconds=timeout_seconds))
-        found = str(store.get("text").decode())
-        store.set(f"read/{launch.rank}", "")
-    except RuntimeError as error:
-        if time.monotonic() - start >= timeout_seconds:
-            raise RunError(f"waited {timeout_seconds:g} s for rank 0's plan") from None
-        raise RunError(f"lost rank 0 before it gave its plan: {str(error).splitlines()[0]}") from None
-    if found.startswith("-"):
-        raise RunError(f"rank 0 has no plan: {found[1:]}")
-    return found[1:]
 
 
 class DistributedTransport:
@@ -136,7 +52,7 @@ class DistributedTransport:
         self, device: torch.device | str | None = None, timeout_seconds: float = 300.0,
         heartbeat_seconds: float = 1.0, lost_after_seconds: float = 15.0, num_own: int | None = None,
     ) -> None:  # fmt: skip
-        self.device, launch = _resolve(device), _Launch.from_environment()
+        self.device, launch = _resolve(device), Launch.from_environment()
         self.rank, self.world_size = rank, world_size = launch.rank, launch.world_size
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
         store = launch.store(f"{next(_num_transports)}", self._timeout)
@@ -338,10 +254,6 @@ class DistributedTransport:
     def abort(self, error: BaseException) -> None:
         self._watchdog.report(error)
 
-    def barrier(self) -> None:
-        with self._named("all ranks at a barrier", None):
-            dist.barrier(self._control)
-
     def broadcast_object(self, value: T, src: int = 0) -> T:
         values = [value]
         with self._named(f"an object from rank {src}", src):
@@ -401,7 +313,7 @@ class DistributedTransport:
     def _turn(self, edge: int | None) -> Callable[[], None]:
         """What to do before a wait for a message or a reduction of this form, or at the end of the form."""
         if self._grouped is None:
-            return _nothing
+            return lambda: None
         start = self._grouped.turn(edge)
 
         def turn() -> None:
@@ -450,10 +362,6 @@ class DistributedTransport:
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[dict[int, list[torch.Tensor]]]:

@@ -6,7 +6,7 @@
              turn       before the rank waits: a batch of all that is due, sends and receives, in the send order
 
 So receives on the shared communicator may start before the program posts them, and never later than the order allows;
-`fxpipe.plan.lane_check` runs programs on the same `Turns`. Work in flight ends where a rank waits for it.
+`tests/lane_check.py` runs programs on the same `Turns`. Work in flight ends where a rank waits for it.
 """
 
 import math
@@ -136,7 +136,7 @@ class Grouped:
     def send(self, tensor: torch.Tensor, dst: int, edge: int, tag: int) -> Started:
         channel = self._rank, dst
         if channel in self._own:
-            return _one(dist.isend, tensor, dst, self._own[channel], tag)
+            return begun(dist.isend(tensor, dst, group=self._own[channel], tag=tag))
         going, position = Coming(buffer=tensor), self._position(edge, channel)
         self._outgoing[position] = going, dst, tag
         self._turns.send(position)
@@ -146,7 +146,7 @@ class Grouped:
         channel = src, self._rank
         if channel in self._own:
             buffer = torch.empty(shape, dtype=dtype, device=self._device)
-            return Coming(_one(dist.irecv, buffer, src, self._own[channel], tag), buffer)
+            return Coming(begun(dist.irecv(buffer, src, group=self._own[channel], tag=tag)), buffer)
         self._position(edge, channel)
         return self._received.pop(edge, None) or self._received.setdefault(edge, Coming())
 
@@ -184,12 +184,6 @@ class Grouped:
         one = self._received.pop(message.edge, None) or self._received.setdefault(message.edge, Coming())
         one.buffer = buffer
         return one
-
-
-def _one(
-    op: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int
-) -> dist.Work:
-    return begun(op(tensor, peer, group=group, tag=tag))
 
 
 def _started(ops: list[dist.P2POp]) -> list[dist.Work]:

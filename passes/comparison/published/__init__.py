@@ -4,7 +4,7 @@
     rank 1  |##|----|########|----|            each takes layers that fit on all of its ranks' samples
 
 choose     greedy: the longest combination of layers in each bubble; exact: the least tail of all such combinations
-bubbles    idle time of several ranks         spans   what can be chosen         write   the choices as pieces
+spans      idle time of several ranks, and what can be chosen for it
 """
 
 from dataclasses import replace

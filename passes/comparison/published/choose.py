@@ -10,14 +10,30 @@ exact     the least tail of all such choices: dynamic programming over bubbles
 
 Of the combinations, those that leave room for another whole layer of the component that is cut are passed over: the
 whole layer keeps the ranks busy at least as long as a part of it.
+
+    bubble of ranks 0 1: vae layers 0:3 on all 16 samples          rank 0: vae[0:3] x 0:8
+    tail: the rest, on all ranks                              ->   rank 1: vae[0:3] x 8:16   ...
+
+A run of layers starts on all its ranks at once, when the longest piece of the run before has ended.
 """
 
+from collections.abc import Sequence
+from math import inf
+
 from fxpipe.errors import CompileError
-from passes.comparison.published.bubbles import Bubble, common_bubbles
-from passes.comparison.published.spans import Choice, State, after, choices, initial, tail_seconds
-from passes.comparison.published.write import write
+from passes.comparison.published.spans import (
+    Bubble,
+    Choice,
+    State,
+    after,
+    choices,
+    common_bubbles,
+    initial,
+    tail_seconds,
+    width,
+)
 from passes.fill.problem import FillProblem
-from passes.fill.result import Fill
+from passes.fill.result import Fill, Piece, make_fill
 
 Chosen = tuple[tuple[Bubble, Choice], ...]
 
@@ -26,7 +42,7 @@ _MOST_STATES = 20_000
 
 def greedy(problem: FillProblem) -> Fill:
     """The longest choice of every bubble; the tail runs layer after layer on all ranks."""
-    return write(problem, "greedy", greedy_choices(problem))
+    return _written(problem, "greedy", greedy_choices(problem))
 
 
 def greedy_choices(problem: FillProblem) -> Chosen:
@@ -60,7 +76,7 @@ def exact(problem: FillProblem) -> Fill:
                 f"{len(states)} states after the bubble at {bubble.start_seconds:.6g} s; the exact filler is for few "
                 'components: use "greedy" or "per-device"'
             )
-    return write(problem, "exact", states[min(states, key=lambda state: tail_seconds(problem, state))])
+    return _written(problem, "exact", states[min(states, key=lambda state: tail_seconds(problem, state))])
 
 
 def _undominated(states: dict[State, Chosen]) -> dict[State, Chosen]:
@@ -73,3 +89,57 @@ def _undominated(states: dict[State, Chosen]) -> dict[State, Chosen]:
         if not any(all(a >= b for a, b in zip(other[1:], state[1:], strict=True)) for other in reversed(kept)):
             kept.append(state)
     return {state: states[state] for state in kept}
+
+
+def _written(problem: FillProblem, method: str, chosen: Sequence[tuple[Bubble, Choice]]) -> Fill:
+    """The fill that makes these choices, and leaves the rest to the tail."""
+    ranks: list[list[Piece]] = [[] for _ in range(problem.num_ranks)]
+    state = initial(problem)
+    for bubble, choice in chosen:
+        _write_choice(problem, ranks, state, bubble, choice)
+        state = after(problem, state, bubble, choice)
+    rest = tuple(len(c.layers) - layer for c, (layer, _) in zip(problem.components, state, strict=True))
+    tail = Bubble(problem.pipeline_seconds, inf, tuple(range(problem.num_ranks)))
+    _write_choice(problem, ranks, state, tail, Choice(rest, None, 0.0))
+    return make_fill(problem, method, False, ranks)
+
+
+def _write_choice(
+    problem: FillProblem, ranks: Sequence[list[Piece]], state: State, bubble: Bubble, choice: Choice
+) -> None:
+    now, batch = bubble.start_seconds, problem.batch_size
+    for component, ((layer, done), count) in enumerate(zip(state, choice.counts, strict=True)):
+        if count and done:
+            now = _write_run(problem, ranks, bubble, now, component, (layer, layer + 1), (done, batch))
+            layer, count = layer + 1, count - 1
+        if count:
+            now = _write_run(problem, ranks, bubble, now, component, (layer, layer + count), (0, batch))
+    if choice.partial is not None:
+        component, size = choice.partial
+        layer, done = after(problem, state, bubble, Choice(choice.counts, None, 0.0))[component]
+        samples = done, done + size * width(problem, component, bubble.ranks)
+        _write_run(problem, ranks, bubble, now, component, (layer, layer + 1), samples)
+
+
+def _write_run(
+    problem: FillProblem,
+    ranks: Sequence[list[Piece]],
+    bubble: Bubble,
+    start: float,
+    component: int,
+    layers: tuple[int, int],
+    samples: tuple[int, int],
+) -> float:
+    """One piece per rank that shares the run; returns when the longest ends."""
+    ways = width(problem, component, bubble.ranks)
+    usable = [rank for rank in bubble.ranks if rank in problem.ranks_of(component)][:ways]
+    size, larger = divmod(samples[1] - samples[0], ways)
+    end, first = start, samples[0]
+    for place, rank in enumerate(usable):
+        last = first + size + (place < larger)
+        if last > first:
+            seconds = sum(table[last - first] for table in problem.seconds[component][slice(*layers)])
+            ranks[rank].append(Piece(component, *layers, first, last, start, start + seconds))
+            end = max(end, start + seconds)
+        first = last
+    return end

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fxpipe.errors import CompileError
 from fxpipe.plan import ops
 from fxpipe.plan.lanes import Lanes, SendOrder, Turns
 from fxpipe.plan.program_check import RankGraph
-from fxpipe.plan.rank_program import Message
 from fxpipe.plan.transport import Channel
 
 Lane = str | Channel
@@ -37,34 +35,6 @@ def check_lanes(programs: Sequence[RankGraph], lanes: Lanes, order: SendOrder) -
     """The faults of all ranks' programs of one form on these communicators; empty when they are right."""
     faults = [fault for program in programs for fault in _order_faults(program, order)]
     return faults or list(_stuck({p.rank: deque(_steps(p, lanes, order)) for p in programs}, lanes, order))
-
-
-def send_order(programs: Sequence[RankGraph], messages: Sequence[Message]) -> SendOrder:
-    """The order in which one run of all programs sends; what a step before has posted is there.
-
-    Raises:
-        CompileError: the run stops.
-    """
-    waiting, sent = [deque(_messages(program)) for program in programs], dict[int, None]()
-    moved = True
-    while moved:
-        moved = False
-        for nodes in waiting:
-            while nodes and (nodes[0].target is ops.send or _edge(nodes[0]) in sent):
-                node = nodes.popleft()
-                if node.target is ops.send:
-                    sent[_edge(node)] = None
-                moved = True
-    if any(waiting):
-        raise CompileError("the programs of the ranks wait for each other; please report this")
-    return SendOrder.of(messages, list(sent))
-
-
-def _messages(program: RankGraph) -> Iterator[fx.Node]:
-    """Sends, and waits for what was posted in this program."""
-    for node in program.graph.nodes:
-        if node.target is ops.send or (node.target is ops.wait and _posted(node).target is ops.recv):
-            yield node
 
 
 def _posted(node: fx.Node) -> Any:

@@ -1,0 +1,81 @@
+"""What the parts of an engine share: its state, and what it asks of all ranks.
+
+    engine.gather_outputs()    _gathered       one process that runs all ranks has them all: `EngineBase`
+                                               one rank is sent what others have made:       `Engine`
+
+The answers here are those of one process that runs all ranks; an engine of one rank gives every one anew.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.plan.outputs import Output, Parts
+from fxpipe.plan.step import StepPlan
+
+
+class EngineBase:
+    """`_loss_scale` is what losses are multiplied with now; `_parts` are what the last step has made of what forward
+    returns beside the loss, `_returned` what its plan says of that."""
+
+    rank: int = 0
+    seed: int
+    step_index: int
+    num_samples: int  # that it has trained on
+    check_batches: bool
+    device: torch.device
+    _plan: StepPlan
+    _model: nn.Module
+    _closed: bool
+    _loss_scale: torch.Tensor | None
+    _parts: Parts
+    _returned: Sequence[Output]
+    _num_writers: int = 1
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent since the engine was made."""
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise RunError(f"{call} after close(): call it before, or make another engine of the program")
+
+    def _reads(self) -> Sequence[int]:
+        """The samples of a whole batch that are read in this process, by whichever form of the step."""
+        return range(self._plan.batch_size)
+
+    def _is_at(self, rank: int) -> bool:
+        """Whether this process runs that rank."""
+        return True
+
+    def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks that train it; none where all processes do."""
+        return ()
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        """Collective: what every rank gave, on every rank."""
+        return [mine]
+
+    def _on_any(self, mine: bool) -> bool:
+        """Collective: whether it is so on any rank."""
+        return mine
+
+    def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
+        """Collective: RunError unless all ranks make this call with these values."""
+
+    def _gathered(self, parts: Parts, dst: int) -> Parts:
+        """Collective: all ranks' parts on one rank."""
+        return parts
+
+    def _bring(self, dst: int | None, *asked: object) -> None:
+        """Collective: all trained values into the model of one rank, or of all."""
+
+    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+        """Collective: of the whole model's gradients."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type)

@@ -1,0 +1,97 @@
+"""What whoever started this process says of it, and the store through which a launch's processes find each other."""
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fxpipe.errors import FxpipeError, RunError
+
+_stores: dict[tuple[str, int], Any] = {}
+"""The launch's store, by its address: a process connects to it once, for its host may not listen twice."""
+_num_shared = itertools.count()
+_JOIN_TIMEOUT = timedelta(seconds=300)
+"""How much later than another a process of a launch may come: they import and load their models first."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun, or whoever set its variables, says about this process."""
+
+    rank: int
+    world_size: int
+    address: tuple[str, int]
+    attempt: str
+    launcher_hosts: bool
+
+    @staticmethod
+    def from_environment() -> "Launch":
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise FxpipeError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node N")
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), address, attempt, launcher_hosts)
+
+    def store(self, name: str, timeout: timedelta) -> Any:
+        """The launch's store, with keys of their own for `name`. Rank 0 is its host where nobody else is."""
+        if self.address not in _stores:
+            _stores[self.address] = dist.TCPStore(  # type: ignore[attr-defined]
+                *self.address, self.world_size, timeout=timeout, wait_for_workers=False,
+                is_master=self.rank == 0 and not self.launcher_hosts and not dist.is_initialized(),
+            )  # fmt: skip
+        return dist.PrefixStore(f"fxpipe/{self.attempt}/{name}", _stores[self.address])  # type: ignore[attr-defined]
+
+
+def join_launch() -> int:
+    """This process's rank, connected to the launch's store, so that a rank 0 that is gone from now on is missed.
+
+    Raises:
+        RunError: there is no rank 0 to connect to.
+    """
+    launch = Launch.from_environment()
+    try:
+        launch.store("join", _JOIN_TIMEOUT)
+    except RuntimeError as error:
+        where = ":".join(map(str, launch.address))
+        raise RunError(f"no rank 0 at {where} after {_JOIN_TIMEOUT}: {str(error).splitlines()[0]}") from None
+    return launch.rank
+
+
+def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
+    """Collective over the ranks of a launch: what `make` gives on rank 0, where alone it is called.
+
+    Raises:
+        RunError: rank 0 raised, which it does itself, or gave nothing in time.
+    """
+    launch = Launch.from_environment()
+    store = launch.store(f"shared/{next(_num_shared)}", timedelta(seconds=timeout_seconds))
+    if launch.rank == 0:
+        try:
+            text = make()
+        except BaseException as error:
+            store.set("text", f"-{type(error).__name__}: {error}")
+            raise
+        store.set("text", f"+{text}")
+        with suppress(RuntimeError):  # who has not come by then will not
+            store.wait([f"read/{rank}" for rank in range(1, launch.world_size)], _JOIN_TIMEOUT)
+        return text
+    start = time.monotonic()
+    try:
+        store.wait(["text"], timedelta(seconds=timeout_seconds))
+        found = str(store.get("text").decode())
+        store.set(f"read/{launch.rank}", "")
+    except RuntimeError as error:
+        if time.monotonic() - start >= timeout_seconds:
+            raise RunError(f"waited {timeout_seconds:g} s for rank 0's plan") from None
+        raise RunError(f"lost rank 0 before it gave its plan: {str(error).splitlines()[0]}") from None
+    if found.startswith("-"):
+        raise RunError(f"rank 0 has no plan: {found[1:]}")
+    return found[1:]
