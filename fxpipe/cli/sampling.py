@@ -22,9 +22,13 @@ Patches = Annotated[str | None, typer.Option(help="how many of the rows, or boun
 Save = Annotated[Path | None, typer.Option(dir_okay=False, help="file for the plan")]
 Displaced = Annotated[bool, typer.Option(help="patches may read what the others had a step before")]
 Warmup = Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")]
+Attention = Annotated[
+    Literal["auto", "gather", "ulysses", "ring"], typer.Option(help="how patches of an exact step attend to each other")
+]
 On = Annotated[str | None, typer.Option("--cluster", help="devices and links to predict for, such as 2x4xA100")]
 Limit = Annotated[str | None, typer.Option("--memory-limit", help="what a rank may hold, as 40GiB")]
 _LATENCY: Literal["latency", "throughput"] = "latency"
+_AUTO: Literal["auto", "gather", "ulysses", "ring"] = "auto"
 
 
 def tune_sampling(
@@ -41,6 +45,7 @@ def tune_sampling(
     patches: Patches = None,
     displaced: Displaced = False,
     warmup: Warmup = 4,
+    attention: Attention = _AUTO,
     cluster: On = None,
     cost_model: Annotated[str | None, typer.Option("--device-model", help=DEVICE_MODEL)] = None,
     memory_limit: Limit = None,
@@ -69,8 +74,8 @@ def tune_sampling(
     mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
     sampler = compile_sampler(
         made, ranks_asked(world_size), example=call, cfg=cfg, stages=stages, patches=_patches(patches), mode=mode,
-        warmup=warmup, cluster=cluster, cost_model=cost_model, memory_limit=memory_limit, steps=steps,
-        objective=objective, observe=observe,
+        warmup=warmup, attention=attention, cluster=cluster, cost_model=cost_model, memory_limit=memory_limit,
+        steps=steps, objective=objective, observe=observe,
     )  # fmt: skip
     print_wide(sample_table(looked_at[-1], top))
     print(sampler.plan.summary())
@@ -93,6 +98,7 @@ def sample(
     save: Save = None,
     displaced: Displaced = False,
     warmup: Warmup = 4,
+    attention: Attention = _AUTO,
     cluster: On = None,
     memory_limit: Limit = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
@@ -113,8 +119,9 @@ def sample(
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False, markup=False, soft_wrap=True)
     mode: Literal["exact", "displaced"] = "displaced" if displaced else "exact"
     layout = {"cfg": cfg, "stages": stages, "patches": _patches(patches), "plan": plan}
-    how = {**layout, "mode": mode, "warmup": warmup, "cluster": cluster, "memory_limit": memory_limit}
-    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)  # type: ignore[arg-type]
+    how: dict[str, Any] = {**layout, "mode": mode, "warmup": warmup, "attention": attention}
+    how |= {"cluster": cluster, "memory_limit": memory_limit}
+    sampler = compile_sampler(pipe, ranks_asked(world_size), example=call, **how)
     console.print(str(sampler))
     console.print(str(sampler.simulate()))
     if verify:
