@@ -87,7 +87,7 @@ def test_estimates_are_what_is_simulated(name: str) -> None:
     made = compiled(name, mode="displaced")
     found = ranked(*asked(made)).candidates
     told = [one for one in found if one.found and one.request.copies == 1 and not one.request.fold]
-    assert len(told) >= 8
+    assert len(told) >= 7
     for one in told[::2]:
         assert one.found is not None
         way = one.request
@@ -118,7 +118,7 @@ def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) 
             is_way = is_way and (way == EXACT or patches in ((stages, 2 * stages, 4 * stages) if stages else every[1:]))
             if is_way:
                 with suppress(CompileError):
-                    made = with_attention(case, chosen(case, request, look=False), "auto", setting.cluster)
+                    made = with_attention(case, chosen(case, request), "auto", setting.cluster)
                     found[request] = estimate(case, made, setting.cluster, setting.steps).seconds
     return found
 

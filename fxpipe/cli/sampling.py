@@ -35,6 +35,9 @@ class Sampling:
     patches: Annotated[str | None, typer.Option(help="how many of the rows, or bounds in units: 0,3,8")] = None
     displaced: Annotated[bool, typer.Option(help="patches may read what the others had a step before")] = False
     warmup: Annotated[int, typer.Option(min=1, help="exact steps before displaced ones")] = 4
+    attention: Annotated[
+        Literal["auto", "gather", "ulysses", "ring"], typer.Option(help="how patches get others' keys and values")
+    ] = "auto"
     cluster: Annotated[str | None, typer.Option(help="devices and links to predict for, such as 2x4xA100")] = None
     memory_limit: Annotated[str | None, typer.Option(help="what a rank may hold, as 40GiB")] = None
 
@@ -50,7 +53,7 @@ class Sampling:
         return compile_sampler(
             model, ranks_asked(self.world_size), example=call, cfg=self.cfg, stages=self.stages,
             patches=_patches(self.patches), mode="displaced" if self.displaced else "exact", warmup=self.warmup,
-            cluster=self.cluster, memory_limit=self.memory_limit, **own,
+            attention=self.attention, cluster=self.cluster, memory_limit=self.memory_limit, **own,
         )  # fmt: skip
 
 

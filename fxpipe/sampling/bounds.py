@@ -35,6 +35,6 @@ def _least_seconds(case: SampleCase, way: Request, steps: int) -> float:
 
 def _patch_seconds(case: SampleCase, num_samples: int, parts: int) -> float:
     """Of every operation that is done in each step, of a patch that is one of so many."""
-    kernel, once = case.cost_model.moving_seconds(0, 0), case.once(num_samples)
+    kernel, once = case.cost_model.moving_seconds(1, 1), case.once(num_samples)
     seconds = ((name, s) for name, s in case.node_seconds(num_samples).items() if name not in once)
     return sum(max(s / parts, min(s, kernel)) for _, s in seconds)

@@ -19,6 +19,8 @@ from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.rows.sized import at_batch_size
+from passes.sampling.alike import Alike, ends_apart
+from passes.sampling.alike import alike as alike_but_for_units
 from passes.sampling.attention import Shared, alike, layers
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
@@ -125,9 +127,9 @@ class SampleCase:
         return found
 
     def may_give_text(self, num_samples: int) -> bool:
-        """Whether of two patches the first one may have the text alone; then of more, as is seen when they are made."""
-        count = self.rows(num_samples).units.count
-        return self.has_text(num_samples) and self.first_has_text(num_samples, even_bounds(count, 2)) is not None
+        """Whether of three patches, one of every sort, the first one may have the text alone; then of more."""
+        bounds = even_bounds(count := self.rows(num_samples).units.count, min(3, count))
+        return self.has_text(num_samples) and self.first_has_text(num_samples, bounds) is not None
 
     def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
@@ -150,12 +152,17 @@ class SampleCase:
         plan, in_turn = self.rows(num_samples), text_first is None
         patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
         patch = patches[index]
-        same = patch.stop - patch.first, patch.owns or not self.has_text(num_samples)
-        key = "work", num_samples, same, text_first, () if in_turn else (tuple(bounds), index)
+        at_end = patch.stop == patch.count and self._once(("ends apart", num_samples), lambda: ends_apart(plan))
+        where = num_samples, patch.owns or not self.has_text(num_samples), patch.is_whole, at_end
+        key = "work", where, patch.stop - patch.first, () if in_turn else (text_first, tuple(bounds), index)
 
         def read() -> PatchWork:
-            shared = shared_text(plan, self.traced.rows) if in_turn or text_first else frozenset[str]()
-            return patch_work(plan, patch, () if in_turn else patches, shared, self._seconds)
+            shared = frozenset[str]() if patch.owns else self._shared_text(num_samples)
+            beside = () if in_turn else patches
+            others: Alike | None = self._once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))
+            if others is not None:
+                return others.work(patch.stop - patch.first, beside, self._seconds)
+            return patch_work(plan, patch, beside, shared, self._seconds)
 
         found: PatchWork = self._once(key, read)
         named, there = zip(layers(plan), kinds, strict=False), frozenset(found.owners.values())
@@ -167,6 +174,11 @@ class SampleCase:
             (*key, *of.values()), lambda: with_layers(found, {n: self.layer(*given, *one) for n, one in of.items()})
         )
         return made
+
+    def _shared_text(self, num_samples: int) -> frozenset[str]:
+        plan = self.rows(num_samples)
+        found: frozenset[str] = self._once(("shared", num_samples), lambda: shared_text(plan, self.traced.rows))
+        return found
 
     def layer(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind

@@ -356,9 +356,9 @@ class _Stages(_Layout):
             weights, alive = self.fresh_work.held_bytes(names)
             caches = 0
             if self.in_turn:
-                owners = self.patch_works[0].owners.items()
-                gathered = (n for n, owner in owners if owner in names and "exchange" in n.meta)
-                caches = sum(n.meta["val"].nbytes for n in gathered if n.meta["exchange"].kind == "gather")
+                work = self.patch_works[0]
+                gathered = (n for n, owner in work.owners.items() if owner in names and "exchange" in n.meta)
+                caches = sum(work.sizes[n] for n in gathered if n.meta["exchange"].kind == "gather")
             own = [stage for stage in self.line.stages if stage.column == column]
             crossing = dict.fromkeys(value for stage in own for value in (*stage.reads, *stage.returns))
             between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)

@@ -64,14 +64,14 @@ class Choices:
     notes: tuple[str, ...] = ()
 
 
-def chosen(case: SampleCase, request: Request, look: bool = True) -> Choices:
-    """What is decided for a call; whether the first patch may have the text, by a `look` at all patches or at two.
+def chosen(case: SampleCase, request: Request) -> Choices:
+    """What is decided for a call.
 
     Raises:
         CompileError: it cannot be cut as asked.
     """
     grid = _grid(case, request)
-    bounds, text_first = _bounds(case, request, grid, look)
+    bounds, text_first = _bounds(case, request, grid)
     if request.in_turn:
         grid = replace(grid, turns=len(bounds) - 1)
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
@@ -163,7 +163,7 @@ def _grid(case: SampleCase, request: Request) -> Grid:
     return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 
-def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple[tuple[int, ...], bool]:
+def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
     """Of patches, in units, and whether the first one has the text; of those in turn twice as many as stages where that
     is left open."""
     size = case.group_size(grid)
@@ -177,10 +177,9 @@ def _bounds(case: SampleCase, request: Request, grid: Grid, look: bool) -> tuple
     require_units(rows, count)
     beside = grid.stages == 1 and not request.in_turn and count > 1
     if beside and request.text == "first" and case.has_text(size):
-        speeds = patch_speeds(request.speeds, grid)
-        bounds = given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count, speeds)
-        if case.first_has_text(size, bounds) is not None if look else case.may_give_text(size):
-            return bounds, True
+        if case.may_give_text(size):
+            speeds = patch_speeds(request.speeds, grid)
+            return given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count, speeds), True
     if request.speeds and not request.in_turn:
         return given or shared_bounds(rows.units.count, patch_speeds(request.speeds, grid)), False
     return given or even_bounds(rows.units.count, count), False

@@ -75,7 +75,7 @@ def _on_meta(value: Any, batch_size: int) -> Any:
 
 
 def require_shapes(sized: Sized) -> None:
-    """Check a graph whose sizes were put in: run its operations without memory.
+    """Check a graph whose sizes were put in: run its operations without memory, equal ones once.
 
     Raises:
         CompileError: one does not run, or gives another shape or type than the graph says.
@@ -87,9 +87,8 @@ def require_shapes(sized: Sized) -> None:
             return value.meta["val"]
         return meta if isinstance(value, torch.device) else value
 
-    for node in sized.graph.nodes:
-        if node.op != "call_function":
-            continue
+    calls = [node for node in sized.graph.nodes if node.op == "call_function"]
+    for node in {_like((n.target, n, n.args, dict(n.kwargs))): n for n in reversed(calls)}.values():
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         try:
             with torch.no_grad():
@@ -100,3 +99,14 @@ def require_shapes(sized: Sized) -> None:
         if [(t.shape, t.dtype) for t in made] != [(t.shape, t.dtype) for t in said]:
             shapes = [[list(t.shape) for t in ts] for ts in (made, said)]
             raise CompileError(f"{node.name} has the shapes {shapes[0]} at these sizes, not {shapes[1]}")
+
+
+def _like(value: Any) -> Any:
+    """A call as hashable data: of nodes what their values are like."""
+    if isinstance(value, fx.Node):
+        return _like(value.meta["val"])
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _like(item)) for name, item in value.items())
+    return tuple(map(_like, value)) if isinstance(value, list | tuple) else (type(value), value)

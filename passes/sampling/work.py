@@ -59,11 +59,13 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class PatchWork:
-    """All that one patch does, in order. `apart`: layers that other graphs do, and what these hold at once."""
+    """All that one patch does, in order. `owners`: the captured operation that every node of a graph stands for, or is
+    written for; `sizes`: bytes of every node's value. `apart`: layers that other graphs do, and what these hold at
+    once."""
 
-    graph: fx.Graph
     items: tuple[Item, ...]
     owners: Mapping[fx.Node, str]
+    sizes: Mapping[fx.Node, int]
     apart: Mapping[str, int] = field(default_factory=dict)
 
     def bytes_of(self, name: str) -> int:
@@ -72,15 +74,46 @@ class PatchWork:
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
-        return {node.name: value_bytes(node) for node in self.graph.nodes}
+        return {node.name: size for node, size in self.sizes.items()}
 
     def held_bytes(self, names: Collection[str]) -> tuple[int, int]:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
         at once, what is gathered for them included."""
         own = [n for n, owner in self.owners.items() if owner in names]
         read = {operand for node in own for operand in node.all_input_nodes if operand.op == "placeholder"}
-        weights = sum(value_bytes(n) for n in read if n.meta["kind"] not in ("input", "read"))
-        return weights, most_alive(own, self.owners, self.apart)
+        weights = sum(self.sizes[n] for n in read if n.meta["kind"] not in ("input", "read"))
+        return weights, self.most_alive(own)
+
+    def most_alive(self, nodes: Sequence[fx.Node]) -> int:
+        """The most bytes that the results of these nodes hold at once; views hold what they show."""
+        inside = set(nodes)
+        owner: dict[fx.Node, fx.Node] = {}
+        last: dict[fx.Node, int] = {}
+        for place, node in enumerate(nodes):
+            views = node.target is operator.getitem
+            views = views or (isinstance(node.target, torch._ops.OpOverload) and private.may_alias(node.target))
+            base = node.all_input_nodes[0] if views and node.all_input_nodes else node
+            owner[node] = owner.get(base, base)
+            for operand in (node, *node.all_input_nodes):
+                last[owner.get(operand, operand)] = place
+        level = most = 0
+        begun = set[str]()
+        ends: dict[int, list[fx.Node]] = {}
+        for node, place in last.items():
+            ends.setdefault(place, []).append(node)
+        for place, node in enumerate(nodes):
+            size = self.sizes[node] if owner[node] is node else 0
+            level += size
+            parts = (
+                "exchange" in node.meta and node.meta["exchange"].kind != "ring"
+            )  # are there until it is made of them
+            if self.owners[node] not in self.apart:
+                most = max(most, level + size * parts)
+            elif self.owners[node] not in begun:
+                most = max(most, level - size + self.apart[self.owners[node]])
+                begun.add(self.owners[node])
+            level -= sum(self.sizes[gone] for gone in ends.get(place, ()) if gone in inside)
+        return most
 
 
 def patch_work(
@@ -89,7 +122,15 @@ def patch_work(
 ) -> PatchWork:  # fmt: skip
     """The work of one of these patches; its values of no row are `shared` where it alone owns them."""
     graph = patch_graph(plan, patch, piece, shared, attended)
-    seconds, owners = seconds_of(graph), _owners(graph, plan)
+    sizes = {node: value_bytes(node) for node in graph.nodes}
+    return work_of(owners_of(graph, plan), sizes, seconds_of(graph), patches, plan.sized.result.name)
+
+
+def work_of(
+    owners: Mapping[fx.Node, str], sizes: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
+    patches: Sequence[Patch], result: str,
+) -> PatchWork:  # fmt: skip
+    """What a graph's operations do that take these seconds and bytes; `result` is made last."""
     places: dict[fx.Node, int] = {}
     unread: set[int] = set()
     known: dict[object, Sent] = {}
@@ -98,16 +139,18 @@ def patch_work(
         if "exchange" in node.meta:
             places[node] = len(items)
             unread.add(len(items))
-            items.append(Item(name, 0.0, _told(node, patches, seconds.get(node, 0.0), known)))
+            (own,) = node.all_input_nodes
+            sent = _sent(node, patches, known)
+            items.append(Item(name, 0.0, Told(node.meta["exchange"].kind, sent, sizes[own], seconds.get(node, 0.0))))
             continue
         reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
         unread.difference_update(reads)
         items.append(Item(name, seconds.get(node, 0.0), None, reads))
-    items.append(Item(plan.sized.result.name, 0.0, None, tuple(sorted(unread))))
-    return PatchWork(graph, tuple(items), owners)
+    items.append(Item(result, 0.0, None, tuple(sorted(unread))))
+    return PatchWork(tuple(items), owners, sizes)
 
 
-def _owners(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
+def owners_of(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
     """The captured operation that every node stands for, or is written for: before that, or last of all."""
     found: dict[fx.Node, str] = {}
     waiting: list[fx.Node] = []
@@ -134,39 +177,8 @@ def with_layers(work: PatchWork, layers: Mapping[str, PatchWork]) -> PatchWork:
                 items.append(replace(one, name=item.name, reads=tuple(first + read for read in one.reads)))
             begun.add(item.name)
         places.append(len(items) - 1)
-    apart = {name: most_alive([*one.owners], one.owners, {}) for name, one in layers.items()}
-    return PatchWork(work.graph, tuple(items), work.owners, apart)
-
-
-def most_alive(nodes: Sequence[fx.Node], owners: Mapping[fx.Node, str], apart: Mapping[str, int]) -> int:
-    """The most bytes that the results of these nodes hold at once; views hold what they show. `apart`: what layers
-    hold in place of their own nodes."""
-    inside = set(nodes)
-    owner: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, int] = {}
-    for place, node in enumerate(nodes):
-        views = node.target is operator.getitem
-        views = views or (isinstance(node.target, torch._ops.OpOverload) and private.may_alias(node.target))
-        base = node.all_input_nodes[0] if views and node.all_input_nodes else node
-        owner[node] = owner.get(base, base)
-        for operand in (node, *node.all_input_nodes):
-            last[owner.get(operand, operand)] = place
-    level = most = 0
-    begun = set[str]()
-    ends: dict[int, list[fx.Node]] = {}
-    for node, place in last.items():
-        ends.setdefault(place, []).append(node)
-    for place, node in enumerate(nodes):
-        size = value_bytes(node) if owner[node] is node else 0
-        level += size
-        parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"  # are there until it is made of them
-        if owners[node] not in apart:
-            most = max(most, level + size * parts)
-        elif owners[node] not in begun:
-            most = max(most, level - size + apart[owners[node]])
-            begun.add(owners[node])
-        level -= sum(value_bytes(gone) for gone in ends.get(place, ()) if gone in inside)
-    return most
+    apart = {name: one.most_alive([*one.owners]) for name, one in layers.items()}
+    return PatchWork(tuple(items), work.owners, work.sizes, apart)
 
 
 def value_bytes(node: fx.Node) -> int:
@@ -176,7 +188,8 @@ def value_bytes(node: fx.Node) -> int:
     return sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
 
 
-def _told(node: fx.Node, patches: Sequence[Patch], seconds: float, known: dict[object, Sent]) -> Told:
+def _sent(node: fx.Node, patches: Sequence[Patch], known: dict[object, Sent]) -> Sent:
+    """What all patches tell each other in an exchange."""
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
     shapes = tuple(exchange.value.meta["val"].shape), tuple(node.meta["val"].shape)
@@ -188,5 +201,4 @@ def _told(node: fx.Node, patches: Sequence[Patch], seconds: float, known: dict[o
             for dst, shape in sent_by(node, source, patches).items()
             if prod(shape)
         )
-    (own,) = node.all_input_nodes
-    return Told(exchange.kind, known[key], value_bytes(own), seconds)
+    return known[key]

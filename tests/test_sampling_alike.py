@@ -1,0 +1,48 @@
+"""What patches do, read off the graphs of two of them, is what each one's own graph says."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from cost_models.devices import device
+from fxpipe.sampling.case import SampleCase
+from passes.sampling.alike import alike
+from passes.sampling.patches import patches_of
+from passes.sampling.text import shared_text
+from passes.sampling.work import PatchWork, patch_work
+from tests.denoisers import noise
+from tests.row_programs import row_programs
+from tests.test_sample_planner import DiT, UNet
+from tests.test_sampling_text import Joint
+
+IMAGE = {"x": noise(2, 3, 24, 4), "text": noise(2, 5, 8)}
+MODELS: dict[str, tuple[nn.Module, dict[str, Any], int]] = {
+    "U-Net": (UNet(), IMAGE, 2),
+    "DiT": (DiT(), IMAGE, 2),
+    "text and rows": (Joint(False), {"x": noise(2, 12, 4), "text": noise(2, 5, 4)}, 1),
+    "short rows": (nn.Conv2d(3, 2, 4, 2, 3), {"input": noise(2, 3, 23, 4)}, 2),
+}
+
+
+def told(work: PatchWork) -> object:
+    """All but the nodes' identities."""
+    named = [(node.name, owner, work.sizes[node]) for node, owner in work.owners.items()]
+    return work.items, named, work.held_bytes(frozenset(work.owners.values()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_work_is_that_of_a_patch_of_its_own(name: str) -> None:
+    model, example, dim = MODELS[name]
+    sample = {next(iter(example)): dim}
+    traced = row_programs(model.double(), example, 1, sample=sample).traced
+    own, line = (SampleCase(traced, 2, device("A100-80GB")) for _ in range(2))
+    plan, count = own.rows(2), own.rows(2).units.count
+    for bounds in ((0, 1, 4, count - 2, count), (0, 3, count - 1, count), (0, count // 2, count)):
+        patches = patches_of(plan, bounds, "first" if own.has_text(2) else "all")
+        for patch in patches:
+            shared = frozenset[str]() if patch.owns else shared_text(plan, traced.rows)
+            written = patch_work(plan, patch, patches, shared, own._seconds)
+            found = alike(plan, patch, shared)
+            assert found is not None
+            assert told(found.work(patch.stop - patch.first, patches, line._seconds)) == told(written)
