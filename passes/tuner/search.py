@@ -14,8 +14,9 @@ from fxpipe.plan.block_graph import human_bytes
 from passes.tuner.candidates import Candidate
 from passes.tuner.trials import Trial, Trials
 
-_MOST_ACTIONS = 20_000_000
-"""Actions that are walked, of all trials together: some ten seconds of a core. What is left then is not walked."""
+_MOST_ACTIONS = 200_000
+"""Actions that are walked for either form of frozen work: some ten seconds of a core. What is left then is not walked,
+once something is known that fits."""
 
 _SAME = 0.0005
 """Of the best's seconds: less than this is not told as a difference."""
@@ -48,23 +49,26 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
     def push(trial: Trial) -> None:
         heappush(heap, (trial.bound_seconds, next(number), trial))
 
-    for candidate in candidates:
-        push(Trial(candidate, candidate.bound_seconds))
-    lost: list[Trial] = []
-    while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walked > _MOST_ACTIONS)):
-        trial = heappop(heap)[-1]
-        for closer in trials.closer(trial):
-            if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
-                closer = trials.with_its_step(closer)
+    lost, every = list[Trial](), list(candidates)
+    for ahead in (False, True):  # its own frozen work first: that needs least memory, and rules out most of the others
+        most = trials.walked + _MOST_ACTIONS
+        for candidate in every:
+            if candidate.ahead is ahead:
+                push(Trial(candidate, candidate.bound_seconds))
+        while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walked > most)):
+            trial = heappop(heap)[-1]
+            for closer in trials.closer(trial):
+                if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
+                    closer = trials.with_its_step(closer)
+                    if not trials.fits(closer):
+                        for less in trials.thriftier(closer, trials.unseen(closer)):
+                            push(less)
                 if not trials.fits(closer):
-                    for less in trials.thriftier(closer, trials.unseen(closer)):
-                        push(less)
-            if not trials.fits(closer):
-                lost.append(closer)
-            elif closer.done:
-                known = sorted([*known, closer], key=lambda each: each.bound_seconds)
-            else:
-                push(closer)
+                    lost.append(closer)
+                elif closer.done:
+                    known = sorted([*known, closer], key=lambda each: each.bound_seconds)
+                else:
+                    push(closer)
     if not known:
         raise _nothing_fits(lost, trials)
     best = known[0]

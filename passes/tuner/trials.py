@@ -317,7 +317,14 @@ class Trials:
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._thrifty:
                 self._thrifty.add(key)
-                yield Trial(trial.candidate, trial.bound_seconds, staged, is_thrifty=True)
+                bound = max(trial.bound_seconds, self._with_recomputed(trial, staged))
+                yield Trial(trial.candidate, bound, staged, is_thrifty=True)
+
+    def _with_recomputed(self, trial: Trial, staged: Staged) -> float:
+        """No step is shorter that computes these blocks again."""
+        candidate, seconds = trial.candidate, self.case.costs.at(trial.sizes(self.case)[-1]).forward_seconds
+        again = sum(seconds[block] for run in staged.recompute for block in range(*run))
+        return compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
 
     def _may_gather(self, trial: Trial) -> bool:
         """Whether weights may yet be shared out."""
