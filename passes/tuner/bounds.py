@@ -1,14 +1,14 @@
 """Lower bounds to prune with: no step of a candidate is shorter.
 
 compute      the busiest rank's work, and one micro-batch's way through the pipeline     before anything is placed
-again        the forwards that memory makes a rank compute again
+again        the forwards that memory makes ranks compute again, were that of a pipeline one; on each of them
 placed       the same of stages on ranks; the busiest port's messages
 reductions   the busiest port's sums of gradients, which go on beside them; those after the last of the gradients
 frozen       what is idle, and the next batch's frozen work in it
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import mul
 
 from fxpipe.cluster.network import Port
@@ -40,16 +40,22 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, ag
     times = case.costs.at(max(1, case.batch_size // microbatches))
     splits = POLICIES[found.schedule].splits
     once = sum(times.forward_seconds) + sum(times.backward_seconds) + again_seconds
-    load = of_pipeline * once / found.places
-    frozen = of_pipeline * sum(times.component_seconds) / found.places
-    if ahead:  # on as many samples at once as a pipeline has
-        samples = -(-case.batch_size // len(found.pipelines))
-        frozen = min(frozen, sum(map(sum, case.frozen.seconds_at(samples))) / found.places)
+    load, frozen = of_pipeline * once / found.places, _frozen_seconds(case, found, microbatches, ahead)
     ramped = load
     if found.stages == found.places > 1 and not splits:
         ramped = once / (1 - (1 - 1 / of_pipeline) ** found.places)
     backward = times.input_gradient_seconds if splits else times.backward_seconds  # W is on nobody's way
     return max(ramped, load + frozen, sum(times.forward_seconds) + sum(backward))
+
+
+def _frozen_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) -> float:
+    """Of frozen work, for each rank of a pipeline, if all are busy with it for as long."""
+    times = case.costs.at(max(1, case.batch_size // microbatches))
+    frozen = -(-microbatches // len(found.pipelines)) * sum(times.component_seconds)
+    if ahead:  # on as many samples at once as a pipeline has
+        samples = -(-case.batch_size // len(found.pipelines))
+        frozen = min(frozen, sum(map(sum, case.frozen.seconds_at(samples))))
+    return frozen / found.places
 
 
 def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> float:
@@ -74,14 +80,48 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     own = (w for w in costs.weights if w.blocks)
     over = sum(share * w.num_bytes + w.trained * (share * w.num_bytes + states * w.num_elements) for w in own)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
-    seconds, total = costs.at(num_samples).forward_seconds, 0.0
-    freed = {block: count[block] * saved[block] for block in case.blocks}  # in a run that nothing comes into
-    for block in sorted((b for b in case.blocks if freed[b] > 0), key=lambda b: seconds[b] / freed[b]):
+    freed = {block: count[block] * saved[block] for block in case.blocks}
+    return _least_again(freed, costs.at(num_samples).forward_seconds, over)
+
+
+def _least_again(freed: Mapping[int, float], seconds: Sequence[float], over: float) -> float:
+    """Seconds of the forwards of blocks that free so many bytes, were they divisible and in runs that nothing comes
+    into."""
+    total = 0.0
+    for block in sorted((b for b, size in freed.items() if size > 0), key=lambda b: seconds[b] / freed[b]):
         if over <= 0:
             break
         total += seconds[block] * min(1.0, over / freed[block])
         over -= freed[block]
     return total
+
+
+def recomputed_seconds(
+    case: Case,
+    found: Shape,
+    staged: Staged,
+    schedule: Schedule,
+    needed: Sequence[int],
+    limit_bytes: int,
+    ahead: bool,
+) -> float:
+    """Of the rank with most to train, or with frozen work of all that have some, if blocks are computed again so that
+    each fits.
+
+    Args:
+        needed: by every rank, as it is.
+    """
+    num_samples = case.batch_size // schedule.num_microbatches
+    seconds, forward = ActionSeconds(case, staged), case.costs.at(num_samples).forward_seconds
+    saved, busy = case.costs.saved_bytes(num_samples), list[float]()
+    for actions, size in zip(schedule.ranks, needed, strict=True):
+        flying, times = in_flight([actions]), Counter(action.stage for action in actions if action.kind == "F")
+        freed = {block: flying[stage] * saved[block] for stage in times for block in staged.blocks(stage)}
+        own = sum(n * seconds.of(Action(stage, kind, 0), num_samples) for stage, n in times.items() for kind in "FB")
+        again = _least_again(freed, forward, size - limit_bytes)
+        if times:
+            busy.append(own + min(times.values()) * again)
+    return max([*busy, sum(busy) / len(busy) + _frozen_seconds(case, found, schedule.num_microbatches, ahead)])
 
 
 def _fullest(actions: Sequence[Action], saved: Sequence[int]) -> Counter[int]:

@@ -15,6 +15,7 @@ from fxpipe.plan.staged import Run, Staged, runs_within, whole_stages
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.placement.frozen_ranks import frozen_ranks
+from passes.tuner.bounds import recomputed_seconds
 from passes.tuner.candidates import Candidate
 from passes.tuner.recompute import Ordered, fitting_runs
 from passes.tuner.recut import cut_by_memory
@@ -34,22 +35,23 @@ Peaks = Callable[[Staged], tuple[Schedule, Sequence[Needs]]]
 
 
 def thriftier_stages(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, recompute: bool, gather: bool
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float, gather: bool
 ) -> Iterator[Staged]:
     """Other stages that fit, or nearly: what messages in flight add is not known yet; with blocks recomputed only where
-    they may `recompute`. Where they may `gather`, also with weights shared out, and more so if nothing else fits."""
-    others = list(_thriftier(case, candidate, staged, peaks, limit_bytes, recompute))
+    a step may be `below` as many seconds. Where they may `gather`, also with weights shared out, and more so if nothing
+    else fits."""
+    others = list(_thriftier(case, candidate, staged, peaks, limit_bytes, below))
     yield from others
     if gather:
         shared = replace(staged, sharded=True, gathered=True)
         if most(peaks(shared)[1]) <= limit_bytes:
             yield shared
         elif not others:
-            yield from _thriftier(case, candidate, shared, peaks, limit_bytes, recompute)
+            yield from _thriftier(case, candidate, shared, peaks, limit_bytes, below)
 
 
 def _thriftier(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, recompute: bool
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
 ) -> Iterator[Staged]:
     def cut(tried: Staged) -> Staged | None:
         return cut_by_memory(case, candidate, tried, _totals(peaks), limit_bytes)
@@ -60,11 +62,11 @@ def _thriftier(
             yield tried
         if not fits and (anew := cut(tried)):
             yield anew
-        if recompute and not fits:
-            fitting = [*_recomputed(case, candidate, tried, peaks, limit_bytes)]
+        if below and not fits:
+            fitting = [*_recomputed(case, candidate, tried, peaks, limit_bytes, below)]
             if not fitting and (anew := cut(replace(tried, recompute=_every_block(case)))):
                 anew = replace(anew, recompute=runs_within(tried.recompute, anew.boundaries))
-                fitting = [*_recomputed(case, candidate, anew, peaks, limit_bytes)]
+                fitting = [*_recomputed(case, candidate, anew, peaks, limit_bytes, below)]
             yield from fitting
 
 
@@ -143,8 +145,13 @@ def _every_block(case: Case) -> tuple[Run, ...]:
 # -- recomputation
 
 
-def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
+def _recomputed(
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
+) -> Iterator[Staged]:
     """With the cheapest blocks recomputed that leave enough room, and as a whole where that is so, too."""
+    schedule, needed = _totals(peaks)(staged)
+    if recomputed_seconds(case, candidate.shape, staged, schedule, needed, limit_bytes, candidate.ahead) >= below:
+        return
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
     found = fitting_runs(case, staged, num_samples, _totals(peaks), limit_bytes)
     if found is not None:

@@ -147,13 +147,14 @@ class Trial:
 
 
 class Trials:
-    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were."""
+    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were; only steps
+    `below` as many seconds are still wanted."""
 
     def __init__(self, case: Case, request: Request) -> None:
         self.case, self.request = case, request
         self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
-        self.walked = 0
+        self.walked, self.below = 0, inf
         self._thrifty: set[tuple[Staged, int, bool]] = set()
         self._orders_of: dict[tuple[Staged, int, bool], Orders] = {}
         self._bounds: dict[tuple[int, int], float] = {}
@@ -311,8 +312,8 @@ class Trials:
         cut by memory, blocks recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
         if self.case.limit_bytes is None or trial.is_thrifty:
             return
-        limit, recompute = self.case.limit_bytes - unseen, not isinstance(self.request.recompute, bool)
-        how = limit, recompute, self._may_gather(trial)
+        below = 0.0 if isinstance(self.request.recompute, bool) else self.below
+        how = self.case.limit_bytes - unseen, below, self._may_gather(trial)
         for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), *how):
             key = staged, trial.candidate.microbatches, trial.candidate.ahead
             if key not in self._thrifty:
