@@ -18,7 +18,9 @@ et al., "Training deep nets with sublinear memory cost" (2016), section 4, of an
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -59,7 +61,7 @@ def fitting_runs(case: Case, staged: Staged, num_samples: int, ordered: Ordered,
             if most <= limit_bytes and runs[number] == always[number]:
                 continue
             beside = most - place.num_bytes(runs[number])
-            found = cheapest(place, limit_bytes - beside, always[number])
+            found = _known_cheapest(place, limit_bytes - beside, always[number])
             if found is None:
                 return best
             runs[number] = found
@@ -97,7 +99,7 @@ class Place:
     ranks: tuple[int, ...]
     blocks: tuple[range, ...]
     held: tuple[Held, ...]
-    seconds: Sequence[float]
+    seconds: tuple[float, ...]
     flying: tuple[tuple[int, ...], ...]
 
     def has(self, run: Run) -> bool:
@@ -132,7 +134,7 @@ def places(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> 
         touched = [group for group in groups if group & ranks]
         groups = [group for group in groups if not group & ranks] + [ranks.union(*touched)]
     sizes = case.costs.values.sizes.at(num_samples)
-    seconds = case.costs.at(num_samples).forward_seconds
+    seconds = tuple(case.costs.at(num_samples).forward_seconds)
     found = []
     for group in groups:
         stages = [s for s, ranks in enumerate(staged.stage_ranks) if group & {*ranks} and staged.blocks(s)]
@@ -183,6 +185,23 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 
 
 # -- the program
+
+
+def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...]) -> tuple[Run, ...] | None:
+    """The same as `cheapest`, solved once for all budgets between what its answer needs and the one it was asked for."""
+    known = _answers(replace(place, ranks=()), always)
+    for needed, asked, runs in known:
+        if needed <= budget_bytes <= asked:
+            return runs
+    runs = cheapest(place, budget_bytes, always)
+    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, runs))
+    return runs
+
+
+@lru_cache(maxsize=256)
+def _answers(place: Place, always: tuple[Run, ...]) -> list[tuple[float, int, tuple[Run, ...] | None]]:
+    """Of one problem: bytes that they need, budgets they were asked for, and runs."""
+    return []
 
 
 def cheapest(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> tuple[Run, ...] | None:
