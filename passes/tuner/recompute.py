@@ -188,7 +188,7 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 
 
 def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...]) -> tuple[Run, ...] | None:
-    """The same as `cheapest`, solved once for all budgets between what its answer needs and the one it was asked for."""
+    """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for."""
     known = _answers(replace(place, ranks=()), always)
     for needed, asked, runs in known:
         if needed <= budget_bytes <= asked:
