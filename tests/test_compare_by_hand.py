@@ -231,7 +231,8 @@ def test_relays_hand_everything_on() -> None:
     assert line(of, 4, True).wire_bytes == 8 * (2 * 300 + 2 * 30 + 2) + 3 * LOSS_BYTES
     channels = timeline(of, line(of, 4, True)).channel_bytes
     assert channels[2, 3] == 8 * 111
-    assert channels[3, 2] == 8 * 110 + LOSS_BYTES
+    assert channels[3, 2] == 8 * 110
+    assert channels[3, 0] == channels[3, 1] == LOSS_BYTES  # and from 1 to 2
     assert set(channels) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (3, 0), (3, 1)}
 
 

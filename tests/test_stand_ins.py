@@ -28,7 +28,7 @@ CLUSTERS = ("8xA100-80GB", "2x4xV100", "4x2xV100+Ethernet-10", "8xA100-PCIe", "8
         ("8x8xA100-80GB", 16, False, [0]),  # two nodes each, and the links of both to themselves
         ("8x8xA100-80GB", 8, True, [*range(8)]),  # one rank in every node: all share the nodes' links
         ("8x8xA100-80GB", 2, True, [*range(8)]),  # a rank in a node, one four nodes on: two nodes of ranks
-        ("2x6xA100-80GB", 4, False, [0, 1, 2]),  # one in each node, one across: of each kind
+        ("2x6xA100-80GB", 4, False, [0, 1]),  # in the first node, across both, in the second: of each kind
         ("8xCPU", 2, False, [*range(4)]),  # a bus that all share
     ],
 )
@@ -37,8 +37,7 @@ def test_who_stands_for_whom(cluster: str, size: int, strided: bool, expected: l
     count = where.num_ranks // size
     ways = [range(p, where.num_ranks, count) if strided else range(p * size, (p + 1) * size) for p in range(count)]
     found = stand_ins(where, [tuple(way) for way in ways])
-    assert found == expected[: len(found)] and 0 in found
-    assert len(found) == len(expected) or cluster == "2x6xA100-80GB"  # the first of two that are alike
+    assert found == expected
 
 
 @settings(deadline=None, max_examples=40)
