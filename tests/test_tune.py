@@ -22,7 +22,8 @@ from passes.tuner.plans import tuned
 from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import simulate
-from passes.tuner.trials import Trial, Trials
+from passes.tuner.trial import Trial
+from passes.tuner.trials import Trials
 from tests.unet import TinyUNet
 
 

@@ -9,7 +9,8 @@ searched    4.401     -     3.749   3.612       a part of the time for each of t
 from dataclasses import replace
 
 from passes.tuner.search import Found, told_of
-from passes.tuner.trials import Trial, Trials
+from passes.tuner.trial import Trial
+from passes.tuner.trials import Trials
 
 _MOST_SEARCHED = 4
 """Placements of either form of frozen work whose orders are searched for."""

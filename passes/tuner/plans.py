@@ -27,7 +27,8 @@ from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import Simulated, simulate
-from passes.tuner.trials import Trial, Trials
+from passes.tuner.trial import Trial
+from passes.tuner.trials import Trials
 
 _USABLE = 0.95
 """Of a device's memory: kernels and the allocator need some more than is counted."""

@@ -12,7 +12,8 @@ from itertools import count
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from passes.tuner.candidates import Candidate
-from passes.tuner.trials import Trial, Trials
+from passes.tuner.trial import Trial
+from passes.tuner.trials import Trials
 
 _MOST_ACTIONS = 200_000
 """Actions that are walked for either form of frozen work: some ten seconds of a core. What is left then is not walked,

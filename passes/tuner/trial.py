@@ -1,0 +1,110 @@
+"""A candidate as far as it is known, and what its step may be filled with.
+
+room    the idle time of every rank in which frozen work may take so many bytes      way    who fills it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
+from fxpipe.plan.tuning import Outcome
+from fxpipe.simulate import Clock
+from passes.case import Case
+from passes.fill.problem import FillProblem, Interval
+from passes.fill.result import Fill
+from passes.tuner.candidates import Candidate
+from passes.tuner.simulate import Simulated
+
+Filler = Callable[[FillProblem], Fill]
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Idle time of every rank in which an operation of frozen work may take up to `most` bytes; None: any."""
+
+    idle: tuple[tuple[Interval, ...], ...]
+    most: float | None
+
+    @staticmethod
+    def everywhere(clock: Clock, most: float | None = None) -> Room:
+        return Room(clock.idle, most)
+
+    @staticmethod
+    def within(clock: Clock, left: Sequence[int], most: float) -> Room | None:
+        """Where what is `left` on a rank beside the bytes it holds is enough; None where that is not so at the end."""
+        idle = []
+        for spans, held, size in zip(clock.idle, clock.idle_bytes, left, strict=True):
+            if held and size - held[-1] < most and spans[-1][1] == clock.seconds:
+                return None
+            idle.append(tuple(span for span, used in zip(spans, held, strict=True) if size - used >= most))
+        return Room(tuple(idle), most)
+
+    @cached_property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Of every rank."""
+        return tuple(sum(end - start for start, end in spans) for spans in self.idle)
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How and where the next batch's frozen work is to be done."""
+
+    how: Filler
+    room: Room
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
+
+    Once it `is_ordered`, its order is the named one or, where there is one, `of_one`, of each of equal pipelines, or
+    `schedule`. `simulated` is its step, or its training while the next batch's frozen work is to come, by some `way`;
+    where some pipelines stand for all, that of these, until it is `done`. `needs` are bytes on the fullest rank; one
+    that `is_thrifty` was made to need less. `method` says how the order was found, `why` what it lost by.
+    """
+
+    candidate: Candidate
+    bound_seconds: float
+    staged: Staged | None = None
+    is_ordered: bool = False
+    of_one: Schedule | None = None
+    schedule: Schedule | None = None
+    simulated: Simulated | None = None
+    way: Way | None = None
+    is_filled: bool = False
+    done: bool = False
+    needs: int | None = None
+    is_thrifty: bool = False
+    method: str = ""
+    why: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, where it is known in full."""
+        return self.simulated.seconds if self.simulated is not None and self.done else None
+
+    def sizes(self, case: Case) -> tuple[int, ...]:
+        """Samples of every micro-batch."""
+        return microbatch_sizes(case.batch_size, self.candidate.microbatches)
+
+    @property
+    def placed(self) -> Staged:
+        """The stages of a trial that is placed."""
+        if self.staged is None:
+            raise ValueError("the trial is not placed yet")
+        return self.staged
+
+    @property
+    def outcome(self) -> Outcome:
+        shape, staged, simulated = self.candidate.shape, self.staged, self.simulated
+        return Outcome(
+            len(shape.pipelines), shape.places, shape.schedule, shape.stages, self.candidate.microbatches,
+            staged.collocated if staged else shape.is_folded and shape.hard, bool(staged and staged.recompute),
+            self.bound_seconds, self.seconds, self.needs, simulated.wire_bytes if simulated and self.done else None,
+            self.why,
+        )  # fmt: skip
