@@ -40,7 +40,7 @@ def test_who_stands_for_whom(cluster: str, size: int, strided: bool, expected: l
     assert found == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(CLUSTERS),
     st.sampled_from((PLAIN, "gpipe", "zero-bubble", "wave")),
