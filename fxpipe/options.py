@@ -29,8 +29,7 @@ FILLS = ("auto", "idle", "after", "none")
 training has ended, "none" for this batch, as part of its step; "auto" takes the fastest."""
 
 SHARDS = ("none", "optimizer", "weights")
-"""What the replicas of a stage share out: nothing; the optimizer's states (ZeRO-1); weights, gradients and these
-(ZeRO-3)."""
+"""What the replicas of a stage share out: nothing; the optimizer's states (ZeRO-1); weights and these (ZeRO-3)."""
 
 
 def check_counts(**counts: int | None) -> None:

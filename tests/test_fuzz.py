@@ -27,7 +27,7 @@ from passes.schedules.replicas import with_reductions
 from tests.dumped import assert_text_runs
 from tests.strategies import Layer, RandomStep, Split, StepSpec, splits, step_specs
 
-EXAMPLES = int(os.environ.get("FXPIPE_FUZZ_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("FXPIPE_FUZZ_EXAMPLES", "20"))
 TOLERANCE = 1e-10
 
 

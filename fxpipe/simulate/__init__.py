@@ -6,7 +6,7 @@
 op_lists       what ranks do, as the simulator takes it      machine      ranks, messages and collectives in time
 wires          messages that share ports                     collectives  sums that wait for all
 rank_memory    bytes over time, from op lists                memory       what rank programs hold (graph_memory)
-prediction     a rank program's step, simulated
+prediction     a rank program's step, simulated          host_update  the optimizer on the host
 """
 
 import random

@@ -78,7 +78,7 @@ def _trained(program: RankProgram) -> tuple[int, int]:
 def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:
     """The timeline of one step, with memory and the spread under noise."""
     ops, plan = step_ops(step, capture, costing, optimizer_bytes)
-    spread = noisy_makespans(plan.op_lists, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
+    spread = noisy_makespans(ops.ranks, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
     return timeline(ops, costing.cluster, spread)
 
 

@@ -192,7 +192,7 @@ class _Form:
         reductions: Sequence[Reduction],
         frozen: FrozenWork | None,
         gatherings: Sequence[Gathering],
-        turns: RankTurns | None,
+        of_rank: RankTurns | None,
     ) -> RankProgram:
         step, actions = self.step, self.schedule.ranks[rank]
         units = {(a.kind, a.stage) for a in actions if a.kind in "FT" and not a.is_piece}
@@ -205,4 +205,4 @@ class _Form:
             nexts = step.sources.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
         scaled = self.trains and step.has_half_gradients
         writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried, scaled)
-        return ProgramWriter(writer, tied, reductions, works, gatherings, turns).write(actions, self.trains)
+        return ProgramWriter(writer, tied, reductions, works, gatherings, of_rank).write(actions, self.trains)

@@ -12,5 +12,5 @@ stages        what depends on the patch, cut for columns of ranks            cel
 staged        stages on ranks, samples one after the other, exact (staged_rank)
 once          what conditions alone decide, out of every form                text     whose text in one sequence is
 piped         stages on ranks, patches one after the other (piped_rank)      latest, shared   what patches know
-work          what a patch computes and tells, for estimates
+work          what a patch computes and tells, for estimates                 alike    patches that differ in size alone
 """

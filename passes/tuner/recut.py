@@ -48,7 +48,7 @@ def cut_by_memory(
         recompute = whole_stages(found.boundaries) if whole else runs_within(staged.recompute, found.boundaries)
         cut = replace(
             found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks,
-            sharded=staged.sharded, gathered=staged.gathered,
+            sharded=staged.sharded, gathered=staged.gathered, offloaded=staged.offloaded,
         )  # fmt: skip
         if max(ordered(cut)[1]) <= limit_bytes:
             return cut

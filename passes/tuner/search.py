@@ -95,8 +95,9 @@ def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
     if not lost:
         return CompileError(
             f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
-            f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples; leave some "
-            "open"
+            f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples"
+            + ', where shard="weights" gives every replica as many micro-batches' * (request.shard == "weights")
+            + "; leave some open"
         )
     least = min(lost, key=lambda trial: trial.needs or 0)
     return NothingFits(
