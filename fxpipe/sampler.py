@@ -134,6 +134,17 @@ class Sampler:
         name, args, kwargs = recorded_call(self.model, [self.name, *self.others], call)
         return (self.denoiser if name == self.name else self.others[name]).step(args, kwargs)
 
+    def release(self) -> int:
+        """Let go of the denoiser's weights that this rank of a launch does not read, as `stages=` leaves it its
+        stage's alone; how many bytes that frees.
+
+        Kinds of calls that were made, or prepared, go on; another that reads what is gone ends with an error, and so
+        does running or saving the denoiser itself. In one process all ranks' weights stay, and it is 0.
+        """
+        if self.ranks.rank is None:
+            return 0
+        return sum(one.release(self.ranks.rank) for one in (self.denoiser, *self.others.values()))
+
     def broadcast(self, value: T) -> T:
         """Collective over the ranks of a launch: rank 0's value, on every rank."""
         return self.ranks.broadcast(value)

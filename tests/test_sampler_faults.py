@@ -150,6 +150,38 @@ def faults() -> dict[str, str]:
     return said
 
 
+def released() -> dict[str, Any]:
+    """What a rank of two stages says once it has let go of the other's weights."""
+    loop, said = Loop("exact"), dict[str, Any]()
+    given = {"sample": noise(2, 2, 12, 5), "time": torch.ones(1).double(), "text": noise(2, 3)}
+    wanted = loop.model(**given)
+    staged = fxpipe.compile_sampler(loop.model, 2, stages=2, example=given, sample={"sample": 2})
+    said["exact"] = torch.equal(staged.predict(**given), found := staged.predict(**given)) and (found - wanted).abs().max() < 1e-12
+    said["bytes"] = staged.release()
+    said["left"] = sum(p.nbytes for p in loop.model.parameters() if p.untyped_storage().nbytes() == p.nbytes)
+    said["again"] = torch.equal(staged.predict(**given), found) and not staged.release()
+    for name, refused in {
+        "run": lambda: loop.model(**given), "saved": loop.model.state_dict, "by rows": lambda: loop(),
+    }.items():  # fmt: skip
+        with pytest.raises(RunError) as caught:
+            refused()
+        said[name] = str(caught.value)
+    return said
+
+
+def test_a_rank_holds_the_weights_of_its_stage_alone() -> None:
+    whole = sum(parameter.nbytes for parameter in Rows().double().parameters())
+    said = run_processes(2, released)
+    assert sum(one["left"] for one in said) == whole
+    for one in said:
+        assert one["exact"]
+        assert one["again"]
+        assert one["bytes"] == whole - one["left"] > 0
+        assert "were released on this rank, which samples without them; load the model again" in one["run"]
+        assert one["saved"] == one["run"]
+        assert re.search("reads . weights .* that rank . has released; make every kind of call", one["by rows"])
+
+
 def stopped(how: signal.Signals, step: int, sample: Tensor) -> Tensor:
     if step == 2:
         time.sleep(0.5)  # for a heartbeat that tells the action

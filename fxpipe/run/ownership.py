@@ -12,7 +12,7 @@ Where the weights themselves are shared out, a rank that does not own one holds 
 as no numbers, and torch refuses to write into it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from weakref import WeakSet
@@ -27,7 +27,7 @@ from fxpipe.run.read_ahead import version
 _owners = WeakTensorKeyDictionary()  # parameter -> ranks
 _claims: list[None] = []  # one for each that was made
 _outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
-_empty = WeakTensorKeyDictionary()  # parameters without memory
+_empty = WeakTensorKeyDictionary()  # parameters without memory -> whether for good
 _watched: "WeakSet[nn.Module]" = WeakSet()
 _as_is = ContextVar("_as_is", default=False)
 
@@ -79,23 +79,51 @@ def empty(parameters: Iterable[nn.Parameter]) -> None:
         if parameter not in _empty:
             nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
             parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
-            _empty[parameter] = True
+            _empty[parameter] = False
         _outdated[parameter] = version(parameter)
 
 
 def fill(parameter: nn.Parameter) -> None:
     """Give it memory, whose values are still to come."""
-    if _empty.pop(parameter, False):
+    if _empty.pop(parameter, None) is not None:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         _outdated[parameter] = version(parameter)
 
 
+def release(model: nn.Module, read: Collection[str]) -> int:
+    """Let go for good of a model's parameters but for those of these names; how many bytes that frees.
+
+    Raises:
+        RunError: an engine trains one of them.
+    """
+    kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in read}
+    gone = {name: p for name, p in model.named_parameters() if id(p) not in kept and not is_empty(p)}
+    trained = [name for name, p in gone.items() if owners(p)]
+    if trained:
+        raise RunError(f"{len(trained)} parameters ({trained[0]}, ...) are trained by an engine, and are not released")
+    size = sum(p.nbytes for p in gone.values())
+    empty(gone.values())
+    for parameter in gone.values():
+        _empty[parameter] = True
+    _watch(model, {id(p) for p in gone.values()})
+    return size
+
+
+def is_released(tensor: torch.Tensor) -> bool:
+    """Whether it was let go for good."""
+    return bool(_empty.get(tensor, False))
+
+
 def watch(model: nn.Module, rank: int) -> None:
     """Refuse to run or save the parts of a model that hold outdated parameters; layers of torch alone go unwatched."""
+    _watch(model, {id(p) for p in model.parameters() if owners(p) and rank not in owners(p)})
+
+
+def _watch(model: nn.Module, outdated: Collection[int]) -> None:
     for module in model.modules():
         if module in _watched or (module is not model and type(module).__module__.startswith("torch.nn.")):
             continue
-        if any(owners(p) and rank not in owners(p) for p in module.parameters()):
+        if any(id(p) in outdated for p in module.parameters()):
             module.register_forward_pre_hook(require_new)
             module.register_state_dict_pre_hook(require_new)
             _watched.add(module)
@@ -111,11 +139,17 @@ def as_is() -> Iterator[None]:
         _as_is.reset(token)
 
 
-def require_new(module: nn.Module, *_: object) -> None:
-    """Raises RunError where parameters of a module are outdated; a hook of modules, too."""
+def require_new(module: nn.Module, *_: object, or_released: bool = False) -> None:
+    """Raises RunError where parameters of a module are outdated, or released; a hook of modules, too."""
     if not _outdated or _as_is.get():
         return
-    old = [name for name, p in module.named_parameters() if is_outdated(p)]
+    gone = [name for name, p in module.named_parameters() if is_released(p)]
+    if gone and not or_released:
+        raise RunError(
+            f"{len(gone)} parameters of {type(module).__name__} ({gone[0]}, ...) were released on this rank, which "
+            "samples without them; load the model again to run or save it"
+        )
+    old = [name for name, p in module.named_parameters() if is_outdated(p) and name not in gone]
     if old:
         raise RunError(
             f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, and are "

@@ -21,6 +21,7 @@ from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, T, Transport
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.ownership import is_empty, is_released
 from fxpipe.run.read_ahead import version
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
 from fxpipe.run.step_agreement import StepAgreement
@@ -55,7 +56,12 @@ class Programs(Protocol):
 
 
 class Ranks(ABC):
-    """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run."""
+    """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run.
+
+    `rank` is this process's, None where it has all of them.
+    """
+
+    rank: int | None
 
     def __init__(self) -> None:
         self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
@@ -152,6 +158,8 @@ def _equal(some: Tensors, others: Tensors) -> bool:
 class LocalRanks(Ranks):
     """All ranks as threads of this process."""
 
+    rank = None
+
     def __init__(self) -> None:
         super().__init__()
         self._runs: dict[int, LocalRun] = {}  # by the number of ranks
@@ -189,16 +197,13 @@ class LaunchedRank(Ranks):
     def __init__(self, connect: Callable[[], Transport]) -> None:
         super().__init__()
         self._transport = connect()
+        self.rank: int = self._transport.rank
         self._run = SampleRun(self._transport)
         self._agreement = StepAgreement(self._transport)
         self._bound: dict[int, _Held] = {}
         self._opened: set[Channel] = set()
         self._used: list[Tensors] = []  # states, in this call
         self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
-
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         self._transport.set_action("predict")
@@ -246,6 +251,12 @@ class LaunchedRank(Ranks):
         if held.state is state:
             return
         own = held.step.programs[self.rank]
+        gone = [name for name in own.state if is_released(state[name])]
+        if gone:
+            raise RunError(
+                f"this call reads {len(gone)} weights ({gone[0]}, ...) that rank {self.rank} has released; make every "
+                "kind of call, or sampler.prepare it, before sampler.release()"
+            )
         channels = {c: size for c, size in held.step.channels.items() if c not in self._opened}
         self._transport.open_channels(channels, [])
         self._opened.update(channels)
@@ -255,7 +266,7 @@ class LaunchedRank(Ranks):
 
     def _agree_on_weights(self, state: Tensors) -> None:
         """Those that are new on some rank, also where only another rank's program reads them."""
-        there = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+        there = {name: tensor for name, tensor in state.items() if not (tensor.is_meta or is_empty(tensor))}
         new = {name for name, tensor in there.items() if self._compared.get(tensor) != version(tensor)}
         on_any = set[str]().union(*everyones(self._transport, new))
         if on_any:

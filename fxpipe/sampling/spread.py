@@ -14,7 +14,7 @@ from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
-from fxpipe.run.ownership import require_new
+from fxpipe.run.ownership import release, require_new
 from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.simulate.op_lists import StepOps
@@ -137,10 +137,15 @@ class Spread:
             self._states[id(traced)] = _tensors_of(self.module) | constants
         return self._states[id(traced)]
 
+    def release(self, rank: int) -> int:
+        """Let go of what no program of this rank reads, of all kinds of calls so far; how many bytes that frees."""
+        read = {name for step in self._steps.values() for name in step.programs[rank].state}
+        return release(self.module, read) if self._steps and self.whole is None else 0
+
     def _forget_other_weights(self) -> None:
         """Tensors that were put in place of others are read from now on; others by name, shape or type are another
         model, as with an adapter loaded or fused, and so are other settings."""
-        require_new(self.module)
+        require_new(self.module, or_released=True)
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
