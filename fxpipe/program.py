@@ -23,6 +23,7 @@ from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
+from fxpipe.run.agreement import told
 from fxpipe.run.engine import Engine
 from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.local_engine import LocalEngine
@@ -30,6 +31,7 @@ from fxpipe.run.nearness import Distance, Nearness
 from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
 from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, tolerance_of
+from fxpipe.run.weights import Weights, readers, without_memory
 from fxpipe.shapes import Shapes
 from fxpipe.show.explain import Replanned, explain
 from fxpipe.simulate.memory import ADAMW_BYTES
@@ -225,6 +227,7 @@ class Program:
         seed: int = 0,
         observe: Observe | None = None,
         timeout: float | timedelta = 1800.0,
+        weights: Weights | None = None,
     ) -> Engine:
         """This process as one rank, under torchrun, training its part of the model's own parameters in place.
 
@@ -233,6 +236,9 @@ class Program:
             observe: sees this rank's events.
             timeout: seconds that a rank waits for another, which may sample or save meanwhile; one that is lost is
                 noticed within seconds, whatever this is.
+            weights: of a model on the meta device, by its names: a checkpoint of `save`, a safetensors file or a folder
+                of such; a dict of these by component ({"unet": "model/unet", "vae": "model/vae"}), or of tensors. A
+                rank reads what it trains or computes with, and holds nothing else. Make optimizers after it.
         """
         from fxpipe.run.transport.distributed import DistributedTransport
 
@@ -246,8 +252,12 @@ class Program:
         if transport.world_size != self.world_size:
             transport.close()
             raise CompileError(f"compiled for {self.world_size} ranks, started with {transport.world_size} processes")
-        given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
-        return self._traced(Engine(*given, self.smaller, self._kinds(whole=False)))
+        with told(transport):
+            found = None if weights is None else readers(weights)
+            if found is not None:
+                without_memory(self._own_model, found, where)
+            given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
+        return self._traced(Engine(*given, self.smaller, self._kinds(whole=False), weights=found))
 
     def _traced(self, engine: AnEngine) -> AnEngine:
         """It can write what is predicted beside what it measures."""
@@ -280,8 +290,9 @@ class Program:
         meta = [name for name, tensor in named.items() if tensor.is_meta]
         if meta:
             raise CompileError(
-                f"{len(meta)} tensors are on the meta device ({meta[0]}, ...): the program can be inspected, not run; "
-                "materialise the model (to_empty and load a state dict) and compile again to run it"
+                f"{len(meta)} tensors are on the meta device ({meta[0]}, ...): the program can be inspected, and run "
+                "by ranks that read their weights from files, program.engine(weights=...); for all ranks in one "
+                "process materialise the model (to_empty and load a state dict) and compile again"
             )
         self._require_unchanged(named)
         return named | {f"_constants.{name}": tensor for name, tensor in self.capture.constants.items()}

@@ -26,6 +26,7 @@ from fxpipe.run.scaler import GradScaler
 from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.shared_samples import agree_on_samples
 from fxpipe.run.training import Ahead, Executed, Training
+from fxpipe.run.weights import Readers, read_own
 
 
 class Engine(Training):
@@ -49,6 +50,7 @@ class Engine(Training):
         smaller: Callable[[int], StepPlan] | None = None,
         kinds: Kinds | None = None,
         opened: tuple[set[Channel], set[tuple[int, ...]]] | None = None,
+        weights: Readers | None = None,
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
         self._opened = opened or (set(), set())  # channels and groups, by all engines on the transport
@@ -65,6 +67,9 @@ class Engine(Training):
             self._take(plan)
             self._shared = self._shared_by(plan)
             self._shared_smaller: dict[int, SharedModel] = {}  # by the number of samples
+            if weights is not None:
+                self._shared.release()
+                read_own(model, weights, lambda parameter: self.rank in owners(parameter))
             self._agree_on_state()
             self._open(plan.channels, plan.groups)
 
@@ -168,6 +173,11 @@ class Engine(Training):
         with told(self._transport):
             self._agree("sync_model" if dst is None else "gather_state_dict", {"dst or trainable_only": (dst, asked)})
             self._shared.bring(range(self._plan.world_size) if dst is None else [dst])
+
+    def _released(self) -> int:
+        with told(self._transport):
+            self._agree("release", {})
+            return self._shared.release()
 
     def _gathered(self, parts: Parts, dst: int) -> Parts:
         with told(self._transport):

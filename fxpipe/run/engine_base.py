@@ -72,6 +72,10 @@ class EngineBase:
         """Collective: all ranks' parts on one rank."""
         return parts
 
+    def _released(self) -> int:
+        """Collective: what this process needs not hold is let go; its bytes."""
+        return 0
+
     def _bring(self, dst: int | None, *asked: object) -> None:
         """Collective: all trained values into the model of one rank, or of all."""
 

@@ -25,6 +25,7 @@ from fxpipe.errors import RunError
 from fxpipe.run.read_ahead import version
 
 _owners = WeakTensorKeyDictionary()  # parameter -> ranks
+_idle = WeakTensorKeyDictionary()  # parameters that nobody trains, and that not all ranks hold
 _claims: list[None] = []  # one for each that was made
 _outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
 _empty = WeakTensorKeyDictionary()  # parameters without memory -> whether for good
@@ -37,6 +38,19 @@ def claim(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
     if parameter not in _owners:
         _owners[parameter] = ranks
         _claims.append(None)
+
+
+def share_idle(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
+    """These ranks hold it too, which nobody trains; the others may let its memory go."""
+    if parameter not in _owners or parameter in _idle:
+        _owners[parameter] = tuple(sorted({*owners(parameter), *ranks}))
+        _idle[parameter] = True
+        _claims.append(None)
+
+
+def is_idle(parameter: nn.Parameter) -> bool:
+    """Whether nobody trains it, and it is not on all ranks."""
+    return parameter in _idle
 
 
 def num_claims() -> int:
@@ -152,7 +166,7 @@ def require_new(module: nn.Module, *_: object, or_released: bool = False) -> Non
     old = [name for name, p in module.named_parameters() if is_outdated(p) and name not in gone]
     if old:
         raise RunError(
-            f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, and are "
-            "not here yet; before the model is sampled from or saved, call engine.sync_model() on every rank, or "
-            "engine.gather_state_dict()"
+            f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, or "
+            "released here, and are not here yet; before the model is sampled from or saved, call engine.sync_model() on every "
+            "rank, or engine.gather_state_dict()"
         )

@@ -17,7 +17,19 @@ from torch import nn
 
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import everyones
-from fxpipe.run.ownership import claim, empty, fill, num_claims, outdate, owners, renew, watch
+from fxpipe.run.ownership import (
+    claim,
+    empty,
+    fill,
+    is_empty,
+    is_idle,
+    num_claims,
+    outdate,
+    owners,
+    renew,
+    share_idle,
+    watch,
+)
 
 Route = tuple[str, int, int]
 """A parameter's name, the rank that gives, the rank that takes."""
@@ -48,6 +60,7 @@ class SharedModel:
             claim(self.parameters[name], ranks)
         for name, owner in shared_out.items():
             claim(self.parameters[name], (owner,))
+        self._model = model
         self._shared_out = [self.parameters[name] for name in shared_out]
         self.hold(held, refreshed)
         watch(model, self._rank)
@@ -58,6 +71,9 @@ class SharedModel:
         self._borrowers = _ranks(everyones(self._transport, sorted({*held} - {*refreshed})))
         self._known: _Routes | None = None
         self._copy(self._to(self._holders))
+        for name, ranks in self._holders.items():
+            if is_idle(self.parameters[name]):
+                share_idle(self.parameters[name], ranks)
 
     @property
     def trained_here(self) -> dict[str, nn.Parameter]:
@@ -79,6 +95,21 @@ class SharedModel:
     def let_go(self) -> None:
         """Of what is shared out keep what this rank owns."""
         empty(parameter for parameter in self._shared_out if self._rank not in owners(parameter))
+
+    def release(self) -> int:
+        """Keep what this rank trains or reads, now and after values were brought; how many bytes are let go.
+
+        What nobody trains is on the ranks that read it, and on the first where none does.
+        """
+        for name, parameter in self.parameters.items():
+            if not owners(parameter):
+                share_idle(parameter, self._holders.get(name, (0,)))
+        ranks = {name: (*owners(p), *self._holders.get(name, ())) for name, p in self.parameters.items()}
+        self._shared_out = [p for name, p in self.parameters.items() if self._rank not in ranks[name]]
+        size = sum(p.nbytes for p in self._shared_out if not is_empty(p))
+        self.let_go()
+        watch(self._model, self._rank)
+        return size
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Collective: the gradients of what this rank owns, wherever they arose. What it does not own ages by it."""

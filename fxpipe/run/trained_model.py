@@ -49,6 +49,15 @@ class TrainedModel(EngineBase, ABC):
         self._require_open("sync_model")
         self._bring(None)
 
+    def release(self) -> int:
+        """Collective: let go of the weights that this rank neither trains nor reads; returns how many bytes they had.
+
+        They have their shape still, and no memory: the model is neither run nor saved before `sync_model` has brought
+        them, for as long as until the next step. In one process, which runs all ranks, it is 0.
+        """
+        self._require_open("release")
+        return self._released()
+
     def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any] | None:
         """Collective: a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU.
 

@@ -81,7 +81,7 @@ class Run:
     @property
     def layout(self) -> dict[str, Any]:
         """Equal in two runs where every rank trains the same."""
-        trained = {name: list(self.owners(p)) for name, p in self.model.named_parameters()}
+        trained = {name: list(self.owners(p)) for name, p in self.model.named_parameters() if p.requires_grad}
         return {"ranks": self.num_ranks, "owners": {name: ranks for name, ranks in trained.items() if ranks}}
 
 
