@@ -167,6 +167,6 @@ def require_new(module: nn.Module, *_: object, or_released: bool = False) -> Non
     if old:
         raise RunError(
             f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, or "
-            "released here, and are not here yet; before the model is sampled from or saved, call engine.sync_model() on every "
-            "rank, or engine.gather_state_dict()"
+            "released here, and are not here yet; before the model is sampled from or saved, call engine.sync_model() "
+            "on every rank, or engine.gather_state_dict()"
         )
