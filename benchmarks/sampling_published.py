@@ -8,16 +8,19 @@ SDXL: 50 steps with guidance, 1 to 8 A100; from two on the guidance is split, ro
 2024, table 2), attention by heads (Ulysses) and in a ring exact. Nothing runs: the models have no weights, layouts are
 those of the papers, seconds the planner's.
 
-The device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's latencies on
-one device, its ramp to what two save of one's time; what is left are predictions.
+Flux.1-dev: 28 steps of one image on 1 to 4 H100 (xDiT's documentation, docs/performance/flux.md, eager torch), exact.
+Nothing is fitted to it: an H100 is what its data sheet says, as `cost_models.devices` has it.
+
+For the others the device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's
+latencies on one device, its ramp to what two save of one's time; what is left are predictions.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from diffusers import PixArtTransformer2DModel, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, UNet2DConditionModel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -25,6 +28,7 @@ from torch import nn
 from cost_models.devices import device
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
+from fxpipe.costs.model import CostModel
 from fxpipe.models.backbones import example_inputs, row_inputs
 from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.attention import with_attention
@@ -60,6 +64,7 @@ PIXART = {
     1024: {"PipeFusion": 0.866, "Ulysses": 1.74, "DistriFusion": 2.33, "ring": 2.63},
     2048: {"PipeFusion": 5.37, "Ulysses": 7.93, "DistriFusion": 9.62, "ring": 11.1},
 }
+FLUX = {1024: {(1, "gather"): 6.71, (2, "ulysses"): 4.38, (2, "ring"): 5.31, (4, "ulysses"): 4.24, (4, "ring"): 5.11}}
 _ROWS, _IN_TURN = How("displaced", 4, "corrected", False), How("displaced", 1, "corrected", False)
 
 
@@ -77,7 +82,7 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", type=int, nargs="+", default=list(SDXL))
-    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt"])
+    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt", "Flux"])
     options = parser.parse_args()
     table = Table(title="seconds of a call", title_justify="left")
     for column in ("model", "side", "way", "published", "estimated", "off by"):
@@ -86,6 +91,7 @@ def main() -> None:
         for row in [
             *(sdxl_rows(side) if "SDXL" in options.models and side in SDXL else ()),
             *(pixart_rows(side) if "PixArt" in options.models and side in PIXART else ()),
+            *(flux_rows(side) if "Flux" in options.models and side in FLUX else ()),
         ]:
             off = f"{row.estimated / row.published - 1:+.1%}"
             table.add_row(row.model, str(side), row.way, f"{row.published:.3g}", f"{row.estimated:.3g}", off)
@@ -114,11 +120,29 @@ def pixart_rows(side: int) -> Iterator[Row]:
         yield Row("PixArt", side, name, published, min(estimate(case, one, cluster, 20).seconds for one in made))
 
 
-def traced(model: nn.Module) -> SampleCase:
-    """A call with the prompt and without."""
-    given = {name: value for name, value in example_inputs(model, 2).items() if name != "target"}
+def flux_rows(side: int) -> Iterator[Row]:
+    with torch.device("meta"):
+        model, rows = FluxTransformer2DModel(guidance_embeds=True).bfloat16(), (side // 16) ** 2
+        given = {
+            "hidden_states": torch.empty(1, rows, 64), "encoder_hidden_states": torch.empty(1, 512, 4096),
+            "pooled_projections": torch.empty(1, 768), "timestep": torch.empty(1), "guidance": torch.empty(1),
+        }  # fmt: skip
+        given = {name: value.bfloat16() for name, value in given.items()}
+        given |= {"img_ids": torch.empty(rows, 3), "txt_ids": torch.empty(512, 3)}
+    case, cluster = traced(model, given, 1, device("H100")), Cluster.parse("4xH100")
+    for (ranks, kind), published in FLUX[side].items():
+        way = Request(ranks, 1, None, None, ranks, EXACT, attention=kind)
+        found = estimate(case, with_attention(case, chosen(case, way), kind, cluster), cluster, 28)
+        yield Row("Flux", side, f"{ranks} H100, {kind}", published, found.seconds)
+
+
+def traced(
+    model: nn.Module, given: Mapping[str, torch.Tensor] | None = None, samples: int = 2, by: CostModel = DEVICE
+) -> SampleCase:
+    """A call; one with the prompt and without where no inputs are given."""
+    given = given or {name: value for name, value in example_inputs(model, 2).items() if name != "target"}
     tracing = Tracing(row_inputs, "one", cache_folder(True), lambda name, artefact: None)
-    return SampleCase(tracing.traced(model, (), given, 0), 2, DEVICE)
+    return SampleCase(tracing.traced(model, (), dict(given), 0), samples, by)
 
 
 def sdxl(side: int) -> nn.Module:
