@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from fxpipe.capture import Capture
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
 from fxpipe.costs.polynomials import Floats
@@ -67,11 +68,10 @@ class SampleCase:
     @cached_property
     def dependent(self) -> CompileError | None:
         """Why its samples cannot be computed apart, if they cannot."""
-        try:
-            require_independent(self.traced.captured)
-        except CompileError as error:
-            return error
-        return None
+        if "dependent" not in self.traced.of_all_sizes:
+            self.traced.of_all_sizes["dependent"] = _dependent(self.traced.captured)
+        found: CompileError | None = self.traced.of_all_sizes["dependent"]
+        return found
 
     def runs(self, start: int, stop: int) -> list[Span]:
         """The samples that pass through stages one after the other: each by itself, if none needs another."""
@@ -161,7 +161,10 @@ class SampleCase:
     def may_give_text(self, num_samples: int) -> bool:
         """Whether of three patches, one of every sort, the first one may have the text alone; then of more."""
         bounds = even_bounds(count := self.rows(num_samples).units.count, min(3, count))
-        return self.has_text(num_samples) and self.first_has_text(num_samples, bounds) is not None
+        known, key = self.traced.of_all_sizes, f"text of {len(bounds) - 1} patches"
+        if key not in known:
+            known[key] = self.has_text(num_samples) and self.first_has_text(num_samples, bounds) is not None
+        return bool(known[key])
 
     def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
@@ -271,3 +274,11 @@ class SampleCase:
         text = [graph_fingerprint(sized.graph), str(self.num_samples), str(dict(self.traced.rows))]
         text += [" ".join(block.nodes) for block in blocks.blocks] if blocks else []
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
+
+
+def _dependent(captured: Capture) -> CompileError | None:
+    try:
+        require_independent(captured)
+    except CompileError as error:
+        return error
+    return None
