@@ -75,8 +75,8 @@ UNKNOWN = Counted(0, 0, 0, copies=True, complete=False)
 def count_flops(call: Call) -> Counted:
     """Count a call by running it."""
     try:
-        _, copies = _count(call, BATCHES[0], None)
-        forward = _fit(call, lambda batch: _count(call, batch, None)[0])
+        first, copies = _count(call, BATCHES[0], None)
+        forward = _fit(call, lambda batch: first if batch == BATCHES[0] else _count(call, batch, None)[0])
     except Uncounted:
         return UNKNOWN
     if forward == 0:

@@ -4,7 +4,8 @@ aten.conv2d.default(x, w, None, [2, 2])   ->   conv2d   {input: x, weight: w, bi
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -57,11 +58,11 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return {str(i): a for i, a in enumerate(node.args)}
-    named = {}
-    for index, argument in enumerate(target._schema.arguments):
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, _default(argument))
-        named[argument.name] = given
-    return named
+    args, kwargs = node.args, node.kwargs
+    return {
+        p.name: args[index] if index < len(args) else kwargs.get(p.name, p.default)
+        for index, p in enumerate(_parameters(target))
+    }
 
 
 def call_arguments(target: Any, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -69,14 +70,14 @@ def call_arguments(target: Any, named: Mapping[str, Any]) -> tuple[tuple[Any, ..
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     in_place = True  # no argument has been left out so far
-    for argument in target._schema.arguments:
-        value = named.get(argument.name, _default(argument))
-        if argument.has_default_value() and _same(value, _default(argument)):
+    for parameter in _parameters(target):
+        value = named.get(parameter.name, parameter.default)
+        if parameter.has_default and _same(value, parameter.default):
             in_place = False
-        elif in_place and not argument.kwarg_only:
+        elif in_place and not parameter.kwarg_only:
             args.append(value)
         else:
-            kwargs[argument.name] = value
+            kwargs[parameter.name] = value
     return tuple(args), kwargs
 
 
@@ -84,8 +85,18 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _default(argument: Any) -> Any:
-    return argument.default_value if argument.has_default_value() else None
+class _Parameter(NamedTuple):
+    name: str
+    has_default: bool
+    default: Any
+    kwarg_only: bool
+
+
+@cache
+def _parameters(target: Any) -> tuple[_Parameter, ...]:
+    """Of a schema, whose own are made anew whenever they are asked for."""
+    of_schema = ((a, a.has_default_value()) for a in target._schema.arguments)
+    return tuple(_Parameter(a.name, has, a.default_value if has else None, a.kwarg_only) for a, has in of_schema)
 
 
 def dimension(dim: int, ndim: int) -> int:

@@ -8,6 +8,7 @@ is taken as it was (`free_sizes.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -129,8 +130,12 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
         expr = value.node.expr.xreplace(put)
         return private.traced_number(mode, expr, kind) if expr.free_symbols else kind(expr)
 
+    @cache
+    def sized(expr: Any) -> Any:
+        return expr.xreplace(put)
+
     def tensor(value: torch.Tensor) -> torch.Tensor:
-        sizes = [[expression(size).xreplace(put) for size in kind] for kind in (value.shape, value.stride())]
+        sizes = [[sized(expression(size)) for size in kind] for kind in (value.shape, value.stride())]
         key = (*map(tuple, sizes), value.dtype, value.device, value.requires_grad)
         if key not in tensors:
             shape, stride = ([whole(one) for one in kind] for kind in sizes)

@@ -86,6 +86,7 @@ def is_mutable(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
+@cache
 def may_alias(target: Any) -> bool:
     """Whether an operation's result may share memory with an argument."""
     schema = getattr(target, "_schema", None)

@@ -28,8 +28,10 @@ class Like(NamedTuple):
         """Such a tensor of small positive numbers: no infinities, integers that are valid as indices, masks that let
         all through."""
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        if device.type == "meta":
+            return made
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            return made.fill_(0.05) if device.type == "meta" else made.uniform_(0.01, 0.11)
+            return made.uniform_(0.01, 0.11)
         return made.fill_(self.dtype == torch.bool)
 
 

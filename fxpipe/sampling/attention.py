@@ -17,7 +17,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import IN_TURN, Kind
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.estimate import clocked
+from fxpipe.sampling.clocks import clocked
 from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices
 from passes.rows import RowPlan

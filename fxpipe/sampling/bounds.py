@@ -1,14 +1,30 @@
-"""What a layout takes at least, from seconds of operations alone: what cannot be the best need not be looked at.
+"""What a layout takes at least: what cannot be the best need not be looked at.
 
-A patch of the N-th part of an operation takes no less than the N-th part of its seconds, and no less than any kernel.
+First from seconds of operations alone, of which no patch is written:
+
+A patch of the N-th part of an operation takes no less than any kernel, and the N-th part of what it takes longer. Those
+on text that the first patch may have alone count as N-th parts: patches are balanced by them.
 
 rows, N beside            steps x its patch
 samples in turn           a sample through all stages, then one more for every turn of the busiest column
 patches in turn           so for exact steps; then each column has its share of all patches
+
+Then from what a patch of the layout does: all its kernels, and of patches beside each other what they wait for, but for
+keys and values of exact attention, whose kind is not known yet. Of stages, messages are free.
 """
 
+from itertools import groupby
+
+import numpy as np
+
+from fxpipe.cluster import Cluster
+from fxpipe.errors import CompileError
+from fxpipe.sampling.beside import Beside, attending
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.planning import Request
+from fxpipe.sampling.clocks import alone, clocked
+from fxpipe.sampling.links import Links
+from fxpipe.sampling.planning import Choices, Request, bounds_of, grid_of
+from passes.sampling.work import PatchWork
 
 
 def least_seconds(case: SampleCase, way: Request, steps: int) -> float:
@@ -35,6 +51,45 @@ def _least_seconds(case: SampleCase, way: Request, steps: int) -> float:
 
 def _patch_seconds(case: SampleCase, num_samples: int, parts: int) -> float:
     """Of every operation that is done in each step, of a patch that is one of so many."""
-    kernel, once = case.cost_model.moving_seconds(1, 1), case.once(num_samples)
-    seconds = ((name, s) for name, s in case.node_seconds(num_samples).items() if name not in once)
-    return sum(max(s / parts, min(s, kernel)) for _, s in seconds)
+    kernel = case.cost_model.moving_seconds(1, 1)
+    seconds, of_text = case.step_seconds(num_samples)
+    fixed = np.minimum(seconds, kernel)
+    return float((fixed + (seconds - fixed) / parts).sum() + of_text.sum() / parts)
+
+
+def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int) -> float:
+    """The same, from the work of its patches; 0 of a layout that cannot be."""
+    try:
+        grid = grid_of(case, way)
+        bounds, text_first = bounds_of(case, way, grid)
+    except CompileError:
+        return 0.0
+    fastest = max(way.speeds, default=1.0)
+    if way.stages is None:
+        made = Choices(grid, None, bounds, text_first, "rows", way.how)
+        return Beside(case, made, cluster).least_seconds(steps) / fastest
+    size, (start, stop), links = case.run_size(grid), grid.spans(case.num_samples)[0], Links(cluster, grid)
+    runs = len(case.runs(start, stop))
+    whole = (0, case.rows(size).units.count) if way.in_turn else bounds
+    through = _through(case, size, case.work(size, whole, 0, False), links)
+    exact = through * (1 + (runs - 1) / grid.stages) / fastest
+    if not way.in_turn:
+        return steps * exact
+    warm = min(way.how.warmup, steps)
+    patches = (case.work(size, bounds, patch, None) for patch in range(len(bounds) - 1))
+    steady = runs * sum(_through(case, size, work, links) for work in patches) / grid.stages / fastest
+    return warm * exact + (steps - warm) * steady
+
+
+def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) -> float:
+    """Seconds of a run through all stages, of what depends on the patch; none of them cuts an operation from what it
+    reads of others."""
+    late, beside = case.late(num_samples), links.grid.patches
+    attended = case.attention_seconds(num_samples, beside) if beside > 1 else {}
+    items, total = attending(work.items, attended), 0.0
+    for name, places in groupby(range(len(items)), key=lambda place: items[place].name):
+        if name in late:
+            parts = alone(items, [*places])
+            columns = range(links.grid.stages if any(part.told for part in parts) and beside > 1 else 1)
+            total += min(clocked(parts, links, column, lambda told: True)[0] for column in columns)
+    return total

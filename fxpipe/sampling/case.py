@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from fxpipe.capture import Capture
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.costs.model import CostModel
+from fxpipe.costs.polynomials import Floats
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import Kind
@@ -18,7 +21,6 @@ from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
-from passes.rows.sized import at_batch_size
 from passes.sampling.alike import Alike, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
 from passes.sampling.attention import Shared, alike, layers
@@ -66,11 +68,10 @@ class SampleCase:
     @cached_property
     def dependent(self) -> CompileError | None:
         """Why its samples cannot be computed apart, if they cannot."""
-        try:
-            require_independent(self.traced.captured)
-        except CompileError as error:
-            return error
-        return None
+        if "dependent" not in self.traced.of_all_sizes:
+            self.traced.of_all_sizes["dependent"] = _dependent(self.traced.captured)
+        found: CompileError | None = self.traced.of_all_sizes["dependent"]
+        return found
 
     def runs(self, start: int, stop: int) -> list[Span]:
         """The samples that pass through stages one after the other: each by itself, if none needs another."""
@@ -91,8 +92,8 @@ class SampleCase:
     @cached_property
     def likes(self) -> Mapping[str, torch.Tensor]:
         """Shape and type of every input by the programs' names, on the meta device."""
-        nodes = at_batch_size(self.traced.captured, self.num_samples).nodes
-        return {name: nodes[name].meta["val"] for name in self.rows(self.num_samples).inputs}
+        rows = self.rows(self.num_samples)
+        return {name: rows.sized.nodes[name].meta["val"] for name in rows.inputs}
 
     @cached_property
     def batched(self) -> Mapping[str, torch.Tensor]:
@@ -121,6 +122,37 @@ class SampleCase:
         seconds = self._once(("seconds", num_samples), lambda: self._seconds(self.rows(num_samples).sized.graph))
         return {node.name: s for node, s in seconds.items()}
 
+    def step_seconds(self, num_samples: int) -> tuple[Floats, Floats]:
+        """Of all operations that are done in every step; of those on text alone, which one patch may have for all."""
+
+        def parted() -> tuple[Floats, Floats]:
+            once = self.once(num_samples)
+            of_text = self._shared_text(num_samples) if self.has_text(num_samples) else frozenset[str]()
+            found = {name: s for name, s in self.node_seconds(num_samples).items() if name not in once}
+            return (
+                np.array([s for name, s in found.items() if name not in of_text]),
+                np.array([s for name, s in found.items() if name in of_text]),
+            )
+
+        made: tuple[Floats, Floats] = self._once(("in steps", num_samples), parted)
+        return made
+
+    def late(self, num_samples: int) -> frozenset[str]:
+        """The operations that depend on the patch."""
+
+        def known() -> frozenset[str]:
+            found = binding_times(self.rows(num_samples).sized, dict.fromkeys(self.traced.rows, PATCH))
+            return frozenset(name for name, time in found.items() if time == PATCH)
+
+        names: frozenset[str] = self._once(("late", num_samples), known)
+        return names
+
+    def attention_seconds(self, num_samples: int, parts: int) -> dict[str, float]:
+        """Of every layer of attention what one of so many patches takes at least, of whatever kind it is."""
+        kernel, seconds = self.cost_model.moving_seconds(1, 1), self.node_seconds(num_samples)
+        whole = {node.name: seconds.get(node.name, 0.0) for node in layers(self.rows(num_samples))}
+        return {name: min(s, kernel) + max(s - kernel, 0.0) / parts for name, s in whole.items()}
+
     def has_text(self, num_samples: int) -> bool:
         """Whether some value is rows and text in one sequence."""
         found: bool = self._once(("has text", num_samples), lambda: has_text(self.rows(num_samples)))
@@ -129,7 +161,10 @@ class SampleCase:
     def may_give_text(self, num_samples: int) -> bool:
         """Whether of three patches, one of every sort, the first one may have the text alone; then of more."""
         bounds = even_bounds(count := self.rows(num_samples).units.count, min(3, count))
-        return self.has_text(num_samples) and self.first_has_text(num_samples, bounds) is not None
+        known, key = self.traced.of_all_sizes, f"text of {len(bounds) - 1} patches"
+        if key not in known:
+            known[key] = self.has_text(num_samples) and self.first_has_text(num_samples, bounds) is not None
+        return bool(known[key])
 
     def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
         """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
@@ -239,3 +274,11 @@ class SampleCase:
         text = [graph_fingerprint(sized.graph), str(self.num_samples), str(dict(self.traced.rows))]
         text += [" ".join(block.nodes) for block in blocks.blocks] if blocks else []
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
+
+
+def _dependent(captured: Capture) -> CompileError | None:
+    try:
+        require_independent(captured)
+    except CompileError as error:
+        return error
+    return None

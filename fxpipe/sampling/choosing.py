@@ -15,6 +15,7 @@ are the best. Groups of samples that hold whole requests are replicas that go st
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from math import gcd, inf
 from typing import Literal
 
@@ -28,7 +29,8 @@ from fxpipe.plan.schedule import counted
 from fxpipe.sampling import bounds
 from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.estimate import Estimate, estimate
+from fxpipe.sampling.estimate import estimate
+from fxpipe.sampling.layout import Estimate
 from fxpipe.sampling.planning import Choices, Request, chosen
 
 _EXACT_WINS, _SAME = 1.05, 1.01
@@ -180,16 +182,22 @@ def ranked(case: SampleCase, request: Request, setting: Setting) -> Ranked:
 def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candidate]:
     """All candidates; those that cannot be the best by what they take at least are not looked at."""
     open_ones = [
-        (bounds.least_seconds(of_requests, way, setting.steps) / requests, place, requests, of_requests, way)
+        (bounds.least_seconds(of_requests, way, setting.steps) / requests, place, requests, False, of_requests, way)
         for requests, of_requests in _joined(case, request, setting)
         for place, way in enumerate(ways(of_requests, request, setting))
     ]
+    heapify(open_ones)
     limit = setting.limit_bytes or case.cost_model.memory_bytes or inf
     best, found = inf, list[Candidate]()
-    for least, _, requests, of_requests, way in sorted(open_ones, key=lambda one: one[:2]):
+    while open_ones:
+        least, place, requests, refined, of_requests, way = heappop(open_ones)
         if least > _EXACT_WINS * best:
             why = f"at least {least / best - 1:.1%} longer"
             found.append(Candidate(way, requests, why=why, least_seconds=least * requests))
+            continue
+        if not refined:
+            seconds = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps) / requests
+            heappush(open_ones, (max(least, seconds), place, requests, True, of_requests, way))
             continue
         one = _looked_at(of_requests, way, setting, requests)
         if any(_same(one, other) for other in found):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Transfer, route
 from fxpipe.plan.sample_grid import Grid
-from passes.sampling.work import Told
+from passes.sampling.work import Sent, Told
 
 
 class Busy(NamedTuple):
@@ -28,14 +28,19 @@ class Links:
     def __init__(self, cluster: Cluster, grid: Grid) -> None:
         self.cluster, self.grid = cluster, grid
         self._known: dict[tuple[Transfer, ...], Busy] = {}
+        self._told: dict[tuple[int, int], tuple[Sent, Busy]] = {}
 
     def of_patches(self, told: Told, column: int) -> Busy:
         """An exchange of a column's patches."""
-        return self._at_once(
-            (self._rank(group, column, src), self._rank(group, column, dst), size)
-            for group in range(self.grid.groups)
-            for src, dst, size in told.sent
-        )
+        key = column, id(told.sent)  # exchanges alike have one and the same; kept here, it stays the only one of its id
+        if key not in self._told:
+            transfers = (
+                (self._rank(group, column, src), self._rank(group, column, dst), size)
+                for group in range(self.grid.groups)
+                for src, dst, size in told.sent
+            )
+            self._told[key] = told.sent, self._at_once(transfers)
+        return self._told[key][1]
 
     def between(self, source: int, target: int, num_bytes: int) -> Busy:
         """A value of every patch from column to column."""

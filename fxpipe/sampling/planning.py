@@ -70,8 +70,8 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     Raises:
         CompileError: it cannot be cut as asked.
     """
-    grid = _grid(case, request)
-    bounds, text_first = _bounds(case, request, grid)
+    grid = grid_of(case, request)
+    bounds, text_first = bounds_of(case, request, grid)
     if request.in_turn:
         grid = replace(grid, turns=len(bounds) - 1)
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
@@ -149,7 +149,7 @@ def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
         raise CompileError(f"the plan says {says.strip()!r}, of its stages and patches it is {is_so.strip()!r}")
 
 
-def _grid(case: SampleCase, request: Request) -> Grid:
+def grid_of(case: SampleCase, request: Request) -> Grid:
     """Of samples that need each other, as perturbed attention's halves do, one group; unless more are asked for."""
     asked = request.num_patches
     patches = 1 if request.in_turn else asked
@@ -163,7 +163,7 @@ def _grid(case: SampleCase, request: Request) -> Grid:
     return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 
-def _bounds(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
+def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
     """Of patches, in units, and whether the first one has the text; of those in turn twice as many as stages where that
     is left open."""
     size = case.group_size(grid)

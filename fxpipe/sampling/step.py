@@ -1,7 +1,7 @@
 """What a kind of call becomes: its graph, and the programs of all ranks with their plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,8 @@ class Traced:
     """A module's call as one graph, for any number of samples; `rows` are the inputs that have rows, and where.
 
     `any_size` is the graph with free sizes, or why there is none; None where none was asked for. `apart` says why the
-    call's sizes have a trace of their own where there were such graphs.
+    call's sizes have a trace of their own where there were such graphs. `of_all_sizes`: what planning has found that
+    holds at every size of one trace with free sizes, as it is one program; it grows.
     """
 
     captured: Capture
@@ -34,6 +35,7 @@ class Traced:
     rows: Mapping[str, int]
     any_size: AnySize | str | None = None
     apart: str | None = None
+    of_all_sizes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:

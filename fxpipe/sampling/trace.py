@@ -14,6 +14,7 @@ from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.settings import require_stateless
+from fxpipe.collector import held_collector
 from fxpipe.errors import FxpipeError
 from fxpipe.sampling.step import Traced
 from passes.rows.sized import at_batch_size, require_shapes
@@ -56,13 +57,14 @@ class Tracing:
                     return found
         return self._traced(module, inputs, tensors, free)
 
+    @held_collector()
     def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph with free sizes at another call's; CompileError where it does not hold for them."""
         assert isinstance(traced.any_size, AnySize)
         captured = traced.any_size.at(args, kwargs)
         require_shapes(at_batch_size(captured, captured.inputs.batch_size))
         self.observe("capture", captured)
-        return Traced(captured, traced.returned, traced.rows)
+        return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.of_all_sizes)
 
     def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], free: bool) -> Traced:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))

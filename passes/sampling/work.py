@@ -8,7 +8,7 @@ All patches have the same exchanges, so what each tells of them follows from one
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -76,9 +76,18 @@ class PatchWork:
     def _bytes(self) -> dict[str, int]:
         return {node.name: size for node, size in self.sizes.items()}
 
-    def held_bytes(self, names: Collection[str]) -> tuple[int, int]:
+    def held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
         at once, what is gathered for them included."""
+        if names not in self._held:
+            self._held[names] = self._held_bytes(names)
+        return self._held[names]
+
+    @cached_property
+    def _held(self) -> dict[frozenset[str], tuple[int, int]]:
+        return {}
+
+    def _held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
         own = [n for n, owner in self.owners.items() if owner in names]
         read = {operand for node in own for operand in node.all_input_nodes if operand.op == "placeholder"}
         weights = sum(self.sizes[n] for n in read if n.meta["kind"] not in ("input", "read"))

@@ -1,0 +1,154 @@
+"""Columns of ranks, samples or patches one after the other through them: cells of the line, hops between them.
+
+Where ranks have different speeds, a column's slowest counts; of patches beside each other in a column the first one.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+from fxpipe.cluster import Cluster
+from fxpipe.plan.sample_plan import IN_TURN
+from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.clocks import alone, clocked, paced
+from fxpipe.sampling.layout import Estimate, Layout
+from fxpipe.sampling.links import Busy
+from fxpipe.sampling.planning import Choices
+from passes.sampling.stages import Stage, line_of, num_blocks
+from passes.sampling.work import PatchWork
+
+_STEPS = 4
+"""Of patches in turn that are paced: from the third on they are alike."""
+
+
+class Columns(Layout):
+    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
+        super().__init__(case, made, cluster)
+        assert made.spans is not None
+        columns = range(self.grid.stages)
+        self.speeds = [min(speeds[column * self.grid.patches :: self.grid.stages * self.grid.patches])
+                       for column in columns] if speeds else [1.0] * len(columns)  # fmt: skip
+        self.run = case.run_size(self.grid)
+        self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
+        self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
+        self.in_turn = made.order == IN_TURN
+        count = case.rows(self.run).units.count
+        self.fresh_bounds = (0, count) if self.in_turn else made.bounds
+
+    def work(self, turn: int, fresh: bool) -> PatchWork:
+        """Of a turn: of a run, or of a patch of one."""
+        return self.fresh_work if fresh or not self.in_turn else self.patch_works[turn // self.num_runs]
+
+    @cached_property
+    def fresh_work(self) -> PatchWork:
+        return self.case.work(self.run, self.fresh_bounds, 0, False, self.made.attention)
+
+    @cached_property
+    def patch_works(self) -> list[PatchWork]:
+        """Of patches in turn."""
+        return [self.case.work(self.run, self.made.bounds, patch, None) for patch in range(len(self.made.bounds) - 1)]
+
+    @cached_property
+    def column_names(self) -> list[frozenset[str]]:
+        """Of every column the operations of its stages, and those before the patch that they need."""
+        stages = self.line.stages
+        late = [frozenset[str]().union(*(s.nodes for s in stages if s.column == c)) for c in range(self.grid.stages)]
+        return [names | self.case.needed(self.run, names, self.line.early) for names in late]
+
+    def seconds(self, stage: Stage, turn: int, fresh: bool) -> float:
+        """Of a cell; a column's first one of a run also computes what is before the patch."""
+        work = self.work(turn, fresh)
+        first = min(s.index for s in self.line.stages if s.column == stage.column)
+        early = stage.index == first and turn < self.num_runs
+        key = stage.index, work, early
+        if key not in self._seconds:
+            places = [place for place, item in enumerate(work.items) if item.name in stage.nodes]
+            wait = fresh or not self.in_turn
+            taken = clocked(alone(work.items, places), self.links, stage.column, lambda told: wait)[0]
+            if not wait:
+                kept = Counter((told.kind, told.own_bytes) for place in places if (told := work.items[place].told))
+                taken += sum(count * self._kept(*told) for told, count in kept.items())
+            if early:
+                names = self.column_names[stage.column] & self.line.early - self.case.once(self.run)
+                taken += sum(item.seconds for item in work.items if item.name in names)
+            self._seconds[key] = taken / self.speeds[stage.column]
+        return self._seconds[key]
+
+    def _kept(self, kind: str, own_bytes: int) -> float:
+        """Seconds of what a patch in turn does more than one beside others."""
+        if kind != "moments":
+            return 0.0
+        if own_bytes not in self._corrections:
+            num = len(self.patch_works)
+            self._corrections[own_bytes] = self.correction(own_bytes, num, (num + 1) // 2)
+        return self._corrections[own_bytes]
+
+    @cached_property
+    def _corrections(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[int, PatchWork, bool], float]:
+        return {}
+
+    def ends(self, num_steps: int, fresh: bool) -> list[float]:
+        turns = self.num_runs * (1 if fresh or not self.in_turn else len(self.made.bounds) - 1)
+
+        def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
+            return self.links.between(stage.column, column, self.work(turn, fresh).bytes_of(value))
+
+        def shown(stage: Stage, turn: int) -> float:
+            result = self.work(turn, fresh).bytes_of(self.case.rows(self.run).sized.result.name)
+            return self.links.to_all(stage.column, result)
+
+        def seconds(stage: Stage, turn: int) -> float:
+            return self.seconds(stage, turn, fresh)
+
+        return paced(self.line, turns, num_steps, seconds, hop, shown, not fresh)
+
+    def estimate(self, steps: int) -> Estimate:
+        once = self.case.once(self.run)
+        first = 0.0
+        for names in self.column_names:
+            kept = once & names
+            first = max(first, sum(item.seconds for item in self.fresh_work.items if item.name in kept))
+        (exact,) = self.ends(1, fresh=True)
+        if not self.in_turn:
+            return Estimate(first + steps * exact, self._received(True), self._memory())
+        warm = min(self.made.how.warmup, steps)
+        ends = self.ends(_STEPS, fresh=False)
+        left = steps - warm
+        later = ends[left - 1] if left <= len(ends) else ends[-1] + (left - len(ends)) * (ends[-1] - ends[-2])
+        return Estimate(first + warm * exact + (later if left else 0.0), self._received(False), self._memory())
+
+    def _received(self, fresh: bool) -> int:
+        """Of the column that receives the most: hops, what patches beside it tell, the prediction."""
+        turns = range(self.num_runs * (1 if fresh else len(self.made.bounds) - 1))
+        into = [0] * self.grid.stages
+        for turn in turns:
+            work = self.work(turn, fresh)
+            for stage in self.line.stages:
+                for value in stage.returns:
+                    for column in self.line.readers(value):
+                        into[column] += work.bytes_of(value) if column != stage.column else 0
+                if self.grid.patches > 1:
+                    told = (item.told for item in work.items if item.told and item.name in stage.nodes)
+                    into[stage.column] += sum(one.received_bytes for one in told)
+        return max(into) + self.result_bytes(self.case.num_samples)
+
+    def _memory(self) -> int:
+        """Of the fullest column: weights, activations of the first turn, what crosses, what it keeps of all patches."""
+        found = []
+        for column in range(self.grid.stages):
+            names = self.column_names[column]
+            weights, alive = self.fresh_work.held_bytes(names)
+            caches = 0
+            if self.in_turn:
+                work = self.patch_works[0]
+                gathered = (n for n, owner in work.owners.items() if owner in names and "exchange" in n.meta)
+                caches = sum(work.sizes[n] for n in gathered if n.meta["exchange"].kind == "gather")
+            own = [stage for stage in self.line.stages if stage.column == column]
+            crossing = dict.fromkeys(value for stage in own for value in (*stage.reads, *stage.returns))
+            between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)
+            found.append(weights + alive + between + caches * self.num_runs)
+        return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs

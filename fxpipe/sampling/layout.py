@@ -1,0 +1,62 @@
+"""What estimates of all layouts share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.cluster import Cluster
+from fxpipe.plan import displaced_ops, row_ops
+from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.links import Links
+from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.seconds import own_seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a call, bytes that the busiest rank receives in a steady step, bytes that the fullest one holds."""
+
+    seconds: float
+    wire_bytes: int
+    memory_bytes: int
+
+
+class Layout:
+    """A layout of a case, on a cluster's links."""
+
+    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster) -> None:
+        self.case, self.made, self.grid = case, made, made.grid
+        self.links = Links(cluster, self.grid)
+        self.size = case.group_size(self.grid)
+
+    def moving(self, num_bytes: float) -> float:
+        """Seconds of a kernel that reads and writes so many bytes."""
+        return self.case.cost_model.moving_seconds(int(num_bytes), int(num_bytes))
+
+    def own(self, operation: Callable[..., Any], *arguments: Any) -> float:
+        """Seconds of one of a patch's own operations."""
+        return own_seconds(self.case.cost_model, operation, *arguments)
+
+    def correction(self, own_bytes: int, num_patches: int, num_fresh: int) -> float:
+        """Seconds by which moments that are corrected take longer than those that are merged."""
+        if self.made.how.norms != "corrected":
+            return 0.0
+        part, counts = of_bytes(own_bytes).view(2, 1, -1), [1] * num_patches
+        parts, fresh = [part] * num_patches, [*range(num_fresh)]
+        corrected = self.own(displaced_ops.corrected_moments, parts, parts[:num_fresh], fresh, counts)
+        return corrected - self.own(row_ops.merge_moments, parts, counts)
+
+    def inputs_bytes(self) -> int:
+        """Of the whole call; those that tell whether conditions have changed are there twice."""
+        likes, of_call = self.case.likes, self.case.of_call
+        return sum(like.nbytes * (2 if name in of_call else 1) for name, like in likes.items())
+
+    def result_bytes(self, num_samples: int) -> int:
+        return int(self.case.rows(num_samples).sized.result.meta["val"].nbytes)
+
+
+def of_bytes(num_bytes: int) -> torch.Tensor:
+    """Any value of this size."""
+    return torch.empty(max(num_bytes // 4, 1), device="meta")
