@@ -217,10 +217,11 @@ class Rank:
             jobs = self.desk.take(1.0) if self.desk else []
             if asked := self.heard("requests", [job.asked for job in jobs]):
                 for job, found in zip(jobs, self.made(asked), strict=False):
-                    job.answer(found)
+                    if found is not None:
+                        job.answer(found)
 
     def made(self, asked: Sequence[Asked]) -> list[Any]:
-        """An image for each, or why there is none; nothing where nobody waits any more."""
+        """An image for each, or why there is none; nothing, or None, where nobody waits any more."""
         try:
             with self.sampler.call():  # what all ranks raise inside ends it alone
                 found = self.pipe(**self.call(asked)).images
@@ -230,9 +231,11 @@ class Rank:
         except RunError:
             raise
         except Exception as error:  # of one rank alone it has ended the others, and this one hears of it next
+            if len(asked) > 1:  # the fault of one is not the others'
+                return [found for one in asked for found in self.made([one]) or [None]]
             logging.exception("a call failed")
             size, status = f"height={asked[0].height}, width={asked[0].width}", 422 if type(error) in REFUSALS else 500
-            return [Failed(status, f"{size}: {type(error).__name__}: {error}")] * len(asked)
+            return [Failed(status, f"{size}: {type(error).__name__}: {error}")]
 
     def call(self, asked: Sequence[Asked]) -> dict[str, Any]:
         one = asked[0]
