@@ -87,12 +87,12 @@ class Ranks(ABC):
             form, name = "fresh", ""
             if "displaced" in step.programs[0].forms:
                 assert self._num_steps is not None
-                name = self._stream(step, tensors) if stream is None else stream
+                name = self.stream(step, tensors) if stream is None else stream
                 form = "displaced" if self._num_steps[name, id(step)] >= step.warmup else "fresh"
                 self._num_steps[name, id(step)] += 1
             return self._predict(step, state, tensors, form, name)
 
-    def _stream(self, step: Programs, tensors: Tensors) -> str:
+    def stream(self, step: Programs, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.
 
         A step goes on while its times do not change. Where no input is called a time, predictions of equal conditions

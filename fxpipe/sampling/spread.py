@@ -130,6 +130,12 @@ class Spread:
             self._steps[key] = self.lowering.step(traced, size)
         return self._steps[key]
 
+    def adopt(self, made: SampleStep) -> None:
+        """Run the calls that these programs are for by them from now on."""
+        lowering: Any = self.lowering
+        self.lowering = replace(lowering, plan=made.plan)
+        self._steps[id(made.traced), made.batch_size] = made
+
     def state(self, traced: Traced) -> dict[str, torch.Tensor]:
         """The module's tensors and the graph's constants, by the programs' names."""
         if id(traced) not in self._states:
