@@ -22,12 +22,14 @@ from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.plan.sample_quality import Quality
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import T
 from fxpipe.run.patched import finished
 from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.calibration import Calibration, Recorder, calibrated
+from fxpipe.sampling.quality import measured, same_draws
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline
@@ -164,6 +166,25 @@ class Sampler:
             self.denoiser, step, recorder.keys, changes, recorder.num_steps, slower, self.cluster
         )  # fmt: skip
 
+    def measure(self, call: Call, most: int = 6) -> Quality:
+        """How near to one device's result the ways to sample a call are, beside what they are predicted to take.
+
+        The call is made on one device (under torchrun on every rank's), then by this sampler's plan, by the fastest
+        exact layout, and by the `most` fastest of the others that the planner considers; each is compiled for it.
+
+        Args:
+            call: as for `calibrate`; generators among a pipeline's arguments are left as they are.
+        """
+        check_counts(most=most)
+        state = torch.get_rng_state()
+
+        def run(predict: Callable[..., Any]) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                return self._called(same_draws(call) if isinstance(call, Mapping) else call, predict)
+
+        return measured(self.denoiser, run, most)
+
     def _called(self, call: Call, predict: Callable[..., Any]) -> Any:
         """What a call returns, its denoiser's calls made by `predict`."""
         if not isinstance(call, Mapping):
@@ -241,12 +262,13 @@ class Sampler:
 
         return dump(self, Path(directory))
 
-    def report(self, path: str | Path, steps: int = 1) -> Path:
-        """Write what is predicted of a call's first steps as one HTML page: timeline, load, memory, traffic, plan."""
+    def report(self, path: str | Path, steps: int = 1, quality: Quality | None = None) -> Path:
+        """Write what is predicted of a call's first steps as one HTML page: timeline, load, memory, traffic, plan; and
+        PSNR against latency, where `quality` has been measured."""
         from fxpipe.show.report import write_sample_report
 
         check_counts(steps=steps)
-        return write_sample_report(self, path, steps)
+        return write_sample_report(self, path, steps, quality)
 
     @property
     def notes(self) -> tuple[str, ...]:
