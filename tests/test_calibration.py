@@ -23,7 +23,15 @@ from fxpipe.sampling.quality import psnr, values_of
 from tests.distributed import run_processes
 from tests.tiny_pipelines import tiny
 
-STEPS, CLUSTER = 7, "2xA100-PCIe"
+STEPS = 7
+SLOW = """
+device = "A100-80GB"
+[[level]]
+size = 2
+bandwidth_bytes_per_second = 1e9
+latency_seconds = 5e-4
+"""
+SOME = 0.6  # of a step's time: for some exchanges, not for all
 
 
 class Small(nn.Module):
@@ -63,8 +71,8 @@ def loop(predict: Callable[..., Tensor], steps: int = STEPS) -> Tensor:
 def compiled(**how: Any) -> Sampler:
     example = {"sample": noise(), "time": torch.ones(1).double()}
     return fxpipe.compile_sampler(
-        model(), 2, example=example, sample={"sample": 2}, cluster=CLUSTER,
-        **{"cfg": 1, "patches": 2, "mode": "displaced", "warmup": 1, "advance": False} | how,
+        model(), 2, example=example, sample={"sample": 2}, cluster=SLOW,
+        **{"cfg": 1, "patches": 2, "mode": "displaced", "warmup": 1, "advance": False, "attention": "gather"} | how,
     )  # fmt: skip
 
 
@@ -92,8 +100,7 @@ def test_all_fresh_is_exact_mode_and_none_is_as_before() -> None:
 def test_what_changes_much_for_its_time_is_fresh_and_nearer(tmp_path: Path) -> None:
     sampler, wanted = compiled(), loop(model())
     all_of_it = sampler.calibrate(loop, math.inf)
-    total = sum(one.seconds for one in all_of_it.exchanges)
-    found = sampler.calibrate(loop, 0.5 * total / all_of_it.before_seconds)
+    found = sampler.calibrate(loop, SOME)
     worth = [one.change / one.seconds for one in found.exchanges]
     assert worth == sorted(worth, reverse=True)
     assert 0 < len(found.fresh) < len(found.exchanges)
@@ -157,7 +164,7 @@ def test_refusals(what: str) -> None:
 def test_quality_is_measured_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="reports are an extra")
     sampler = compiled()
-    sampler.calibrate(loop, 0.06)
+    sampler.calibrate(loop, SOME)
     quality = sampler.measure(loop)
     assert [one.chosen for one in quality.ways].count(True) == 1
     by_way = {("kept fresh" in one.way, one.exact): one.decibels for one in quality.ways}
@@ -166,7 +173,6 @@ def test_quality_is_measured_and_drawn(tmp_path: Path) -> None:
         (True, False): psnr(sampled(sampler), wanted), (False, False): psnr(plain(), wanted),
         (False, True): psnr(sampled(compiled(mode="exact")), wanted),
     }  # fmt: skip
-    assert 0 < len(sampler.plan.how.fresh) < 5
     assert quality.frontier[-1].exact
     page = sampler.report(tmp_path / "report.html", quality=quality).read_text()
     drawn = json.loads(re.search(r"^const figures = (.*);$", page, re.M)[1])["quality"]["data"]  # type: ignore[index]
@@ -180,7 +186,7 @@ def test_a_pipeline_of_two_streams() -> None:
     draw = torch.Generator().manual_seed(3)
     call = {**call, "output_type": "np", "generator": draw, "num_inference_steps": 6}
     sampler = fxpipe.compile_sampler(
-        pipe, 2, example=call, cfg=1, patches=2, mode="displaced", warmup=1, cluster=CLUSTER
+        pipe, 2, example=call, cfg=1, patches=2, mode="displaced", warmup=1, cluster=SLOW
     )
     before = draw.get_state()
     quality = sampler.measure(call)
@@ -193,7 +199,7 @@ def test_a_pipeline_of_two_streams() -> None:
 
 def of_rank() -> tuple[SamplePlan, Tensor, list[float]]:
     sampler = compiled()
-    sampler.calibrate(loop, 0.06)
+    sampler.calibrate(loop, SOME)
     plan, found = sampler.plan, sampled(sampler)
     return plan, found, [one.decibels for one in sampler.measure(loop, 1).ways]
 

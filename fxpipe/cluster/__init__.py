@@ -217,4 +217,4 @@ def _toml(cluster: Cluster) -> str:
             f"shared = {str(link.shared).lower()}",
             *([f"taken_share = {link.taken_share!r}"] if link.taken_share else []),
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

@@ -33,7 +33,8 @@ from passes.rows.how import Moments
 from passes.sampling.buckets import Key, key_of
 from passes.sampling.forms import told
 
-_TRIES = 4
+_TRIES = 5
+"""Numbers of fresh exchanges that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -174,25 +175,34 @@ def calibrated(
     spread: Spread, step: SampleStep, keys: Sequence[Key], changes: Sequence[float], num_steps: int, slower: float,
     cluster: Cluster,
 ) -> Calibration:  # fmt: skip
-    """Keep exchanges fresh as long as a steady step is no longer than allowed, and have `spread` run the step so."""
+    """Keep as many exchanges fresh, those that are worth most first, as a steady step is not longer for than allowed;
+    `spread` runs the step so from now on."""
     bare = replace(step.plan, how=replace(step.plan.how, fresh=()))
     seconds = [_seconds(step, key, cluster) for key in keys]
     order = sorted(range(len(keys)), key=lambda at: (-changes[at] / max(seconds[at], 1e-12), at))
-    before = _steady_seconds(spread, made_of(spread, step, bare), cluster)
-    left, after, made, fresh = slower * before, before, step, set[int]()
-    for _ in range(_TRIES):
-        fresh = _within(order, seconds, changes, left)
-        how = replace(bare.how, fresh=tuple(told(keys[at]) for at in sorted(fresh)))
-        made = made_of(spread, step, replace(bare, how=how))
-        after = _steady_seconds(spread, made, cluster)
-        if not fresh or after <= (1 + slower) * before:
+
+    def kept(count: int) -> tuple[SampleStep, float]:
+        """The programs with so many fresh, and seconds of a steady step."""
+        names = tuple(told(keys[at]) for at in sorted(order[:count]))
+        made = made_of(spread, step, replace(bare, how=replace(bare.how, fresh=names)))
+        return made, _steady_seconds(spread, made, cluster)
+
+    fits, too_many, (made, after) = 0, len(keys) + 1, kept(0)
+    before, count = after, len(keys) if slower else 0
+    now = _steady_seconds(spread, step, cluster) if step.plan.how.fresh else before
+    for _ in range(_TRIES):  # all, then half of what is left open, ...
+        if count == fits:
             break
-        left *= 0.7 * slower * before / (after - before)
-    else:
-        made, after, fresh = made_of(spread, step, bare), before, set()
+        another, took = kept(count)
+        if took <= (1 + slower) * before:
+            fits, made, after = count, another, took
+        else:
+            too_many = count
+        count = (fits + too_many) // 2
+    fresh = {*order[:fits]}
     exchanged = (Exchanged(told(keys[at]), changes[at], seconds[at], at in fresh) for at in order)
     found = Calibration(tuple(exchanged), num_steps, before, after)
-    spread.adopt(_noted(made, step.plan, found))
+    spread.adopt(_noted(made, step.plan, found, after - now))
     return found
 
 
@@ -203,24 +213,14 @@ def made_of(spread: Spread, step: SampleStep, plan: SamplePlan) -> SampleStep:
     return made
 
 
-def _noted(made: SampleStep, before: SamplePlan, found: Calibration) -> SampleStep:
-    """With a plan that says what was measured, and what is expected now."""
-    plan, expects = made.plan, before.expects
+def _noted(made: SampleStep, before: SamplePlan, found: Calibration, longer: float) -> SampleStep:
+    """With a plan that says what was measured, and what is expected now that a steady step is so much longer."""
+    expects = before.expects
     if expects is not None:
-        later = max(expects.steps - before.how.warmup, 0) * (found.after_seconds - found.before_seconds)
-        expects = replace(expects, seconds=float(f"{expects.seconds + later:.4g}"))
+        seconds = expects.seconds + max(expects.steps - before.how.warmup, 0) * longer
+        expects = replace(expects, seconds=float(f"{seconds:.4g}"))
     notes = tuple(note for note in before.notes if "kept fresh, those that changed" not in note)
-    return replace(made, plan=replace(plan, expects=expects, notes=(*notes, found.note)))
-
-
-def _within(order: Sequence[int], seconds: Sequence[float], changes: Sequence[float], most: float) -> set[int]:
-    """As many as take no longer together, the first ones first; none that never changes."""
-    fresh = set[int]()
-    for at in order:
-        if changes[at] > 0 and seconds[at] <= most:
-            fresh.add(at)
-            most -= seconds[at]
-    return fresh
+    return replace(made, plan=replace(made.plan, expects=expects, notes=(*notes, found.note)))
 
 
 def _seconds(step: SampleStep, key: Key, cluster: Cluster) -> float:
