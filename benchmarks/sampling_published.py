@@ -43,18 +43,7 @@ DEVICE = replace(
     device("A100-80GB"), launch_seconds=1e-6, ramp_seconds=11e-6, matrix_efficiency=0.7, convolution_efficiency=0.76,
     attention_efficiency=0.486,
 )  # fmt: skip
-NVLINK = "8xA100-80GB"
-# Devices behind one host bridge: a pair reaches 23 GB/s, four that gather at once 4 to 7 each, as worked back from the
-# papers' times: together they have what a pair has.
-PCIE = """
-device = "A100-80GB"
-[[level]]
-size = 4
-link = "PCIe-4 host bridge"
-bandwidth_bytes_per_second = 25e9
-latency_seconds = 15e-6
-shared = true
-"""
+NVLINK, PCIE = "8xA100-80GB", "4xA100-80GB-PCIe"
 SDXL = {
     1024: {1: 5.02, 2: 3.35, 4: 2.26, 8: 1.77},
     2048: {1: 23.7, 2: 13.3, 4: 7.60, 8: 4.81},

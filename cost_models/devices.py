@@ -14,6 +14,7 @@ import torch
 
 from cost_models.calibrate import measured
 from cost_models.roofline import Roofline
+from fxpipe.cluster.links import canonical_device
 from fxpipe.errors import CompileError
 
 # Fitted, with one set of values for all GPUs: an A100-80GB at bfloat16 has DiffusionPipe's (Tian et al., MLSys 2024)
@@ -57,14 +58,40 @@ DEVICES: Mapping[str, Roofline] = {
     "H100": _gpu(half=989.4, single=494.7, double=67, bandwidth=3350, gigabytes=80),
     # NVIDIA H200 data sheet, 2024, SXM: the peaks of the H100; HBM3e, 4,800 GB/s, 141 GB.
     "H200": _gpu(half=989.4, single=494.7, double=67, bandwidth=4800, gigabytes=141),
-    # NVIDIA V100 data sheet, 2018, SXM2 32 GB: 125 (tensor cores, float16 only), 15.7, 7.8; 900 GB/s.
+    # H20, an H100 with fewer multiprocessors, as its sellers state it, 2023: 148, 74 (TF32), 1; HBM3, 4,000 GB/s.
+    "H20": _gpu(half=148, single=74, double=1, bandwidth=4000, gigabytes=96),
+    # NVIDIA HGX B200 data sheet, 2024, an eighth of it: 4,500 and 2,250 (TF32) with sparsity; 37; 8,000 GB/s, 180 GB.
+    "B200": _gpu(half=2250, single=1125, double=37, bandwidth=8000, gigabytes=180),
+    # NVIDIA V100 data sheet, 2018, SXM2: 125 (tensor cores, float16 only), 15.7, 7.8; 900 GB/s.
     "V100-32GB": _gpu(half=125, single=15.7, double=7.8, bandwidth=900, gigabytes=32, brain=False),
-    # NVIDIA L20 product brief, 2023: 119.5, 59.8 (TF32), 864 GB/s, 48 GB. Double precision assumed at 1/64 of 59.8, as
-    # on the other Ada devices.
+    "V100-16GB": _gpu(half=125, single=15.7, double=7.8, bandwidth=900, gigabytes=16, brain=False),
+    # NVIDIA A40 data sheet, 2020: 149.7, 74.8 (TF32), 696 GB/s. Double precision of this and the devices below, where
+    # no other is named, is 1/64 of float32 without tensor cores (GA102, 2021, and Ada, 2022, white papers).
+    "A40": _gpu(half=149.7, single=74.8, double=0.58, bandwidth=696, gigabytes=48),
+    # NVIDIA A10 data sheet, 2021: 125, 62.5 (TF32), 31.2; 600 GB/s. A10G data sheet, 2021: 70, 35, 31.5; 600 GB/s.
+    "A10": _gpu(half=125, single=62.5, double=0.49, bandwidth=600, gigabytes=24),
+    "A10G": _gpu(half=70, single=35, double=0.49, bandwidth=600, gigabytes=24),
+    # NVIDIA T4 data sheet, 2019: 65 (tensor cores, float16 only), 8.1, 300 GB/s; 1/32 (Turing white paper, 2018).
+    "T4": _gpu(half=65, single=8.1, double=0.25, bandwidth=300, gigabytes=16, brain=False),
+    # NVIDIA L40 data sheet, 2022: 181.05, 90.5 (TF32), 90.5; 864 GB/s. L40S data sheet, 2023: 362.05, 183, 91.6; 864.
+    "L40": _gpu(half=181.05, single=90.5, double=1.41, bandwidth=864, gigabytes=48),
+    "L40S": _gpu(half=362.05, single=183, double=1.43, bandwidth=864, gigabytes=48),
+    # NVIDIA L20 product brief, 2023: 119.5, 59.8 (TF32 and float32), 864 GB/s, 48 GB.
     "L20": _gpu(half=119.5, single=59.8, double=0.93, bandwidth=864, gigabytes=48),
+    # NVIDIA L4 data sheet, 2023: 242 and 120 (TF32) with sparsity; 30.3, 300 GB/s.
+    "L4": _gpu(half=121, single=60, double=0.47, bandwidth=300, gigabytes=24),
+    # NVIDIA RTX A6000 data sheet, 2020: 309.7 with sparsity, TF32 half of it, 38.7; 768 GB/s.
+    "RTX-A6000": _gpu(half=154.8, single=77.4, double=0.60, bandwidth=768, gigabytes=48),
+    # NVIDIA RTX 6000 Ada data sheet, 2022: 1,457 of float8 with sparsity, a quarter and an eighth; 91.1, 960 GB/s.
+    "RTX-6000-Ada": _gpu(half=364.2, single=182.1, double=1.42, bandwidth=960, gigabytes=48),
+    # NVIDIA GA102 white paper, 2021, appendix A, RTX 3090: 71 (float32 accumulation), 35.6 (TF32), 35.6; 936 GB/s.
+    "RTX-3090": _gpu(half=71, single=35.6, double=0.56, bandwidth=936, gigabytes=24),
     # NVIDIA Ada GPU architecture white paper, 2022, appendix A, RTX 4090: 165.2 (float32 accumulation), 82.6 (TF32),
     # 1.29; 1,008 GB/s, 24 GB.
     "RTX-4090": _gpu(half=165.2, single=82.6, double=1.29, bandwidth=1008, gigabytes=24),
+    # NVIDIA RTX Blackwell white paper, 2025, appendix A, RTX 5090: 209.5 (float32 accumulation), 104.8 (TF32), 1.64;
+    # 1,792 GB/s, 32 GB.
+    "RTX-5090": _gpu(half=209.5, single=104.8, double=1.64, bandwidth=1792, gigabytes=32),
     # One core with AVX2: 3 GHz * 8 float32 lanes * 2 FMA ports * 2 FLOPs = 96 GFLOP/s; half that in float64. 10 GB/s is
     # a core's share of two channels of DDR4-2666 (42.7 GB/s by JESD79-4) on a quad core. No half-precision units: as
     # float32. Efficiencies and launch are assumed; "measured" calibrates the machine at hand.
@@ -91,12 +118,11 @@ def device(name: str = "A100-80GB") -> Roofline:
     if name.lower().startswith(MEASURED) and "{" in name:
         return _told(name)
     wanted, _, precision = name.partition("@")
-    names = {key.lower(): key for key in DEVICES}
-    key = "-".join(wanted.split()).lower()
-    if key != MEASURED and key not in names:
+    key = MEASURED if wanted.strip().lower() == MEASURED else canonical_device(wanted)
+    if key is None:
         known = ", ".join((*DEVICES, MEASURED))
         raise CompileError(f"unknown device {wanted!r}; known are {known}, or make a Roofline of your own")
-    found = measured() if key == MEASURED else DEVICES[names[key]]
+    found = measured() if key == MEASURED else DEVICES[key]
     return replace(found, compute_dtype=_dtype(precision)) if "@" in name else found
 
 

@@ -12,13 +12,15 @@
 
 MODEL returns a pipeline whose call takes `prompt`, or (pipeline, function of prompts that returns its text arguments).
 Requests that are alike but for prompt and seed are one call. One whose client has left, or whose time is over, ends
-between two steps, on all ranks, where no other is in its call. A rank that is lost ends the server: /health says so
-first.
+between two steps, or two phases of compiling a new size, on all ranks, where no other is in its call. What all ranks
+raise is its answer: 422 for a request that cannot be, 500 with the reason for all else. A rank that is lost, or fails
+alone, ends the server: /health says so first.
 """
 
 import argparse
 import asyncio
 import io
+import logging
 import os
 import threading
 import time
@@ -34,14 +36,24 @@ from fastapi.responses import JSONResponse, Response
 
 import fxpipe
 from fxpipe.cli.user_model import served_pipeline
+from fxpipe.errors import CaptureError, CompileError, RunError
 
 Embed = Callable[[list[str]], dict[str, Any]]
 LONGEST, MOST_STEPS, MOST_PIXELS = 300.0, 500, 4096
+REFUSALS = (ValueError, CompileError, CaptureError)  # the pipeline's, and fxpipe's, which say what to change
 POLL_SECONDS, LAST_WORDS_SECONDS = 0.05, 3.0
 
 
 class Refused(ValueError):
     """A request that cannot be served: the value, the rule, what to ask for."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no image, and the status that says so."""
+
+    status: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,7 @@ class Desk:
     def fail(self, failure: str) -> None:
         self.failure = failure
         for job in [*self.waiting, *self.under_way]:
-            job.answer(RuntimeError(failure))
+            job.answer(Failed(503, failure))
 
     def stats(self) -> dict[str, Any]:
         """Requests by how they ended, and percentiles of the seconds of those that were answered."""
@@ -160,8 +172,8 @@ def app_of(desk: Desk) -> FastAPI:
         if not job.future.done():
             return said(504, f"timeout={asked.timeout:g} s are over; ask for fewer steps, a smaller image or more time")
         found = job.future.result()
-        if isinstance(found, Exception):
-            return said(422 if isinstance(found, Refused) else 503, str(found))
+        if isinstance(found, Failed):
+            return said(found.status, found.why)
         desk.seconds.append(time.monotonic() - job.started)
         desk.counts["200"] += 1
         return Response(found, media_type="image/png")
@@ -183,54 +195,70 @@ def app_of(desk: Desk) -> FastAPI:
     return app
 
 
+class Phases:
+    """An `observe` of the compiler: between its phases, whether to go on is asked as the server has set."""
+
+    def __init__(self) -> None:
+        self.go_on: Callable[[], None] = lambda: None
+
+    def __call__(self, name: str, artefact: Any) -> None:
+        self.go_on()
+
+
 class Rank:
     """The loop that all ranks run, rank 0 with a desk: what it decides, all hear."""
 
     def __init__(self, sampler: fxpipe.Sampler, embed: Embed, desk: Desk | None) -> None:
-        self.sampler, self.embed, self.desk = sampler, embed, desk
-        self.pipe, self.prepared = sampler.pipeline(), set[tuple[Any, ...]]()
+        self.sampler, self.embed, self.desk, self.pipe = sampler, embed, desk, sampler.pipeline()
 
     def run(self) -> None:
         """For ever; all ranks hear from rank 0 at least every second."""
         while True:
             jobs = self.desk.take(1.0) if self.desk else []
-            if asked := self.sampler.broadcast([job.asked for job in jobs]):
-                for job, found in zip(jobs, self.made(asked, jobs), strict=False):
-                    job.answer(found)
+            if asked := self.heard("requests", [job.asked for job in jobs]):
+                for job, found in zip(jobs, self.made(asked), strict=False):
+                    if found is not None:
+                        job.answer(found)
 
-    def made(self, asked: Sequence[Asked], jobs: Sequence[Job]) -> list[Any]:
-        """An image for each, or why there is none; nothing where nobody waits any more."""
-        if refusal := self.sampler.broadcast(self.refusal(asked)):
-            return [Refused(refusal)] * len(jobs)
-
-        def between(pipe: Any, step: int, at: Any, given: dict[str, Any]) -> dict[str, Any]:
-            if self.sampler.broadcast(self.desk is not None and all(job.over for job in jobs)):
-                raise fxpipe.Stopped
-            return given
-
-        draws = [torch.Generator().manual_seed(one.seed) for one in asked]
+    def made(self, asked: Sequence[Asked]) -> list[Any]:
+        """An image for each, or why there is none; nothing, or None, where nobody waits any more."""
         try:
-            found = self.pipe(**self.call(asked), generator=draws, callback_on_step_end=between).images
+            with self.sampler.call():  # what all ranks raise inside ends it alone
+                found = self.pipe(**self.call(asked)).images
+            return [png(image) for image in found] if self.desk else []
         except fxpipe.Stopped:
             return []
-        return [png(image) for image in found] if self.desk else []
-
-    def refusal(self, asked: Sequence[Asked]) -> str:
-        """Why there are no programs for a call that is the first of its kind."""
-        kind = (*asked[0].kind, len(asked))
-        if kind not in self.prepared:
-            try:
-                self.sampler.prepare(**self.call(asked))
-            except ValueError as error:  # fxpipe's, which say what to change, and the pipeline's
-                return f"height={asked[0].height}, width={asked[0].width}: {error}"
-            self.prepared.add(kind)
-        return ""
+        except RunError:
+            raise
+        except Exception as error:  # of one rank alone it has ended the others, and this one hears of it next
+            if len(asked) > 1:  # the fault of one is not the others'
+                return [found for one in asked for found in self.made([one]) or [None]]
+            logging.exception("a call failed")
+            size, status = f"height={asked[0].height}, width={asked[0].width}", 422 if type(error) in REFUSALS else 500
+            return [Failed(status, f"{size}: {type(error).__name__}: {error}")]
 
     def call(self, asked: Sequence[Asked]) -> dict[str, Any]:
         one = asked[0]
+        draws = [torch.Generator().manual_seed(each.seed) for each in asked]
         size = {"height": one.height, "width": one.width}
-        text = self.embed([each.prompt for each in asked])
-        return {**text, **size, "num_inference_steps": one.steps, "guidance_scale": one.guidance}
+        how = {"num_inference_steps": one.steps, "guidance_scale": one.guidance, "callback_on_step_end": self.between}
+        return {**self.embed([each.prompt for each in asked]), **size, **how, "generator": draws}
+
+    def between(self, pipe: Any, step: int, at: Any, given: dict[str, Any]) -> dict[str, Any]:
+        self.go_on()
+        return given
+
+    def go_on(self) -> None:
+        """On all ranks: end the call where nobody waits for it."""
+        if self.heard("over", self.desk is not None and all(job.over for job in self.desk.under_way)):
+            raise fxpipe.Stopped
+
+    def heard(self, what: str, value: Any) -> Any:
+        """Rank 0's value, of what every rank asks for."""
+        told, found = self.sampler.broadcast((what, value))
+        if told != what:
+            raise RunError(f"this rank asks for {what!r}, rank 0 for {told!r}")
+        return found
 
 
 def png(image: Any) -> bytes:
@@ -252,20 +280,25 @@ def main() -> None:
     first = Asked("", steps=4)
     example = {**embed([first.prompt]), "height": first.height, "width": first.width, "num_inference_steps": 20}
     sampler = fxpipe.compile_sampler(
-        made, options.world_size, example=example, sizes="any", cluster=options.cluster
-    )  # fmt: skip
+        made, options.world_size, example=example, sizes="any", cluster=options.cluster, observe=(phases := Phases())
+    )
     sampler.broadcast(None)  # all ranks are there
-    serve(sampler, embed, options.host, options.port, options.most)
+    serve(sampler, embed, options.host, options.port, options.most, phases)
 
 
-def serve(sampler: fxpipe.Sampler, embed: Embed, host: str, port: int, most_in_a_call: int) -> None:
-    """On every rank: answer requests until this process is interrupted, or a rank is lost."""
+def serve(
+    sampler: fxpipe.Sampler, embed: Embed, host: str, port: int, most_in_a_call: int, phases: Phases
+) -> None:  # fmt: skip
+    """On every rank: answer requests until this process is interrupted, or a rank is lost. `phases` observes the
+    sampler's compiler."""
     desk = Desk(most_in_a_call) if int(os.environ.get("RANK", "0")) == 0 else None
     if desk is not None:
         config = uvicorn.Config(app_of(desk), host, port, log_level="warning")
         threading.Thread(target=uvicorn.Server(config).run, daemon=True).start()
+    rank = Rank(sampler, embed, desk)
+    phases.go_on = rank.go_on
     try:
-        Rank(sampler, embed, desk).run()
+        rank.run()
     except BaseException as error:
         if desk is not None:
             desk.fail(f"the server ends: {error}")

@@ -23,4 +23,4 @@ class RunError(RuntimeError):
 
 class Stopped(Exception):
     """Raise it on all ranks, in a callback between two steps, to end a sampler's call: the next one is as if there had
-    been none. Any other exception ends the ranks."""
+    been none. So does what all ranks raise there alike; an exception of one rank, or within a step, ends all."""

@@ -24,9 +24,8 @@ from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, uncompiled
 from fxpipe.options import check_counts, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
-from fxpipe.plan.transport import Transport
 from fxpipe.run.launch import join
-from fxpipe.run.ranks import LaunchedRank, LocalRanks, Ranks
+from fxpipe.run.ranks import Launched, LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
 from fxpipe.sampling.choosing import Objective, Setting
@@ -213,7 +212,7 @@ def _denoiser_call(
     return None, model, (), dict(example)
 
 
-def _connected(device: torch.device) -> Transport:
+def _connected(device: torch.device) -> Launched:
     from fxpipe.run.transport.distributed import DistributedTransport
 
     return DistributedTransport(device)

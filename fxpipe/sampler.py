@@ -4,7 +4,7 @@ sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls a
   pipe.unet(sample, t, text)    ->   Spread: programs for this kind of call   ->   ranks   ->   the whole prediction
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +16,25 @@ from fxpipe.capture import Capture
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
-from fxpipe.models.pipelines import recorded_call, shell, with_components, with_submodule
+from fxpipe.models.pipelines import own_schedulers, recorded_call, shell, with_components, with_submodule
 from fxpipe.options import check_cost_model, check_counts
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.plan.sample_quality import Quality
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import T
 from fxpipe.run.patched import finished
 from fxpipe.run.ranks import Ranks
+from fxpipe.sampling.calibration import Calibration, Recorder, calibrated
+from fxpipe.sampling.quality import measured, same_draws
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline
 
+Call = Mapping[str, Any] | Callable[[Callable[..., Any]], Any]
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-5}
 """Of one call, relative to the prediction's largest value; rounding alone gave 9e-14 and, in one of 47 models, 5e-5."""
 
@@ -145,6 +149,65 @@ class Sampler:
             return 0
         return sum(one.release(self.ranks.rank) for one in (self.denoiser, *self.others.values()))
 
+    def calibrate(self, call: Call, slower: float = 0.05) -> Calibration:
+        """Keep those exchanges of displaced steps fresh that change much in a call and take little time.
+
+        The call is made once, on one device (under torchrun on every rank's); rank 0's measurements count. What is kept
+        is part of `plan`, and holds for calls like this one, of pipelines made before, too.
+
+        Args:
+            call: arguments of the pipeline's call; or a function that runs a loop of one's own, given what predicts in
+                it. Generators in it are used.
+            slower: by how much a steady step may get longer, as predicted: 0.05 for 5 %; 0 keeps none, inf all.
+
+        Raises:
+            CompileError: the plan has nothing that could be kept fresh, or the call has a single step.
+        """
+        if not isinstance(slower, int | float) or not slower >= 0:
+            raise CompileError(
+                f"slower={slower!r} is a share of a step's time: give 0.05 for 5 %, or another from 0 on"
+            )
+        recorder = Recorder(self.denoiser)
+        with recorder.streams.call():
+            self._called(call, recorder)
+        changes = self.broadcast(recorder.changes())
+        step = recorder.step
+        assert step is not None
+        return calibrated(
+            self.denoiser, step, recorder.keys, changes, recorder.num_steps, slower, self.cluster
+        )  # fmt: skip
+
+    def measure(self, call: Call, most: int = 6) -> Quality:
+        """How near to one device's result the ways to sample a call are, beside what they are predicted to take.
+
+        The call is made on one device (under torchrun on every rank's), then by this sampler's plan, by the fastest
+        exact layout, and by the `most` fastest of the others that the planner considers; each is compiled for it.
+
+        Args:
+            call: as for `calibrate`; generators among a pipeline's arguments are left as they are.
+        """
+        check_counts(most=most)
+        state = torch.get_rng_state()
+
+        def run(predict: Callable[..., Any]) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                return self._called(same_draws(call) if isinstance(call, Mapping) else call, predict)
+
+        return measured(self.denoiser, run, most)
+
+    def _called(self, call: Call, predict: Callable[..., Any]) -> Any:
+        """What a call returns, its denoiser's calls made by `predict`."""
+        if not isinstance(call, Mapping):
+            return call(predict)
+        if self.name is None:
+            raise CompileError(
+                f"{type(self.model).__name__} is no pipeline: instead of a pipeline's arguments give a function of "
+                "what predicts, with a loop of your own"
+            )
+        parts: dict[str, object] = {self.name: shell(self.denoiser.module, predict)}
+        return with_components(self.model, parts | own_schedulers(self.model))(**call)
+
     def broadcast(self, value: T) -> T:
         """Collective over the ranks of a launch: rank 0's value, on every rank."""
         return self.ranks.broadcast(value)
@@ -210,12 +273,13 @@ class Sampler:
 
         return dump(self, Path(directory))
 
-    def report(self, path: str | Path, steps: int = 1) -> Path:
-        """Write what is predicted of a call's first steps as one HTML page: timeline, load, memory, traffic, plan."""
+    def report(self, path: str | Path, steps: int = 1, quality: Quality | None = None) -> Path:
+        """Write what is predicted of a call's first steps as one HTML page: timeline, load, memory, traffic, plan; and
+        PSNR against latency, where `quality` has been measured."""
         from fxpipe.show.report import write_sample_report
 
         check_counts(steps=steps)
-        return write_sample_report(self, path, steps)
+        return write_sample_report(self, path, steps, quality)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,18 +1,22 @@
 """Clusters: their text, and seconds of messages and collectives by hand."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import network as measuring
 from cost_models.devices import DEVICES
 from fxpipe.cluster import Cluster, Level
-from fxpipe.cluster.links import FAMILIES, INSIDE, LINKS, Link
+from fxpipe.cluster.links import ALIASES, FAMILIES, INSIDE, LINKS, Link
 from fxpipe.cluster.network import fair_rates, route
 from fxpipe.errors import CompileError
 
+ROOT = Path(__file__).parent.parent
+FLOAT16 = torch.float16
 GIGABIT = 125e6
 FAST, SLOW = Link("fast", 100.0, 1.0), Link("slow", 10.0, 5.0)
 TWO_NODES = Cluster("toy", (Level(4, FAST), Level(2, SLOW)))
@@ -28,6 +32,10 @@ ONE_NODE = Cluster("toy", (Level(4, FAST),))
         ("4xA100-PCIe", "4xA100-80GB-PCIe-4", 4, ["PCIe-4"]),
         ("2x4xA100-80GB-PCIe+ethernet-25", "2x4xA100-80GB-PCIe-4+Ethernet-25", 8, ["PCIe-4", "Ethernet-25"]),
         (" 2 x rtx 4090 ", "2xRTX-4090", 2, ["PCIe-4"]),
+        ("2x8xL40-PCIe", "2x8xL40+Ethernet-10", 16, ["PCIe-4", "Ethernet-10"]),
+        ("8xB200", "8xB200", 8, ["NVSwitch-5"]),
+        ("2xA6000-NVLink", "2xRTX-A6000-NVLink-3", 2, ["NVLink-3"]),
+        ("4xNVIDIA RTX 6000 Ada", "4xRTX-6000-Ada", 4, ["PCIe-4"]),
         ("1xCPU", "1xCPU", 1, ["loopback"]),
     ],
 )
@@ -47,7 +55,12 @@ def test_text(text: str, shown: str, ranks: int, links: list[str]) -> None:
 )
 def test_every_short_text_parses_back(pair: tuple[str, str], sizes: list[int], family: str, gigabits: int) -> None:
     head = "x".join(map(str, sizes)) + f"x{pair[0]}-{pair[1]}"
-    cluster = Cluster.parse(head + (f"+{family}-{gigabits}" if len(sizes) == 2 else ""))
+    text = head + (f"+{family}-{gigabits}" if len(sizes) == 2 else "")
+    if pair[1] == "NVLink-3" and sizes[-1] > 2:
+        with pytest.raises(CompileError, match=f"NVLink-3 joins 2 devices, not {sizes[-1]}"):
+            Cluster.parse(text)
+        return
+    cluster = Cluster.parse(text)
     assert "=" not in str(cluster)
     assert Cluster.parse(str(cluster)) == cluster
 
@@ -69,6 +82,7 @@ WRONG = [
     ("8xA100-80GB+", "is not understood"),
     ("2x2x2xA100", "unknown device '2xA100'"),
     ("8xB300", "unknown device 'B300'; known are A100-80GB"),
+    ("4xRTX-3090-NVLink", "NVLink-3 joins 2 devices, not 4; leave the link out"),
     ("8xA100-Token", "A100-80GB comes with NVSwitch-3 or PCIe-4, not with 'token'"),
     ("0xA100", "at least one member, got 0"),
     ("8xA100+EFA", "has one node"),
@@ -101,6 +115,30 @@ def test_wrong_text_is_refused(text: str, says: str) -> None:
 def test_devices_of_clusters_have_rooflines() -> None:
     assert set(INSIDE) == set(DEVICES)
     assert {link for links in INSIDE.values() for link in links} == set(LINKS)
+    assert set(ALIASES.values()) <= set(INSIDE)
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "CPU"])
+def test_numbers_of_devices_and_links_can_be(name: str) -> None:
+    """A peak that was read with sparsity, or in the wrong unit, falls out of what devices of ten years have."""
+    device = DEVICES[name]
+    half, brain, single, double = (device._peak(t) for t in (FLOAT16, torch.bfloat16, torch.float32, torch.float64))
+    assert half >= 1.9 * single > single > double > half / 400
+    assert brain in (half, single)
+    assert 30 < half / device.bandwidth < 450  # operations for every byte
+    assert 3e8 < (device.memory_bytes or 0) / 16 < 2e10
+    assert device.bandwidth > 4 * max(LINKS[link].bandwidth_bytes_per_second for link in INSIDE[name])
+    for link in INSIDE[name]:
+        assert Cluster.parse(f"2x{name}-{link}").levels[0].link == LINKS[link]
+        assert 10e9 < LINKS[link].bandwidth_bytes_per_second < 1e12
+
+
+def test_every_cluster_that_the_guides_name_is_one() -> None:
+    texts = [path.read_text() for folder in (".", "docs") for path in (ROOT / folder).glob("*.md")]
+    found = {name for text in texts for name in re.findall(r"(?:--cluster |cluster=\"|`\")(\d+x[^\"`\s)]+)", text)}
+    assert len(found) >= 3
+    for name in found:
+        assert Cluster.parse(name).num_ranks > 1
 
 
 def test_a_cluster_may_be_larger_than_the_world() -> None:

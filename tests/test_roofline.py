@@ -45,7 +45,7 @@ def test_devices_are_cost_models_and_faster_than_a_core() -> None:
     assert seconds_of(device("H200"), moved, 1).forward < seconds_of(device("H100"), moved, 1).forward
 
 
-@pytest.mark.parametrize("name", ["rtx 4090", "RTX-4090", "Rtx-4090"])
+@pytest.mark.parametrize("name", ["rtx 4090", "RTX-4090", "Rtx-4090", "4090", "NVIDIA GeForce RTX 4090"])
 def test_names_are_spelled_freely(name: str) -> None:
     assert device(name) is DEVICES["RTX-4090"]
 

@@ -143,6 +143,10 @@ def faults() -> dict[str, str]:
                 said[name] = str(error)
     with loop.again():
         assert torch.equal(loop(), loop())
+        for between, step in ((raising, 2), (lambda at, x: raising(at + 1, x), 1)):  # of all: only the call ends
+            with pytest.raises(ValueError, match="no such latents"):
+                loop(between=between)
+            assert torch.equal(loop(), loop()), step
         try:
             loop(between=partial(stopped, signal.SIGSTOP) if loop.odd else lambda step, sample: sample)
         except RunError as error:

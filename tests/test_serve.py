@@ -32,13 +32,18 @@ BAD = [
     ({"prompt": "a", "steps": 2.5}, "steps=2.5: must be an integer from 1 to 500"),
     ({"prompt": 3}, "a request is a JSON object with a text 'prompt'"),
     ({"prompt": "a", "size": 3}, "may have ['prompt', 'height'"),
-    ({"prompt": "a", "height": 37}, "height=37, width=24: StableDiffusionPipeline(**example) fails before it calls"),
+    ({"prompt": "a", "height": 37}, "height=37, width=24: ValueError: `height` and `width` have to be divisible by 8"),
 ]
+SLOW: dict[str, Any] = {"now": False, "phases": []}
+"""While a prompt says so every phase of compiling takes long, and is noted."""
 
 
 def embed(prompts: list[str]) -> dict[str, Any]:
     if prompts == ["die"] and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    SLOW["now"] = prompts == ["slow"]
+    if "raise" in prompts:
+        raise LookupError("no such words")
     return {"prompt": prompts, "negative_prompt": ["d"] * len(prompts)}
 
 
@@ -48,11 +53,19 @@ def rank(port: str, told: str) -> None:
     own: Any = distributed.DistributedTransport
     distributed.DistributedTransport = partial(own, heartbeat_seconds=0.1, lost_after_seconds=2.0)  # type: ignore[misc]
     pipe, call = tiny("sd/small")
-    sampler = fxpipe.compile_sampler(pipe, 2, example=call, sizes="any", patches=2)
+    phases = serve.Phases()
+
+    def slowly(name: str, artefact: Any) -> None:
+        if SLOW["now"]:
+            SLOW["phases"].append(name)
+            time.sleep(0.4)
+        phases(name, artefact)
+
+    sampler = fxpipe.compile_sampler(pipe, 2, example=call, sizes="any", patches=2, observe=slowly)
     if os.environ["RANK"] == "0":
         client = threading.Thread(target=lambda: Path(told).write_bytes(pickle.dumps(clients(int(port)))))
         client.start()
-    serve.serve(sampler, embed, "127.0.0.1", int(port), 2)
+    serve.serve(sampler, embed, "127.0.0.1", int(port), 2, phases)
 
 
 def ask(port: int, path: str, data: Any = None) -> tuple[int, bytes]:
@@ -86,6 +99,13 @@ def clients(port: int) -> dict[str, Any]:
         left.result()
         found: dict[str, Any] = {"images": [one.result() for one in images], "bad": [one.result() for one in bad]}
         found["late"] = late.result()
+    found["slow"] = ask(port, "/images", {**asked((48, 24), prompt="slow"), "timeout": 0.5})
+    found["compiled"] = ask(port, "/images", asked((48, 24)))
+    found["phases"] = SLOW["phases"]
+    with ThreadPoolExecutor(4) as pool:  # the first holds the ranks while the others join in one call
+        prompts = "a b", "raise", "a b", "raise"
+        asked_at_once = [pool.submit(ask, port, "/images", asked(SIZES[0], prompt=prompt)) for prompt in prompts]
+        found["beside"] = [one.result() for one in asked_at_once]
     found["again"] = ask(port, "/images", asked(SIZES[0], 1))
     found["stats"] = json.loads(ask(port, "/stats")[1])
     found["lost"] = ask(port, "/images", asked(SIZES[0], prompt="die"))
@@ -125,13 +145,19 @@ def test_clients_of_two_processes(tmp_path: Path) -> None:
             wanted.append(np.asarray(image).astype(int))
     for found, image in zip(told["images"], wanted, strict=True):
         assert np.abs(pixels(found) - image).max() <= 1  # what is rounded to a whole number may lie at a half
-    assert np.abs(pixels(told["again"]) - wanted[0]).max() <= 1
+    for found in (told["again"], *told["beside"][::2]):
+        assert np.abs(pixels(found) - wanted[0]).max() <= 1
     for (status, said), (_, rule) in zip(told["bad"], BAD, strict=True):
         assert status == 422
         assert rule in json.loads(said)["error"]
+    for status, said in told["beside"][1::2]:
+        assert (status, json.loads(said)["error"]) == (500, "height=40, width=24: LookupError: no such words")
+    assert (told["slow"][0], told["compiled"][0]) == (504, 200)
+    assert told["phases"][0] == "capture"
+    assert "programs" not in told["phases"]  # nobody waited any more
     assert told["late"][0] == 504
     assert b"timeout=1 s are over" in told["late"][1]
-    assert told["stats"]["requests"] == {"200": 7, "422": len(BAD), "499": 1, "504": 1}
+    assert told["stats"]["requests"] == {"200": 10, "422": len(BAD), "499": 1, "500": 2, "504": 2}
     assert 0 < told["stats"]["seconds"]["p50"] <= told["stats"]["seconds"]["p99"]
     assert (told["lost"][0], told["health"][0]) == (503, 503)
     assert b"rank 1 was lost" in told["health"][1]

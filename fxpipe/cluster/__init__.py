@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.cluster import network
-from fxpipe.cluster.links import INSIDE, Link, device_and_link, named_link
+from fxpipe.cluster.links import INSIDE, Link, device_and_link, named_link, require_joins
 from fxpipe.cluster.links import network as network_link
 from fxpipe.errors import CompileError
 
@@ -151,6 +151,7 @@ def _alike(text: str) -> Cluster:
     if found is None:
         raise CompileError(f"cluster {text!r} is not understood; {_HELP}")
     device, link = device_and_link(found[3])
+    require_joins(link.name, int(found[2] or found[1]))
     if found[2] is None:
         if found[4] is not None:
             raise CompileError(f"cluster {text!r} has one node, so nothing for +{found[4]} to join; {_HELP}")
@@ -216,4 +217,4 @@ def _toml(cluster: Cluster) -> str:
             f"shared = {str(link.shared).lower()}",
             *([f"taken_share = {link.taken_share!r}"] if link.taken_share else []),
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

@@ -2,6 +2,7 @@
 
     8xA100-80GB             NVSwitch-3 inside the node, because that is what the device comes with
     4xA100-PCIe             the same device on PCIe-4
+    2x8xL40-PCIe            2 nodes of 8, Ethernet-10 between them, because nothing else is said
     8x8xA100-80GB+EFA       8 nodes of 8, EFA-400 between the nodes
     2x8xV100+Ethernet-100   100 Gbit/s between them
 
@@ -58,13 +59,20 @@ LINKS = {
         _link("NVSwitch-3", 300.0, 10.0),
         # 900 GB/s per GPU, both ways together (NVIDIA H100 data sheet, 2022; H200 data sheet, 2024).
         _link("NVSwitch-4", 450.0, 10.0),
+        # 1,800 GB/s per GPU, both ways together (NVIDIA HGX B200 data sheet, 2024).
+        _link("NVSwitch-5", 900.0, 10.0),
+        # 112.5 GB/s over the bridge, both ways together (NVIDIA RTX A6000 and A40 data sheets, 2020; GA102 white paper,
+        # 2021, appendix A). It joins two.
+        _link("NVLink-3", 56.25, 10.0),
         # Six links of 25 GB/s each way per GPU (NVIDIA V100 data sheet, 2018). In the hybrid cube mesh of eight GPUs
         # (DGX-1 system architecture white paper, 2017) two neighbours share two of them at most: 50 GB/s.
         _link("NVLink-2", 50.0, 10.0),
         # 16 lanes at 8, 16 and 32 GT/s with 128b/130b coding (PCI Express base specifications 3.0, 4.0 and 5.0).
-        _link("PCIe-3", 15.75, 15.0),
-        _link("PCIe-4", 31.5, 15.0),
-        _link("PCIe-5", 63.0, 15.0),
+        # Messages pass the host, whose devices together have what a pair has: of four A100 that gather at once each
+        # reaches 4 to 7 GB/s, a pair 23 (worked back from Wang et al., "PipeFusion", 2024, table 2).
+        _link("PCIe-3", 15.75, 15.0, shared=True),
+        _link("PCIe-4", 31.5, 15.0, shared=True),
+        _link("PCIe-5", 63.0, 15.0, shared=True),
         # Processes of one machine over loopback: `benchmarks/network.py` on two busy cores of a server gave 0.4 to
         # 0.9 GB/s and 0.11 to 0.16 ms; opposite messages at once took twice as long or more, so one bus for all.
         _link("loopback", 1.1, 150.0, shared=True),
@@ -82,12 +90,31 @@ INSIDE = {
     "A100-40GB": ("NVSwitch-3", "PCIe-4"),
     "H100": ("NVSwitch-4", "PCIe-5"),
     "H200": ("NVSwitch-4", "PCIe-5"),
+    "H20": ("NVSwitch-4", "PCIe-5"),
+    "B200": ("NVSwitch-5", "PCIe-5"),
     "V100-32GB": ("NVLink-2", "PCIe-3"),
+    "V100-16GB": ("NVLink-2", "PCIe-3"),
+    "A40": ("PCIe-4", "NVLink-3"),
+    "A10": ("PCIe-4",),
+    "A10G": ("PCIe-4",),
+    "T4": ("PCIe-3",),
+    "L40": ("PCIe-4",),
+    "L40S": ("PCIe-4",),
     "L20": ("PCIe-4",),
+    "L4": ("PCIe-4",),
+    "RTX-A6000": ("PCIe-4", "NVLink-3"),
+    "RTX-6000-Ada": ("PCIe-4",),
+    "RTX-3090": ("PCIe-4", "NVLink-3"),
     "RTX-4090": ("PCIe-4",),
+    "RTX-5090": ("PCIe-5",),
     "CPU": ("loopback",),
 }
-ALIASES = {"A100": "A100-80GB", "V100": "V100-32GB", "4090": "RTX-4090"}
+ALIASES = {
+    "A100": "A100-80GB", "A100-SXM": "A100-80GB", "A100-SXM4": "A100-80GB", "H100-SXM": "H100", "H100-80GB": "H100",
+    "V100": "V100-32GB", "A6000": "RTX-A6000", "6000-Ada": "RTX-6000-Ada", "3090": "RTX-3090", "4090": "RTX-4090",
+    "5090": "RTX-5090",
+}  # fmt: skip
+_PAIRS = ("NVLink-3",)
 
 
 def host_link(device: str) -> Link:
@@ -125,6 +152,12 @@ def named_link(name: str) -> Link:
     raise CompileError(f"unknown link {name!r}; choose one of {', '.join((*LINKS, *FAMILIES))}, or give its bandwidth")
 
 
+def require_joins(name: str, size: int) -> None:
+    """Refuse a bridge of two devices between more of them."""
+    if name in _PAIRS and size > 2:
+        raise CompileError(f"{name} joins 2 devices, not {size}; leave the link out, or give levels of 2 as TOML")
+
+
 def device_and_link(text: str) -> tuple[str, Link]:
     """`A100-PCIe` -> `A100-80GB`, the link PCIe-4: a device's full name, and the link between those of one node.
 
@@ -147,5 +180,5 @@ def _inside_link(device: str, wanted: str) -> Link:
 
 def canonical_device(text: str) -> str | None:
     """A device's full name, however it is spelled: `rtx 4090`, `A100`; None for an unknown one."""
-    wanted = re.sub(r"[\s_-]+", "-", text.strip()).lower()
+    wanted = re.sub(r"[\s_-]+", "-", text.strip()).lower().removeprefix("nvidia-").removeprefix("geforce-")
     return {name.lower(): full for name, full in (*zip(INSIDE, INSIDE, strict=True), *ALIASES.items())}.get(wanted)

@@ -94,10 +94,7 @@ def recorded_call(
 
         return shell(uncompiled(getattr(pipe, name)), record)
 
-    recording = with_components(pipe, {name: recorder(name) for name in names})
-    for name, part in (_components(pipe) or {}).items():
-        if hasattr(part, "set_timesteps"):  # a scheduler: a call sets its steps
-            recording.__dict__[name] = copy.deepcopy(part)
+    recording = with_components(pipe, {name: recorder(name) for name in names} | own_schedulers(pipe))
     expected = " or ".join(names)
     try:
         with torch.no_grad():
@@ -110,6 +107,12 @@ def recorded_call(
             "example must be a call that works"
         ) from error
     raise CompileError(f"{type(pipe).__name__}(**example) never calls its {expected}; give an example that samples")
+
+
+def own_schedulers(pipe: Any) -> dict[str, object]:
+    """Copies by name, for a call that is to leave no steps set."""
+    parts = (_components(pipe) or {}).items()
+    return {name: copy.deepcopy(part) for name, part in parts if hasattr(part, "set_timesteps")}
 
 
 def with_components(

@@ -21,7 +21,7 @@ then those of the next ones. `SamplePlan.parse` reads it back; `as_dict` and `fr
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, ClassVar, Literal
 
@@ -57,13 +57,15 @@ Kind = Literal["gather", "ulysses", "ring"]
 class How:
     """What a step reads of others: all of this step ("exact"), or after `warmup` such steps what was one before.
 
-    `norms` and `advance` are as `fxpipe.compile_sampler` takes them.
+    `norms` and `advance` are as `fxpipe.compile_sampler` takes them. `fresh` are exchanges that are of this step in
+    displaced ones, too, as "kind value": "halo conv2d_3", "gather linear_7"; for one kind of call alone.
     """
 
     mode: str
     warmup: int
     norms: str
     advance: bool
+    fresh: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.mode == "exact":
@@ -193,7 +195,7 @@ class SamplePlan(SavedPlan):
         if (data["format"], data["kind"]) != (FORMAT, "sampling"):
             raise ValueError(f"its format is {data['format']!r}, its kind {data['kind']!r}")
         return {
-            "how": How(**data["how"]),
+            "how": How(**{**data["how"], "fresh": tuple(data["how"].get("fresh", ()))}),
             "expects": None if data["expects"] is None else Expected(**data["expects"]),
             **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
         }
@@ -211,6 +213,8 @@ def _head(plan: SamplePlan) -> str:
 def _lines(plan: SamplePlan) -> Iterator[str]:
     yield target_line(plan, "call")
     yield str(plan.how)
+    if plan.how.fresh:
+        yield "kept fresh: " + ", ".join(plan.how.fresh)
     if plan.attention:
         yield "attention: " + ", ".join(f"{len([*run])} {kind}" for kind, run in groupby(plan.attention))
     yield from stage_lines(plan.staged, plan.labels)
@@ -230,6 +234,7 @@ _HEAD = re.compile(
     rf"\(({'|'.join(ORDERS)})\)"
 )
 _DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
+_FRESH = re.compile(r"kept fresh: (\w+ \w+(?:, \w+ \w+)*)")
 _ROWS = re.compile(r"rows: (\d+) in \d+ units? of (\d+)")
 _EXPECTS = re.compile(
     r"expects: (\d+) steps?(?: of (\d+) requests)? in ([\d.e+-]+) s, ([\d.e+-]+) s on one rank; "
@@ -241,7 +246,7 @@ _PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
 
 def _parse(text: str) -> SamplePlan:
     summary, orders = text_parts(text)
-    kinds = "for", "stage", "note", "how", "attention", "rows", "patch", "expects", "considered"
+    kinds = "for", "stage", "note", "how", "fresh", "attention", "rows", "patch", "expects", "considered"
     read: Read = {kind: [] for kind in kinds}
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or len(orders) != 1:
@@ -260,7 +265,8 @@ def _parse(text: str) -> SamplePlan:
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), int(head[3] or 1),
         cut, Staged(*read_stages(read), head[5], False, int(head[4])), tuple(label for *_, label in read["stage"]),
         num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
-        read["how"][0], next(iter(read["attention"]), ()), orders[0], tuple(read["note"]),
+        replace(read["how"][0], fresh=next(iter(read["fresh"]), ())), next(iter(read["attention"]), ()),
+        orders[0], tuple(read["note"]),
         next(iter(read["expects"]), None), tuple(read["considered"]),
     )  # fmt: skip
     for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
@@ -277,6 +283,8 @@ def _read(line: str, read: Read) -> None:
         read["how"].append(EXACT)
     elif found := _DISPLACED.fullmatch(line):
         read["how"].append(How("displaced", int(found[1]), found[2], found[3] is not None))
+    elif found := _FRESH.fullmatch(line):
+        read["fresh"].append(tuple(found[1].split(", ")))
     elif found := _ATTENTION.fullmatch(line):
         runs = (run.split() for run in found[1].split(", "))
         read["attention"].append(tuple(kind for count, kind in runs for _ in range(int(count))))

@@ -93,12 +93,12 @@ class Ranks(ABC):
             form, name = "fresh", ""
             if "displaced" in step.programs[0].forms:
                 assert self._num_steps is not None
-                name = self._stream(step, tensors) if stream is None else stream
+                name = self.stream(step, tensors) if stream is None else stream
                 form = "displaced" if self._num_steps[name, id(step)] >= step.warmup else "fresh"
                 self._num_steps[name, id(step)] += 1
             return self._predict(step, state, tensors, form, name)
 
-    def _stream(self, step: Programs, tensors: Tensors) -> str:
+    def stream(self, step: Programs, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.
 
         A step goes on while its times do not change. Where no input is called a time, predictions of equal conditions
@@ -187,6 +187,14 @@ class LocalRanks(Ranks):
         pass
 
 
+class Launched(Transport, Protocol):
+    """The network of a launch."""
+
+    def met(self, what: str) -> bool:
+        """Whether every rank says the same, within a bounded time."""
+        ...
+
+
 class LaunchedRank(Ranks):
     """This process as one rank of a launch, which all run the same loop.
 
@@ -194,10 +202,11 @@ class LaunchedRank(Ranks):
     when they are first used, and again once they have changed on any rank.
     """
 
-    def __init__(self, connect: Callable[[], Transport]) -> None:
+    def __init__(self, connect: Callable[[], Launched]) -> None:
         super().__init__()
         self._transport = connect()
         self.rank: int = self._transport.rank
+        self._num_calls, self._num_begun, self._num_made = 0, 0, 0  # predictions since the last call began
         self._run = SampleRun(self._transport)
         self._agreement = StepAgreement(self._transport)
         self._bound: dict[int, _Held] = {}
@@ -207,6 +216,7 @@ class LaunchedRank(Ranks):
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         self._transport.set_action("predict")
+        self._num_begun += 1
         held = self._bound.get(id(step)) or _Held(step, _plan_of(step))
         shapes = {name: f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
         self._agreement.begin((held.plan, shapes, form, stream))
@@ -220,21 +230,32 @@ class LaunchedRank(Ranks):
         found = self._run.predict(held.bound, tensors, form, stream)
         self._agreement.inputs(tensors.values())
         self._transport.set_action("the loop around predictions")
+        self._num_made += 1
         return found
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
-        """What is raised inside ends the other ranks too; but for `Stopped`, which all of them raise."""
-        self._used, stopped = [], None
+        """What is raised inside ends the other ranks too; but for `Stopped`, and for what all of them raise at the same
+        place, between predictions: that ends the call alone."""
+        raised: Exception | None = None
+        self._used, self._num_begun, self._num_made = [], 0, 0
+        self._num_calls += 1
         with told(self._transport):
             try:
                 yield
-            except Stopped as raised:
-                stopped = raised
+            except Exception as error:
+                if not isinstance(error, Stopped) and not self._all_raise(error):
+                    raise
+                raised = error
             self._agreement.end()
             self._run.reset()
-        if stopped is not None:
-            raise stopped
+        if raised is not None:
+            raise raised
+
+    def _all_raise(self, error: Exception) -> bool:
+        if isinstance(error, RunError) or self._num_begun != self._num_made:
+            return False
+        return self._transport.met(f"{self._num_calls}/{self._num_made}/{type(error).__qualname__}")
 
     def broadcast(self, value: T) -> T:
         self._transport.set_action("what rank 0 has for all")

@@ -128,6 +128,11 @@ class SampleLowering:
 
     def _lowered(self, case: SampleCase, plan: SamplePlan, line: Line | None) -> SampleStep:
         """The programs of one plan."""
+        if plan.how.fresh and (plan.in_turn or plan.how.mode == "exact"):
+            raise CompileError(
+                f"the plan keeps {plan.how.fresh[0]!r} fresh, which only displaced patches beside each other can; "
+                "leave the line out"
+            )
         self.observe("plan", plan)
         if line is not None:
             self.observe("stages", line)
@@ -185,7 +190,7 @@ def _alone(case: SampleCase, size: int, plan: SamplePlan, line: Line | None, dev
     patches, graphs = _cut(case, size, plan)
     if plan.how.mode == "displaced":
         norms: Any = plan.how.norms
-        return displaced_programs(rows, patches, graphs, device, norms, plan.how.advance)
+        return displaced_programs(rows, patches, graphs, device, norms, plan.how.advance, plan.how.fresh)
     programs, sent = fresh_programs(rows, patches, graphs, device)
     return programs, {"fresh": sent}
 

@@ -119,7 +119,7 @@ def request_of(plan: SamplePlan) -> Request:
     fold = None if staged is None else plan.staged.num_stages > staged
     patches = plan.num_patches if plan.in_turn else None
     text: Text = "first" if plan.text_first else "all"
-    return Request(plan.world_size, None, staged, fold, patches, plan.how, text)
+    return Request(plan.world_size, None, staged, fold, patches, replace(plan.how, fresh=()), text)
 
 
 def require_fresh(plan: SamplePlan | None, made: SamplePlan) -> None:

@@ -4,6 +4,8 @@ pipe.unet(sample, t, text)   ->   programs for this kind of call   ->   ranks   
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -129,6 +131,26 @@ class Spread:
         if key not in self._steps:
             self._steps[key] = self.lowering.step(traced, size)
         return self._steps[key]
+
+    def adopt(self, made: SampleStep) -> None:
+        """Run the calls that these programs are for by them from now on."""
+        lowering: Any = self.lowering
+        self.lowering = replace(lowering, plan=made.plan)
+        self._steps[id(made.traced), made.batch_size] = made
+
+    @contextmanager
+    def by(self, made: SampleStep) -> Iterator[None]:
+        """Run the calls that these programs are for by them inside."""
+        key = id(made.traced), made.batch_size
+        before = self._steps.get(key)
+        self._steps[key] = made
+        try:
+            with self.ranks.call():
+                yield
+        finally:
+            self._steps.pop(key)
+            if before is not None:
+                self._steps[key] = before
 
     def state(self, traced: Traced) -> dict[str, torch.Tensor]:
         """The module's tensors and the graph's constants, by the programs' names."""

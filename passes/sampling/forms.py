@@ -26,15 +26,18 @@ from passes.sampling.patches import Patch
 
 def displaced_programs(
     plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, norms: Norms,
-    advance: bool,
+    advance: bool, asked_fresh: Collection[str] = (),
 ) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:  # fmt: skip
     """One program per patch, on the rank of its number, with all forms; each form's messages in order of channels.
 
+    Args:
+        asked_fresh: exchanges that do not cross, though they may, as "kind value".
+
     Raises:
-        CompileError: the prediction has entries of no row.
+        CompileError: the prediction has entries of no row, or what is to be fresh is no exchange.
     """
     fresh = messages_of(patches, graphs)
-    kept = _fresh_exchanges(graphs, fresh, norms)
+    kept = _fresh_exchanges(graphs, fresh, norms) | _asked(graphs[0], asked_fresh)
     asked = [m for m in fresh if m.kind != "moments" or norms != "separate" or key_of(m) in kept]
     displaced = displaced_messages(asked, kept)
     last = tuple(message for message in displaced if not message.crosses)
@@ -78,6 +81,22 @@ def _fresh_exchanges(graphs: Sequence[fx.Graph], messages: Sequence[Message], no
     fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}
     fresh |= {_key(node) for node in exchange_nodes(graphs[0])} - {key_of(message) for message in messages}
     return frozenset(fresh)
+
+
+def _asked(graph: fx.Graph, names: Collection[str]) -> frozenset[Key]:
+    known = {told(key): key for key in map(_key, exchange_nodes(graph))}
+    if unknown := sorted(set(names) - set(known)):
+        raise CompileError(
+            f"{unknown[0]!r} is to be kept fresh, but patches exchange nothing of that name; known are "
+            f"{', '.join([*known][:4])}, ..."
+        )
+    return frozenset(known[name] for name in names)
+
+
+def told(key: Key) -> str:
+    """An exchange as plans name it."""
+    value, kind = key
+    return f"{kind} {value}"
 
 
 def _read_by_all(graph: fx.Graph) -> set[Key]:

@@ -254,6 +254,11 @@ class DistributedTransport:
     def abort(self, error: BaseException) -> None:
         self._watchdog.report(error)
 
+    def met(self, what: str) -> bool:
+        """Collective, where it returns True: every rank has said this within the time after which a rank is lost. Those
+        that say nothing may be in any wait."""
+        return self._watchdog.met(what)
+
     def broadcast_object(self, value: T, src: int = 0) -> T:
         values = [value]
         with self._named(f"an object from rank {src}", src):

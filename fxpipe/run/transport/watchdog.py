@@ -85,6 +85,16 @@ class Watchdog:
             self.failure = self.publish(failure_text(self.rank, action or self.action, error))
             self._failed.set()
 
+    def met(self, what: str) -> bool:
+        """Whether all ranks say this, each once, before one that stood still as long would count as lost."""
+        deadline = time.monotonic() + self._lost_ticks * self._heartbeat_seconds
+        with suppress(RuntimeError):  # the store is gone: found out elsewhere
+            self._store.set(f"met/{what}/{self.rank}", "")
+            while time.monotonic() < deadline and not self._failed.wait(0.05):
+                if self._store.check([f"met/{what}/{other}" for other in self._others]):
+                    return True
+        return False
+
     def verdict(self, peer: int | None) -> str | None:
         """After the connection to a rank, or to any, is lost: the failure behind it as soon as it is known, if any."""
         self._lost_ticks = SUSPECT_TICKS

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.sample_quality import Quality
 from fxpipe.plan.schedule import counted
 from fxpipe.plan.timeline import Timeline, human_seconds
 from fxpipe.show.report import figures
@@ -30,13 +31,13 @@ def write_report(program: "Program", path: str | Path, memory_limit_bytes: int |
     return _written(path, lambda: page_data(program, memory_limit_bytes))
 
 
-def write_sample_report(sampler: "Sampler", path: str | Path, steps: int) -> Path:
-    """Write the page of a sampler's first steps; the file that was written.
+def write_sample_report(sampler: "Sampler", path: str | Path, steps: int, quality: Quality | None) -> Path:
+    """Write the page of a sampler's first steps, and of its quality where that was measured; the file.
 
     Raises:
         CompileError: plotly or Jinja2 is missing.
     """
-    return _written(path, lambda: sample_data(sampler, steps))
+    return _written(path, lambda: sample_data(sampler, steps, quality))
 
 
 def _written(path: str | Path, data: Callable[[], dict[str, Any]]) -> Path:
@@ -80,7 +81,7 @@ def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, A
     }
 
 
-def sample_data(sampler: "Sampler", steps: int) -> dict[str, Any]:
+def sample_data(sampler: "Sampler", steps: int, quality: Quality | None) -> dict[str, Any]:
     """What the template shows of a sampler: no blocks, and nothing that its traffic is compared with."""
     timeline, form = sampler.simulate(steps), sampler.step.sequence(steps)[-1]
     drawn = {
@@ -89,6 +90,8 @@ def sample_data(sampler: "Sampler", steps: int) -> dict[str, Any]:
         "traffic": figures.traffic_figure(sampler.traffic(form), {}),
         "memory": figures.memory_figure(timeline, None),
     }
+    if quality is not None:
+        drawn["quality"] = figures.quality_figure(quality)
     peak = max(timeline.peak_bytes)
     tiles = [
         (counted(steps, "step"), human_seconds(timeline.makespan_seconds), str(sampler.plan.how)),

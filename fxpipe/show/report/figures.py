@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.plan.block_graph import BlockGraph, Edge, human_bytes
 from fxpipe.plan.rank_program import KINDS as MESSAGE_KINDS
 from fxpipe.plan.rank_program import Traffic
+from fxpipe.plan.sample_quality import Quality
 from fxpipe.plan.timeline import Event, Timeline, human_seconds
 from fxpipe.plan.tuning import Outcome, frontier
 from fxpipe.show.trace_format import NAMES
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Figure = dict[str, Any]
 Span = tuple[float, float]
 ROW, CHANNEL_ROW = 26, 18  # pixels
+_ROUNDING = 120.0  # decibels
 
 
 def timeline_figure(timeline: Timeline, components: Sequence[str] = ()) -> Figure:
@@ -308,6 +310,33 @@ def frontier_figure(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Fig
     ]  # fmt: skip
     axes = {"xaxis": {"title": {"text": f"{unit} on wires"}, "rangemode": "tozero"},
             "yaxis": {"title": {"text": "milliseconds"}, "type": "log"}}  # fmt: skip
+    return {"data": data, "layout": {**axes, "height": 360}}
+
+
+def quality_figure(quality: Quality) -> Figure:
+    """What was measured: nearness to one device's result against the predicted time of a call.
+
+    Nothing that was measured is faster and nearer than a way of the frontier, which a line joins. What is nearer than
+    rounding tells is drawn where that begins.
+    """
+    best = quality.frontier
+    groups = {
+        "relayed": ("another way is faster and nearer", [o for o in quality.ways if o not in best and not o.chosen]),
+        "F": ("frontier", [o for o in best if not o.chosen]),
+        "crossing": ("chosen", [o for o in quality.ways if o.chosen]),
+    }
+    data: list[Figure] = [
+        {"type": "scatter", "mode": "lines", "name": "frontier", "color": "main", "showlegend": False,
+         "x": [o.seconds * 1e3 for o in best], "y": [min(o.decibels, _ROUNDING) for o in best],
+         "line": {"shape": "hv", "width": 1}, "hoverinfo": "skip"},
+        *({"type": "scatter", "mode": "markers", "name": name, "color": color,
+           "x": [o.seconds * 1e3 for o in group], "y": [min(o.decibels, _ROUNDING) for o in group],
+           "marker": {"size": 11, "symbol": ["diamond" if o.exact else "circle" for o in group]},
+           "hovertext": [str(o) for o in group], "hoverinfo": "text"}
+          for color, (name, group) in groups.items() if group),
+    ]  # fmt: skip
+    axes = {"xaxis": {"title": {"text": f"milliseconds of a call of {quality.steps} steps, predicted"}},
+            "yaxis": {"title": {"text": "PSNR to one device, dB"}}}  # fmt: skip
     return {"data": data, "layout": {**axes, "height": 360}}
 
 
