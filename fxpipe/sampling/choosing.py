@@ -239,7 +239,7 @@ def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Reque
                 columns = [request.stages] if request.stages else [s for s in every if ranks // groups % s == 0]
                 for stages in columns:
                     way = replace(request, cfg=groups, how=how, copies=times)
-                    yield from _ways_of(way, stages, request.stages is not None)
+                    yield from _ways_of(way, stages)
 
 
 def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
@@ -248,18 +248,18 @@ def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
     return [groups for groups in range(case.num_samples, 0, -1) if ranks % groups == 0]
 
 
-def _ways_of(request: Request, stages: int, asked: bool) -> Iterator[Request]:
-    """With so many groups and stages; one stage is none unless it was `asked` for."""
-    how, groups = request.how, request.cfg or 1
+def _ways_of(request: Request, stages: int) -> Iterator[Request]:
+    """With so many groups and stages, of which one is none."""
+    how, groups, asked = request.how, request.cfg or 1, request.stages is not None
     beside, rest = divmod(request.world_size // request.copies, groups * stages)
     if rest or not beside:
         return
     folds = [request.fold] if request.fold is not None or stages == 1 else [False, True]
-    if how.mode == "exact" or (stages == 1 and not asked):
+    if how.mode == "exact" or stages == 1:
         if request.num_patches in (None, beside) and (how.mode == "exact" or beside > 1 or request.patches is not None):
             rows = replace(request, patches=request.patches or beside)
             for fold in folds:
-                yield replace(rows, stages=stages if stages > 1 or asked else None, fold=fold)
+                yield replace(rows, stages=stages if stages > 1 else None, fold=fold)
     elif beside == 1 and how.norms != "sync" and (asked or request.patches is None):
         in_turn = replace(request, stages=stages, how=replace(how, advance=False))
         open_turns = [stages, 2 * stages, 4 * stages]

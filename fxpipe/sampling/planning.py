@@ -42,7 +42,7 @@ class Request:
     @property
     def in_turn(self) -> bool:
         """Whether patches follow each other through stages."""
-        return self.how.mode == "displaced" and self.stages is not None
+        return self.how.mode == "displaced" and (self.stages or 1) > 1
 
     @property
     def num_patches(self) -> int | None:
