@@ -137,7 +137,7 @@ def compile_sampler(
     check_patches(patches)
     _check_choices(mode=mode, norms=norms, text=text, attention=attention, sizes=sizes, objective=objective)
     captures = cache_folder(cache)
-    if mode == "displaced" and norms == "sync" and (stages or 1) > 1:
+    if mode == "displaced" and norms == "sync" and stages not in (None, 1):
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
     if sample is not None and not all(type(dim) is int for dim in sample.values()):
         raise CompileError(f"sample={dict(sample)}: dimensions are integers, {{'sample': 2}}")
@@ -156,7 +156,7 @@ def compile_sampler(
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
     price = priced(cost_model, known.cost_model if known else "", network)
     by = shared_cost_model(price, world_size)
-    how = How(mode, warmup, norms, advance and (stages or 1) == 1) if mode == "displaced" else EXACT
+    how = How(mode, warmup, norms, advance and stages in (None, 1)) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
     asked = replace(asked, speeds=network.speeds[:world_size])
     texts = str(network), priced_name(price, by)

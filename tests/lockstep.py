@@ -115,8 +115,9 @@ class Lockstep:
         own = [self._sent(node, index, values[index]) for values in (now, before, earlier)]
         if not own[0]:
             return before
-        alpha = displaced_ops.kept_going(*(torch.cat([value.flatten() for value in values]) for values in own))
-        return [old + alpha * (old - older) for old, older in zip(before, earlier, strict=True)]
+        latest, last, first = (torch.cat([value.flatten() for value in values]) for values in own)
+        alpha = displaced_ops.kept_going(latest - last, last - first)
+        return [displaced_ops.advanced(old, old - older, alpha) for old, older in zip(before, earlier, strict=True)]
 
     def _sent(self, node: fx.Node, index: int, value: Tensor) -> list[Tensor]:
         """What of its value a patch tells the others."""

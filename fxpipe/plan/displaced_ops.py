@@ -3,7 +3,7 @@
 flat = pack([k, v, edge])                         one message of several values
 k, v, edge = unpack(flat, shapes)                 a step later, on another rank
 carried = done(flat)                              what has arrived already, as if it had been posted
-k_now = advanced(k, k_earlier, alpha)             moved on by its own last change
+k_now = advanced(k, k_change, alpha)              moved on by its own last change
 m = corrected_moments(latest, before, [0], ...)   others' moments moved on as one's own have moved
 
 rows = own_rows(x, 1, 2, sizes, ...)              patch 1 of an input; of patches on their way it alone is waited for
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fxpipe.plan.row_ops import Stretch, cut_rows, merged_moments, shares
+from fxpipe.plan.row_ops import Stretch, cut_rows, merge_moments, shares
 from fxpipe.plan.transport import Pending
 
 UNUSABLE = 0.25  # of the merged variance: a corrected one below this is not used
@@ -37,17 +37,21 @@ def flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in values])
 
 
-def kept_going(now: torch.Tensor, last: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
-    """How much of its last change a flat value has gone through again, in [0, 1]: by least squares; else 0."""
-    wide = torch.promote_types(now.dtype, torch.float32)
-    change, before = (now - last).to(wide), (last - earlier).to(wide)
-    size = before.dot(before)
-    return torch.where(size > 0, (change.dot(before) / size).clamp_(0, 1), 0)
+def change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """What a flat value has gone through in a step."""
+    return now - before
 
 
-def advanced(latest: torch.Tensor, earlier: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+def kept_going(change: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """How much of its last change a flat value goes through again, in [0, 1]: by least squares; 0 after none."""
+    wide = torch.promote_types(change.dtype, torch.float32)
+    new, old = change.to(wide), last.to(wide)
+    return new.dot(old).div_(old.dot(old)).clamp_(0, 1).nan_to_num_(0).to(change.dtype)
+
+
+def advanced(latest: torch.Tensor, change: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """A value moved on by this much of its last change."""
-    return (latest - earlier).mul_(alpha.to(latest.dtype)).add_(latest)
+    return torch.addcmul(latest, change, alpha)
 
 
 def done(value: torch.Tensor) -> Pending[torch.Tensor]:
@@ -60,14 +64,14 @@ def corrected_moments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The moments of all patches' entries where only the patches `fresh` have told those of this step.
 
-    The others are taken to have moved as these did. Li et al., "DistriFusion" (CVPR 2024), eq. 2, in central moments,
-    for any number of fresh patches; with one it is the paper's, with all it is exact. With dm the change of a mean and
-    dq that of a mean of squares, a stale patch of mean m and variance v gets m + dm and
+    The others are taken to have moved as these did. Li et al., "DistriFusion" (CVPR 2024), eq. 2, for any number of
+    fresh patches; with one it is the paper's, with all it is exact. With M and V the merged latest moments, s and q the
+    mean changes of the fresh ones' means and mean squares, and a the share of all others in the entries, all have
 
-        v + dq - 2 m dm - dm^2,   dq - 2 m dm = change of variance + dm (mean now + mean before - 2 m)
+        mean M + a s,   variance V + a q' - a a s s,   q' = q - 2 M s = change of variance + s (now - M + before - M)
 
-    written as on the right, of differences of means, so that nothing cancels where means are large. Where patches move
-    apart the variance may fall far below that of the latest moments, even below zero: these are then used as they are.
+    of each fresh patch's means now and before: differences of means, so that nothing cancels where means are large.
+    Where patches move apart the variance may fall far below V, even below zero: then M and V are used as they are.
 
     Args:
         latest: of every patch, [2, samples, groups], its latest moments; those of `fresh` are of this step.
@@ -77,20 +81,18 @@ def corrected_moments(
     Returns:
         The moments [2, samples, groups], and how many groups of samples fell back to the merged latest ones.
     """
-    stale, told = torch.stack(list(latest)), torch.stack([latest[patch] for patch in fresh])
-    weights = shares(tuple(counts[patch] for patch in fresh), told.dtype, told.device)
-    mean_now, variance_now = told.unbind(1)
-    mean_old, variance_old = torch.stack(list(before)).unbind(1)
-    mean, variance = stale.unbind(1)
-    moved = weights * (mean_now - mean_old)
-    shift = moved.sum(0)
-    apart = (mean_now - mean.unsqueeze(1)) + (mean_old - mean.unsqueeze(1))  # [patches, fresh, samples, groups]
-    variance = variance + (weights * (variance_now - variance_old) + moved * apart).sum(1) - shift.square()
-    as_fresh = torch.stack([mean + shift, variance], 1)
-    parts = torch.stack([part if patch in fresh else as_fresh[patch] for patch, part in enumerate(latest)])
-    merged, corrected = merged_moments(torch.stack([stale, parts]), counts)
-    usable = corrected[1] > UNUSABLE * merged[1]
-    return torch.where(usable, corrected, merged), (~usable).sum()
+    merged = merge_moments(latest, counts)
+    mean, variance = merged
+    now, old = torch.stack([latest[patch] for patch in fresh], 1), torch.stack(list(before), 1)
+    weights = shares(tuple(counts[patch] for patch in fresh), mean.dtype, mean.device)
+    moved, widened = now - old  # [fresh, samples, groups]
+    apart = (now[0] - mean).add_(old[0] - mean)
+    shift, change = torch.tensordot(torch.stack([moved, torch.addcmul(widened, moved, apart)]), weights, ([1], [0]))
+    others = 1 - sum(counts[patch] for patch in fresh) / sum(counts)
+    corrected = variance.add(change, alpha=others).addcmul_(shift, shift, value=-(others**2))
+    usable = corrected > UNUSABLE * variance
+    found = torch.stack([mean.add(shift, alpha=others), corrected])
+    return torch.where(usable, found, merged), (~usable).sum()
 
 
 def own_rows(

@@ -88,13 +88,11 @@ def join_rows(
 
 def moments(value: torch.Tensor, num_groups: int) -> torch.Tensor:
     """[2, samples, groups]: mean and biased variance of every group of channels, in float32 or wider."""
-    wide = torch.promote_types(value.dtype, torch.float32)
-    groups = value.reshape(value.shape[0], num_groups, -1).to(wide)
-    mean = groups.mean(-1, keepdim=True)
-    left = groups - mean  # two passes and a correction: var_mean takes a CPU core ten times as long
-    correction = left.mean(-1)
-    variance = (left.square_().mean(-1) - correction.square()).clamp_(min=0)
-    return torch.stack([mean.squeeze(-1) + correction, variance])
+    wide = value.to(torch.promote_types(value.dtype, torch.float32)).contiguous()
+    samples, channels, size = wide.shape[0], wide.shape[1], wide[0, 0].numel()
+    # the kernel of whole maps, for what it tells beside the normalised map; var_mean takes a CPU core ten times as long
+    _, mean, scale = torch.native_group_norm(wide, None, None, samples, channels, size, num_groups, 0.0)
+    return torch.stack([mean, scale.pow(-2)])
 
 
 def merge_moments(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
@@ -103,38 +101,30 @@ def merge_moments(parts: Sequence[torch.Tensor], counts: Sequence[int]) -> torch
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979), eq. 2.1;
     in central moments, so that nothing cancels: the variance is never negative.
     """
-    return merged_moments(torch.stack(list(parts)), counts)
-
-
-def merged_moments(parts: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """As `merge_moments`, of parts [..., patches, 2, samples, groups] in one."""
-    weights = shares(tuple(counts), parts.dtype, parts.device)
-    means, variances = parts.unbind(-3)
-    mean = (weights * means).sum(-3, keepdim=True)
-    spread = (means - mean).square_()
-    return torch.cat([mean, (weights * spread.add_(variances)).sum(-3, keepdim=True)], -3)
+    means, variances = torch.stack(list(parts), 1)
+    weights = shares(tuple(counts), means.dtype, means.device)
+    mean = torch.tensordot(weights, means, 1)
+    apart = means - mean
+    return torch.stack([mean, torch.tensordot(weights, torch.addcmul(variances, apart, apart), 1)])
 
 
 @cache
 def shares(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of patches in the entries of all, [patches, 1, 1]; kept, for a new one would make a GPU wait."""
-    return torch.tensor([count / sum(counts) for count in counts], dtype=dtype, device=device).view(-1, 1, 1)
+    """Of patches in the entries of all; kept, for a new one would make a GPU wait."""
+    return torch.tensor([count / sum(counts) for count in counts], dtype=dtype, device=device)
 
 
 def normalise(
     value: torch.Tensor, merged: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Group normalisation by these moments [2, samples, groups]; `weight` and `bias` by channel."""
-    channels = value.shape[1]
-    mean, variance = merged.repeat_interleave(channels // merged.shape[2], 2).unsqueeze(-1)
+    mean, variance = merged.repeat_interleave(value.shape[1] // merged.shape[2], 2)  # of every sample's channels
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
-        scale = scale * weight.unsqueeze(-1)
-    normal = (value.reshape(value.shape[0], channels, -1).to(merged.dtype) - mean).mul_(scale)
-    if bias is not None:
-        normal.add_(bias.unsqueeze(-1))
-    result: torch.Tensor = normal.reshape(value.shape).to(value.dtype)
-    return result
+        scale = scale * weight
+    shift = -mean * scale if bias is None else torch.addcmul(bias.to(scale.dtype), mean, scale, value=-1)
+    each = *scale.shape, *(1 for _ in value.shape[2:])
+    return (value * scale.view(each)).add_(shift.view(each)).to(value.dtype)
 
 
 def attend(

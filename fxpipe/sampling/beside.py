@@ -96,7 +96,8 @@ class Beside(Layout):
 
     def _copies(self, crossing: Sequence[Told]) -> Iterator[float]:
         """Seconds of what a displaced step computes more than an exact one."""
-        yield from self._packed(crossing)
+        packed, of_moments = self._packed(crossing)
+        yield packed * (1 + self.made.how.advance) + of_moments  # of others' buckets, what has changed
         known: dict[tuple[str, int, tuple[int, ...]], float] = {}
         for told in crossing:
             sources = tuple(size for _, dst, size in told.sent if dst == self.inner)
@@ -113,9 +114,11 @@ class Beside(Layout):
         if not self.made.how.advance:
             return edges
         own = of_bytes(sum(sources) if told.kind == "halo" else told.own_bytes)
-        edges += self.own(displaced_ops.flat, [own]) + self.own(displaced_ops.kept_going, own, own, own)
+        edges += sum(self.own(by, *given) for by, *given in (
+            (displaced_ops.flat, [own]), (displaced_ops.change, own, own), (displaced_ops.kept_going, own, own),
+        ))  # fmt: skip
         others = map(of_bytes, sources)
-        return edges + sum(self.own(displaced_ops.advanced, other, other, of_bytes(4)[0]) for other in others)
+        return edges + sum(self.own(displaced_ops.advanced, other, other, other[0]) for other in others)
 
 
 def _free(item: Item) -> Item:

@@ -249,13 +249,13 @@ def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
 
 
 def _ways_of(request: Request, stages: int) -> Iterator[Request]:
-    """With so many groups and stages, of which one is none."""
+    """With so many groups and stages; one stage is none unless it was asked for, on ranks without any beside them."""
     how, groups, asked = request.how, request.cfg or 1, request.stages is not None
     beside, rest = divmod(request.world_size // request.copies, groups * stages)
     if rest or not beside:
         return
     folds = [request.fold] if request.fold is not None or stages == 1 else [False, True]
-    if how.mode == "exact" or stages == 1:
+    if how.mode == "exact" or (stages == 1 and not request.in_turn):
         if request.num_patches in (None, beside) and (how.mode == "exact" or beside > 1 or request.patches is not None):
             rows = replace(request, patches=request.patches or beside)
             for fold in folds:

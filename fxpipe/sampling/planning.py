@@ -41,8 +41,9 @@ class Request:
 
     @property
     def in_turn(self) -> bool:
-        """Whether patches follow each other through stages."""
-        return self.how.mode == "displaced" and (self.stages or 1) > 1
+        """Whether patches follow each other through stages; through a single one where there are no ranks beside it."""
+        alone = self.world_size == self.copies * (self.cfg or 1)
+        return self.how.mode == "displaced" and self.stages is not None and (self.stages > 1 or alone)
 
     @property
     def num_patches(self) -> int | None:

@@ -51,6 +51,10 @@ def _is_advanced(writer: CrossingWriter, bucket: Message) -> bool:
     return any(key_of(member) in writer.crossing.advanced for member in bucket.members)
 
 
+def _change(writer: CrossingWriter, now: fx.Node, before: fx.Node, name: str) -> fx.Node:
+    return writer.call(displaced_ops.change, (now, before), f"{name}_change")
+
+
 class HistoryWriter(CarryingWriter):
     """The fresh form where displaced ones advance."""
 
@@ -59,7 +63,8 @@ class HistoryWriter(CarryingWriter):
         received, own = super().swap(exchange, value_for), _own(self, exchange, value_for)
         if own is not None:
             name = f"{exchange.name}_{exchange.kind}"
-            self.carries |= {f"{name}_last": own, f"{name}_earlier": self.earlier(f"{name}_last", own)}
+            change = _change(self, own, self.earlier(f"{name}_last", own), name)
+            self.carries |= {f"{name}_last": own, f"{name}_change": change}
         return received
 
     def carry(self, bucket: Message) -> fx.Node:
@@ -101,17 +106,17 @@ class AdvancedWriter(DisplacedWriter):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._alphas: dict[Key, fx.Node] = {}
-        self._earlier: dict[int, fx.Node] = {}
+        self._changes: dict[int, fx.Node] = {}  # of buckets
 
     def swap(self, exchange: Exchange, value_for: ValueFor) -> Received:
         value_for = _once(value_for)
         received, own = super().swap(exchange, value_for), _own(self, exchange, value_for)
         if own is not None:
             name = f"{exchange.name}_{exchange.kind}"
-            last, earlier = self.take(f"{name}_last"), self.take(f"{name}_earlier")
+            change, last = _change(self, own, self.take(f"{name}_last"), name), self.take(f"{name}_change")
             if self.sends:
-                self.carries |= {f"{name}_last": own, f"{name}_earlier": last}
-            alpha = self.call(displaced_ops.kept_going, (own, last, earlier), f"{name}_alpha")
+                self.carries |= {f"{name}_last": own, f"{name}_change": change}
+            alpha = self.call(displaced_ops.kept_going, (change, last), f"{name}_alpha")
             self._alphas[exchange.name, exchange.kind] = alpha
         return received
 
@@ -119,7 +124,8 @@ class AdvancedWriter(DisplacedWriter):
         flat = super().arrived(bucket)
         if _is_advanced(self, bucket):
             name = f"{self.name(bucket)}_earlier"
-            self._earlier[bucket.edge] = self.unpack(bucket, self.take(name), name)
+            change = _change(self, flat, self.take(name), self.name(bucket))
+            self._changes[bucket.edge] = self.unpack(bucket, change, f"{self.name(bucket)}_change")
             if self.sends:
                 self.carries[name] = flat
         return flat
@@ -130,5 +136,5 @@ class AdvancedWriter(DisplacedWriter):
         if alpha is None:
             return latest
         name = f"{member.value}_of_{bucket.src}"
-        earlier = self.part(self._earlier[bucket.edge], bucket, member, f"{name}_earlier")
-        return self.call(displaced_ops.advanced, (latest, earlier, alpha), f"{name}_advanced")
+        change = self.part(self._changes[bucket.edge], bucket, member, f"{name}_change")
+        return self.call(displaced_ops.advanced, (latest, change, alpha), f"{name}_advanced")
