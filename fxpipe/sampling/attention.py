@@ -17,9 +17,9 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import IN_TURN, Kind
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import clocked
+from fxpipe.sampling.clocks import together
 from fxpipe.sampling.links import Links
-from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.planning import Choices, patches_seen
 from passes.rows import RowPlan
 from passes.sampling.attention import alike, layers, why_not
 from passes.sampling.patches import Patch, patches_of
@@ -87,8 +87,9 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> Iterator[Kind
 
 
 def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind) -> float:
-    work = case.layer(_size(case, made), made.bounds, min(1, made.grid.patches - 2), made.text_first, layer, kind)
-    return clocked(work.items, links, 0, lambda told: True)[0]
+    size = _size(case, made)
+    each = [case.layer(size, made.bounds, patch, made.text_first, layer, kind) for patch in patches_seen(made)]
+    return max(together([work.items for work in each], links, 0, lambda told: True)[0])
 
 
 def _notes(refused: dict[fx.Node, str]) -> Sequence[str]:

@@ -23,7 +23,7 @@ from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.sampling.alike import Alike, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
-from passes.sampling.attention import Shared, alike, layers
+from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import even_bounds, patches_of
@@ -218,8 +218,11 @@ class SampleCase:
     def layer(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind
     ) -> PatchWork:
-        """What the patch of that index does in one layer of attention of this kind."""
+        """What the patch of that index does in one layer of attention of this kind; where patches share its heads, what
+        the one does that has the most."""
         plan = self.rows(num_samples)
+        if kind == "ulysses":
+            index = with_most_heads(plan.sized.nodes[name], len(bounds) - 1)
         patches = patches_of(plan, bounds, "first" if text_first else "all")
 
         def read() -> PatchWork:

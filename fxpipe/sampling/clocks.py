@@ -1,16 +1,43 @@
 """Two clocks: of a patch's work, whose exchanges travel meanwhile, and of stages that follow each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from fxpipe.sampling.links import Busy, Links
 from passes.sampling.cells import cells
 from passes.sampling.stages import Line, Stage
 from passes.sampling.work import Item, Told
 
+Waits = Callable[[Told], bool]
 
-def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[Told], bool]) -> tuple[float, float]:
+
+def clocked(items: Sequence[Item], links: Links, column: int, waits: Waits) -> tuple[float, float]:
     """When these items end, and the seconds in which links are busy with what they tell."""
-    clock = free = busy = owed = 0.0
+    (end,), busy = together([items], links, column, waits)
+    return end, busy
+
+
+def together(
+    patches: Sequence[Sequence[Item]], links: Links, column: int, waits: Waits
+) -> tuple[Sequence[float], float]:
+    """When each of some patches beside each other ends, and the seconds in which links are busy. Their exchanges are
+    the same, each of which begins when the last of them has come to it."""
+    walks = [_walked(items) for items in patches]
+    at = [next(walk) for walk in walks]
+    free = busy = 0.0
+    while (told := at[0][1]) is not None:
+        way, there = links.of_patches(told, column), 0.0
+        busy += way.seconds
+        if waits(told):
+            there = free = max(free, *(clock for clock, _ in at)) + way.until_there
+        at = [walk.send((there, way.taken)) for walk in walks]
+    assert all(told is None for _, told in at), "patches tell each other different things"
+    return [clock for clock, _ in at], busy
+
+
+def _walked(items: Sequence[Item]) -> Generator[tuple[float, Told | None], tuple[float, float]]:
+    """One patch's clock at everything that it tells, and at its end; answered by when that is there, and the seconds
+    that sending it takes from what comes next."""
+    clock = owed = 0.0
     told: dict[int, float] = {}
     for place, item in enumerate(items):
         for read in item.reads:
@@ -22,11 +49,9 @@ def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[T
         if item.seconds:
             clock, owed = clock + item.seconds + owed, 0.0
         if item.told is not None and item.told.sent:
-            way = links.of_patches(item.told, column)
-            busy, owed = busy + way.seconds, owed + way.taken
-            if waits(item.told):
-                told[place] = free = max(free, clock) + way.until_there
-    return clock, busy
+            told[place], taken = yield clock, item.told
+            owed += taken
+    yield clock, None
 
 
 def alone(items: Sequence[Item], places: Sequence[int]) -> list[Item]:

@@ -190,6 +190,13 @@ def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
     return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
 
 
+def patches_seen(made: Choices) -> list[int]:
+    """Those among equal ranks whose work says what all take: one with neighbours on both sides, where there is one, and
+    the first where it alone has the text."""
+    inner = min(1, max(made.grid.patches - 2, 0))
+    return sorted({0, inner}) if made.text_first else [inner]
+
+
 def _ranks(grid: Grid, column: int) -> Iterator[int]:
     """A stage's, copy by copy, group by group, patch by patch."""
     for group in range(grid.copies * grid.groups):
