@@ -23,7 +23,8 @@ class Beside(Layout):
 
     def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
         super().__init__(case, made, cluster)
-        self.speeds = dict(enumerate(speeds)) or dict.fromkeys(patches_seen(made), 1.0)
+        self.seen = dict.fromkeys(range(len(speeds)), 1) or patches_seen(made)
+        self.speeds = dict(enumerate(speeds)) or dict.fromkeys(self.seen, 1.0)
 
     @cached_property
     def works(self) -> dict[int, PatchWork]:
@@ -31,26 +32,27 @@ class Beside(Layout):
         return {p: self.case.work(self.size, made.bounds, p, made.text_first, made.attention) for p in self.speeds}
 
     @cached_property
-    def items(self) -> list[list[Item]]:
-        """Of every step, on each rank."""
+    def items(self) -> list[tuple[list[Item], int]]:
+        """Of every step, on each rank, and how many ranks do so."""
         once = self.case.once(self.size)
-        return [
-            [_free(item) if item.name in once else _at_speed(item, self.speeds[patch]) for item in work.items]
-            for patch, work in self.works.items()
-        ]
+
+        def own(patch: int) -> list[Item]:
+            speed, items = self.speeds[patch], self.works[patch].items
+            return [_free(item) if item.name in once else _at_speed(item, speed) for item in items]
+
+        return [(own(patch), count) for patch, count in self.seen.items()]
 
     def least_seconds(self, steps: int) -> float:
         """Of a call, whatever kinds of attention exact steps have; from one patch."""
         attended = self.case.attention_seconds(self.size, self.grid.patches) if self.grid.patches > 1 else {}
         *_, speed = self.speeds.values()
-        items = attending(self.items[-1], {name: s / speed for name, s in attended.items()})
+        own, _ = self.items[-1]
+        items = attending(own, {name: s / speed for name, s in attended.items()})
         exact = clocked(items, self.links, 0, lambda told: True)[0]
         if self.made.how.mode == "exact":
             return steps * exact
         warm = min(self.made.how.warmup, steps)
-        return warm * exact + (steps - warm) * max(
-            clocked(self.items[-1], self.links, 0, lambda told: not self.crosses(told))
-        )
+        return warm * exact + (steps - warm) * max(clocked(own, self.links, 0, lambda told: not self.crosses(told)))
 
     def crosses(self, told: Told) -> bool:
         """Whether it is read a step later."""
@@ -68,7 +70,7 @@ class Beside(Layout):
         last = self.links.of_groups(self.result_bytes(self.size))
         exact = max(together(self.items, self.links, 0, lambda told: True)[0]) + last
         held = max(sum(work.held_bytes(frozenset(work.owners.values()))) for work in works.values())
-        received = sum(item.told.received_bytes for item in self.items[-1] if item.told)
+        received = sum(item.told.received_bytes for item in self.items[-1][0] if item.told)
         received += (self.grid.groups - 1) * self.result_bytes(self.size)
         memory = held + self.inputs_bytes() + self.case.kept_bytes(self.size)
         if how.mode == "exact":

@@ -11,25 +11,26 @@ Waits = Callable[[Told], bool]
 
 
 def clocked(items: Sequence[Item], links: Links, column: int, waits: Waits) -> tuple[float, float]:
-    """When these items end, and the seconds in which links are busy with what they tell."""
-    (end,), busy = together([items], links, column, waits)
+    """When these items of a patch like all others end, and the seconds in which links are busy with what they tell."""
+    (end,), busy = together([(items, 2)], links, column, waits)
     return end, busy
 
 
 def together(
-    patches: Sequence[Sequence[Item]], links: Links, column: int, waits: Waits
+    patches: Sequence[tuple[Sequence[Item], int]], links: Links, column: int, waits: Waits
 ) -> tuple[Sequence[float], float]:
-    """When each of some patches beside each other ends, and the seconds in which links are busy. Their exchanges are
-    the same, each of which begins when the last of them has come to it."""
-    walks = [_walked(items) for items in patches]
-    at = [next(walk) for walk in walks]
-    free = busy = 0.0
+    """When each of some patches beside each other ends, and the seconds in which links are busy. Each is one of so many
+    alike; their exchanges are the same, and are there for one when the last of the others has come to them."""
+    walks = [_walked(items) for items, _ in patches]
+    at, free, busy = [next(walk) for walk in walks], [0.0] * len(walks), 0.0
     while (told := at[0][1]) is not None:
-        way, there = links.of_patches(told, column), 0.0
+        way, clocks = links.of_patches(told, column), [clock for clock, _ in at]
         busy += way.seconds
         if waits(told):
-            there = free = max(free, *(clock for clock, _ in at)) + way.until_there
-        at = [walk.send((there, way.taken)) for walk in walks]
+            for own, (_, count) in enumerate(patches):
+                others = (clock for place, clock in enumerate(clocks) if count > 1 or place != own)
+                free[own] = max(free[own], *others) + way.until_there
+        at = [walk.send((there, way.taken)) for walk, there in zip(walks, free, strict=True)]
     assert all(told is None for _, told in at), "patches tell each other different things"
     return [clock for clock, _ in at], busy
 
