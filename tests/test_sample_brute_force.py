@@ -1,6 +1,6 @@
 """The planner's layout against all there are: each is lowered, and its programs are simulated on the one clock.
 
-Estimates decide, programs judge: of 4 ranks, kinds of attention, exact and displaced steps, joined requests, copies.
+Estimates decide, programs judge.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,15 +65,15 @@ class Layouts:
     world_size: int
     requests: int
 
-    def every(self) -> Iterator[Choices]:
-        """That can be lowered: groups, stages, patches and copies, exact and displaced, with each kind of attention."""
-        for made in dict.fromkeys(self._made()):
+    def every(self, how: How) -> Iterator[Choices]:
+        """That can be lowered: groups, stages, patches and copies, with each kind of attention; exact ones, too."""
+        for made in dict.fromkeys(self._made(how)):
             with suppress(CompileError):
                 lowered(self, made)
                 yield made
 
-    def _made(self) -> Iterator[Choices]:
-        request = Request(self.world_size, None, None, None, None, HOWS["displaced"])
+    def _made(self, how: How) -> Iterator[Choices]:
+        request = Request(self.world_size, None, None, None, None, how)
         cluster = Cluster.parse(CLUSTERS[0].format(self.world_size))
         for way in ways(self.case, request, Setting(cluster, 100)):
             with suppress(CompileError):
@@ -117,22 +117,36 @@ def all_layouts(name: str, world_size: int, objective: Objective) -> list[Layout
     return [Layouts(joined, lowering, world_size, num) for num, joined in _joined(case, request, setting)]
 
 
-def check(name: str, world_size: int, objective: Objective, mode: str, on: str, steps: int = 6) -> None:
+def check(name: str, world_size: int, objective: Objective, mode: str, on: str, steps: int) -> None:
+    """What is chosen is as fast as the best, an exact one where that is nearly as fast as any."""
     cluster, layouts = Cluster.parse(on.format(world_size)), all_layouts(name, world_size, objective)
     found = {
         (one.requests, made): one.seconds(made, cluster, steps)
         for one in layouts
-        for made in one.every()
-        if mode == "displaced" or made.how == EXACT
-    }
+        for made in one.every(HOWS[mode])
+    }  # fmt: skip
     request = Request(world_size, None, None, None, None, HOWS[mode])
     best = ranked(layouts[0].case, request, Setting(cluster, steps, None, objective)).best
     assert best.made is not None
     (own,) = (one for one in layouts if one.requests == best.requests)
-    took = own.seconds(best.made, cluster, steps)
+    took, fastest = own.seconds(best.made, cluster, steps), min(found.values())
     exact = min(seconds for (_, made), seconds in found.items() if made.how == EXACT)
-    least = exact if best.is_exact else min(found.values())
-    assert best.seconds == pytest.approx(took, rel=0.05)
-    assert took <= OFF * least
-    # an exact layout is taken where it is nearly as fast, and there alone
-    assert exact <= OFF * 1.05 * min(found.values()) if best.is_exact else exact >= 1.05 / OFF * took
+    assert best.seconds == pytest.approx(took, rel=0.08)
+    assert took <= OFF * (exact if best.is_exact else fastest)
+    assert exact <= 1.05 * OFF * fastest if best.is_exact else exact >= 1.05 / OFF * took
+
+
+@pytest.mark.parametrize(("name", "mode", "steps"), [("two streams", "exact", 2), ("DiT", "displaced", 6)])
+def test_the_choice_is_the_best_of_all(name: str, mode: str, steps: int) -> None:
+    for on in CLUSTERS:
+        check(name, 3, "latency", mode, on, steps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("objective", "world_size"), [("latency", 2), ("latency", 3), ("latency", 4), ("throughput", 2), ("throughput", 3)]
+)
+def test_so_are_all_choices(name: str, objective: Objective, world_size: int) -> None:
+    for mode in HOWS:
+        for on in CLUSTERS:
+            check(name, world_size, objective, mode, on, 6)

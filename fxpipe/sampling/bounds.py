@@ -87,9 +87,14 @@ def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) 
     late, beside = case.late(num_samples), links.grid.patches
     attended = case.attention_seconds(num_samples, beside) if beside > 1 else {}
     items, total = attending(work.items, attended), 0.0
+    columns = range(links.grid.stages if beside > 1 else 1)
     for name, places in groupby(range(len(items)), key=lambda place: items[place].name):
-        if name in late:
-            parts = alone(items, [*places])
-            columns = range(links.grid.stages if any(part.told for part in parts) and beside > 1 else 1)
+        if name not in late:
+            continue
+        own = [*places]
+        if any(items[place].told for place in own):
+            parts = alone(items, own)
             total += min(clocked(parts, links, column, lambda told: True)[0] for column in columns)
+        else:
+            total += sum(items[place].seconds for place in own)
     return total
