@@ -140,12 +140,14 @@ def _at_speed(item: Item, speed: float) -> Item:
     return Item(item.name, item.seconds / speed, told, item.reads)
 
 
-def attending(items: Sequence[Item], seconds: Mapping[str, float]) -> list[Item]:
+def attending(items: Sequence[Item], seconds: Mapping[str, float]) -> Sequence[Item]:
     """With layers of attention that take so long, and tell nothing."""
     left, dropped = dict(seconds), {place for place, item in enumerate(items) if item.name in seconds}
     return [
         Item(item.name, left.pop(item.name, 0.0))
         if place in dropped
+        else item
+        if dropped.isdisjoint(item.reads)
         else replace(item, reads=tuple(read for read in item.reads if read not in dropped))
         for place, item in enumerate(items)
     ]
