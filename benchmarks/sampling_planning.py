@@ -5,8 +5,9 @@
     python benchmarks/sampling_planning.py --tiny               whether it runs; no measurement
 
 The models are at full size on the meta device: no weights, no arithmetic. A plan is what `compile_sampler` decides of
-50 steps at 1024 x 1024 on A100s, as that leaves all open; nothing is known before but the capture. Its sizes are free:
-"new size" is 1280 x 768 put into it, and the plan for that. All are seconds of the process on a core.
+50 steps at 1024 x 1024 on L40s over PCIe, eight in a node, where all is left open; nothing is known before but the
+capture. Its sizes are free: "new size" is 1280 x 768 put into it, and the plan for that. All are seconds of the process
+on a core.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from fxpipe.sampling.trace import Tracing
 Call = dict[str, Any]
 Size = tuple[int, int]
 HOWS = {"exact": EXACT, "displaced": How("displaced", 4, "corrected", True)}
-CLUSTERS = {2: "2xA100-80GB", 4: "4xA100-80GB", 8: "8xA100-80GB", 16: "2x8xA100-80GB"}
+CLUSTERS = {2: "2xL40-PCIe", 4: "4xL40-PCIe", 8: "8xL40-PCIe", 16: "2x8xL40-PCIe"}
 T = TypeVar("T")
 
 
@@ -86,7 +87,7 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 def planned_for(traced: Traced, samples: int, world_size: int, mode: str) -> str:
     """The layout that is chosen, and what it is expected to take."""
-    case = SampleCase(traced, samples, device("A100-80GB"))
+    case = SampleCase(traced, samples, device("L40"))
     setting = Setting(Cluster.parse(CLUSTERS[world_size]), 50)
     request = Request(world_size, None, None, None, None, HOWS[mode])
     best = ranked(case, request, setting).best

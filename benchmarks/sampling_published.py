@@ -11,7 +11,11 @@ those of the papers, seconds the planner's.
 Flux.1-dev: 28 steps of one image on 1 to 4 H100 (xDiT's documentation, docs/performance/flux.md, eager torch), exact.
 Nothing is fitted to it: an H100 is what its data sheet says, as `cost_models.devices` has it.
 
-For the others the device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's
+SANA 1.6B: 20 steps with guidance at 4096 x 4096 on 1 to 8 A100 (the same, docs/performance/sana.md), the guidance split
+from two on, then rows: the best of each number of devices. These hold the text encoder and the decoder, too, estimates
+do not: from two devices on they are 2.4 to 2.7 s less.
+
+But for Flux the device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's
 latencies on one device, its ramp to what two save of one's time; what is left are predictions.
 """
 
@@ -20,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SanaTransformer2DModel, UNet2DConditionModel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -54,6 +58,7 @@ PIXART = {
     2048: {"PipeFusion": 5.37, "Ulysses": 7.93, "DistriFusion": 9.62, "ring": 11.1},
 }
 FLUX = {1024: {(1, "gather"): 6.71, (2, "ulysses"): 4.38, (2, "ring"): 5.31, (4, "ulysses"): 4.24, (4, "ring"): 5.11}}
+SANA = {4096: {1: 17.551, 2: 8.365, 4: 5.599, 8: 3.991}}
 _ROWS, _IN_TURN = How("displaced", 4, "corrected", False), How("displaced", 1, "corrected", False)
 
 
@@ -70,8 +75,8 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", type=int, nargs="+", default=list(SDXL))
-    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt", "Flux"])
+    parser.add_argument("--sides", type=int, nargs="+", default=[*SDXL, *SANA])
+    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt", "Flux", "SANA"])
     options = parser.parse_args()
     table = Table(title="seconds of a call", title_justify="left")
     for column in ("model", "side", "way", "published", "estimated", "off by"):
@@ -81,6 +86,7 @@ def main() -> None:
             *(sdxl_rows(side) if "SDXL" in options.models and side in SDXL else ()),
             *(pixart_rows(side) if "PixArt" in options.models and side in PIXART else ()),
             *(flux_rows(side) if "Flux" in options.models and side in FLUX else ()),
+            *(sana_rows(side) if "SANA" in options.models and side in SANA else ()),
         ]:
             off = f"{row.estimated / row.published - 1:+.1%}"
             table.add_row(row.model, str(side), row.way, f"{row.published:.3g}", f"{row.estimated:.3g}", off)
@@ -123,6 +129,15 @@ def flux_rows(side: int) -> Iterator[Row]:
         way = Request(ranks, 1, None, None, ranks, EXACT, attention=kind)
         found = estimate(case, with_attention(case, chosen(case, way), kind, cluster), cluster, 28)
         yield Row("Flux", side, f"{ranks} H100, {kind}", published, found.seconds)
+
+
+def sana_rows(side: int) -> Iterator[Row]:
+    with torch.device("meta"):
+        case = traced(SanaTransformer2DModel(sample_size=side // 32, caption_channels=2304).bfloat16())
+    for ranks, published in SANA[side].items():
+        way = Request(ranks, min(ranks, 2), None, None, None, EXACT)
+        found = estimate(case, chosen(case, way), Cluster.parse(NVLINK), 20)
+        yield Row("SANA", side, f"{ranks} A100", published, found.seconds)
 
 
 def traced(

@@ -4,10 +4,11 @@
     attn 1     1.9 ms    1.1 ms     1.6 ms       -> ulysses
     attn 2     0.2 ms    3 heads    0.4 ms       -> gather: 4 patches cannot share 3 heads
 
-A layer's messages go right before it, so its time is that of its own graph.
+A layer's messages go right before it, so its time is that of its own graph. Where patches are not alike a ring also
+hides what one waits for another, which only a whole step shows: a kind that is nearly as fast is tried for all layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -17,9 +18,10 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import IN_TURN, Kind
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import clocked
+from fxpipe.sampling.clocks import together
+from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.links import Links
-from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.planning import Choices, patches_seen
 from passes.rows import RowPlan
 from passes.sampling.attention import alike, layers, why_not
 from passes.sampling.patches import Patch, patches_of
@@ -27,9 +29,12 @@ from passes.sampling.patches import Patch, patches_of
 Attention = Literal["auto", "gather", "ulysses", "ring"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _GATHER: Kind = "gather"
+_NEARLY = 1.25
 
 
-def with_attention(case: SampleCase, made: Choices, asked: Attention, cluster: Cluster | None) -> Choices:
+def with_attention(
+    case: SampleCase, made: Choices, asked: Attention, cluster: Cluster | None, speeds: Sequence[float] = ()
+) -> Choices:
     """These choices with the kind of every layer; where `asked` leaves it open and there is no cluster, all gather."""
     beside = made.grid.patches > 1 and made.order != IN_TURN
     if not beside or made.how.mode != "exact":
@@ -41,7 +46,8 @@ def with_attention(case: SampleCase, made: Choices, asked: Attention, cluster: C
     if asked == "auto":
         if cluster is None or not nodes:
             return replace(made, attention=tuple(_GATHER for _ in nodes))
-        return replace(made, attention=tuple(_fastest(case, made, cluster)))
+        ways = [replace(made, attention=kinds) for kinds in _fastest(case, made, cluster)]
+        return min(ways, key=lambda way: estimate(case, way, cluster, 1, speeds).seconds) if len(ways) > 1 else ways[0]
     refused = {node: reason for node in nodes if (reason := why_not(plan, node, asked, patches))}
     kinds = tuple(_GATHER if node in refused else asked for node in nodes)
     return replace(made, attention=kinds, notes=(*made.notes, *_notes(refused)))
@@ -72,23 +78,32 @@ def _size(case: SampleCase, made: Choices) -> int:
     return case.run_size(made.grid) if made.spans else case.group_size(made.grid)
 
 
-def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> Iterator[Kind]:
-    """Of every layer; those alike are looked at once."""
+def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> list[tuple[Kind, ...]]:
+    """The fastest of every layer by itself; then one of all that can be of it, where that is nearly as fast."""
     plan, patches = _patches(case, made)
-    links, known = Links(cluster, made.grid), dict[object, Kind]()
+    links, known = Links(cluster, made.grid), dict[object, dict[Kind, float]]()
+    taken: list[dict[Kind, float]] = []
     for node in layers(plan):
         key = alike(plan, node)
         if key not in known:
-            known[key] = min(
-                (kind for kind in _KINDS if why_not(plan, node, kind, patches) is None),
-                key=lambda kind, name=node.name: _seconds(case, made, links, name, kind),  # type: ignore[misc]
-            )
-        yield known[key]
+            able = [kind for kind in _KINDS if why_not(plan, node, kind, patches) is None]
+            known[key] = {kind: _seconds(case, made, links, node.name, kind) for kind in able}
+        taken.append(known[key])
+    fastest = tuple(min(of, key=of.__getitem__) for of in taken)
+    most = _NEARLY * sum(of[kind] for of, kind in zip(taken, fastest, strict=True))
+    found = {fastest: None}
+    for kind in _KINDS if len(patches_seen(made)) > 1 else ():
+        kinds = tuple(kind if kind in of else one for of, one in zip(taken, fastest, strict=True))
+        if sum(of[one] for of, one in zip(taken, kinds, strict=True)) <= most:
+            found[kinds] = None
+    return [*found]
 
 
 def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind) -> float:
-    work = case.layer(_size(case, made), made.bounds, min(1, made.grid.patches - 2), made.text_first, layer, kind)
-    return clocked(work.items, links, 0, lambda told: True)[0]
+    size = _size(case, made)
+    seen = patches_seen(made)
+    each = [(case.layer(size, made.bounds, p, made.text_first, layer, kind).items, seen[p]) for p in seen]
+    return max(together(each, links, 0, lambda told: True)[0])
 
 
 def _notes(refused: dict[fx.Node, str]) -> Sequence[str]:

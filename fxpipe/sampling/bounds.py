@@ -13,6 +13,7 @@ Then from what a patch of the layout does: all its kernels, and of patches besid
 keys and values of exact attention, whose kind is not known yet. Of stages, messages are free.
 """
 
+from collections import Counter
 from itertools import groupby
 
 import numpy as np
@@ -76,8 +77,9 @@ def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, step
     if not way.in_turn:
         return steps * exact
     warm = min(way.how.warmup, steps)
-    patches = (case.work(size, bounds, patch, None) for patch in range(len(bounds) - 1))
-    steady = runs * sum(_through(case, size, work, links) for work in patches) / grid.stages / fastest
+    patches = Counter(case.work(size, bounds, patch, None) for patch in range(len(bounds) - 1))
+    each = sum(count * _through(case, size, work, links) for work, count in patches.items())
+    steady = runs * each / grid.stages / fastest
     return warm * exact + (steps - warm) * steady
 
 
@@ -85,11 +87,17 @@ def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) 
     """Seconds of a run through all stages, of what depends on the patch; none of them cuts an operation from what it
     reads of others."""
     late, beside = case.late(num_samples), links.grid.patches
-    attended = case.attention_seconds(num_samples, beside) if beside > 1 else {}
-    items, total = attending(work.items, attended), 0.0
+    items, total = work.items, 0.0
+    if beside > 1:
+        items = attending(items, case.attention_seconds(num_samples, beside))
+    columns = range(links.grid.stages if beside > 1 else 1)
     for name, places in groupby(range(len(items)), key=lambda place: items[place].name):
-        if name in late:
-            parts = alone(items, [*places])
-            columns = range(links.grid.stages if any(part.told for part in parts) and beside > 1 else 1)
+        if name not in late:
+            continue
+        own = [*places]
+        if any(items[place].told for place in own):
+            parts = alone(items, own)
             total += min(clocked(parts, links, column, lambda told: True)[0] for column in columns)
+        else:
+            total += sum(items[place].seconds for place in own)
     return total

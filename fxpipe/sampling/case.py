@@ -23,7 +23,7 @@ from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
 from passes.sampling.alike import Alike, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
-from passes.sampling.attention import Shared, alike, layers
+from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import even_bounds, patches_of
@@ -150,7 +150,8 @@ class SampleCase:
     def attention_seconds(self, num_samples: int, parts: int) -> dict[str, float]:
         """Of every layer of attention what one of so many patches takes at least, of whatever kind it is."""
         kernel, seconds = self.cost_model.moving_seconds(1, 1), self.node_seconds(num_samples)
-        whole = {node.name: seconds.get(node.name, 0.0) for node in layers(self.rows(num_samples))}
+        named = self._once(("attention", num_samples), lambda: [n.name for n in layers(self.rows(num_samples))])
+        whole = {name: seconds.get(name, 0.0) for name in named}
         return {name: min(s, kernel) + max(s - kernel, 0.0) / parts for name, s in whole.items()}
 
     def has_text(self, num_samples: int) -> bool:
@@ -200,6 +201,8 @@ class SampleCase:
             return patch_work(plan, patch, beside, shared, self._seconds)
 
         found: PatchWork = self._once(key, read)
+        if not kinds:
+            return found
         named, there = zip(layers(plan), kinds, strict=False), frozenset(found.owners.values())
         of = {n.name: (n.name, kind) for n, kind in named if kind != "gather" and n.name in there}
         if not of:
@@ -218,8 +221,11 @@ class SampleCase:
     def layer(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind
     ) -> PatchWork:
-        """What the patch of that index does in one layer of attention of this kind."""
+        """What the patch of that index does in one layer of attention of this kind; where patches share its heads, what
+        the one does that has the most."""
         plan = self.rows(num_samples)
+        if kind == "ulysses":
+            index = with_most_heads(plan.sized.nodes[name], len(bounds) - 1)
         patches = patches_of(plan, bounds, "first" if text_first else "all")
 
         def read() -> PatchWork:

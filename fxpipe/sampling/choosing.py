@@ -270,7 +270,7 @@ def _ways_of(request: Request, stages: int) -> Iterator[Request]:
 
 def _looked_at(case: SampleCase, way: Request, setting: Setting, requests: int) -> Candidate:
     try:
-        made = with_attention(case, chosen(case, way), way.attention, setting.cluster)
+        made = with_attention(case, chosen(case, way), way.attention, setting.cluster, way.speeds)
     except CompileError as error:
         return Candidate(way, requests, why=str(error))
     return Candidate(way, requests, made, estimate(case, made, setting.cluster, setting.steps, way.speeds))

@@ -1,16 +1,44 @@
 """Two clocks: of a patch's work, whose exchanges travel meanwhile, and of stages that follow each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from fxpipe.sampling.links import Busy, Links
 from passes.sampling.cells import cells
 from passes.sampling.stages import Line, Stage
 from passes.sampling.work import Item, Told
 
+Waits = Callable[[Told], bool]
 
-def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[Told], bool]) -> tuple[float, float]:
-    """When these items end, and the seconds in which links are busy with what they tell."""
-    clock = free = busy = owed = 0.0
+
+def clocked(items: Sequence[Item], links: Links, column: int, waits: Waits) -> tuple[float, float]:
+    """When these items of a patch like all others end, and the seconds in which links are busy with what they tell."""
+    (end,), busy = together([(items, 2)], links, column, waits)
+    return end, busy
+
+
+def together(
+    patches: Sequence[tuple[Sequence[Item], int]], links: Links, column: int, waits: Waits
+) -> tuple[Sequence[float], float]:
+    """When each of some patches beside each other ends, and the seconds in which links are busy. Each is one of so many
+    alike; their exchanges are the same, and are there for one when the last of the others has come to them."""
+    walks = [_walked(items) for items, _ in patches]
+    at, free, busy = [next(walk) for walk in walks], [0.0] * len(walks), 0.0
+    while (told := at[0][1]) is not None:
+        way, clocks = links.of_patches(told, column), [clock for clock, _ in at]
+        busy += way.seconds
+        if waits(told):
+            for own, (_, count) in enumerate(patches):
+                others = (clock for place, clock in enumerate(clocks) if count > 1 or place != own)
+                free[own] = max(free[own], *others) + way.until_there
+        at = [walk.send((there, way.taken)) for walk, there in zip(walks, free, strict=True)]
+    assert all(told is None for _, told in at), "patches tell each other different things"
+    return [clock for clock, _ in at], busy
+
+
+def _walked(items: Sequence[Item]) -> Generator[tuple[float, Told | None], tuple[float, float]]:
+    """One patch's clock at everything that it tells, and at its end; answered by when that is there, and the seconds
+    that sending it takes from what comes next."""
+    clock = owed = 0.0
     told: dict[int, float] = {}
     for place, item in enumerate(items):
         for read in item.reads:
@@ -22,11 +50,9 @@ def clocked(items: Sequence[Item], links: Links, column: int, waits: Callable[[T
         if item.seconds:
             clock, owed = clock + item.seconds + owed, 0.0
         if item.told is not None and item.told.sent:
-            way = links.of_patches(item.told, column)
-            busy, owed = busy + way.seconds, owed + way.taken
-            if waits(item.told):
-                told[place] = free = max(free, clock) + way.until_there
-    return clock, busy
+            told[place], taken = yield clock, item.told
+            owed += taken
+    yield clock, None
 
 
 def alone(items: Sequence[Item], places: Sequence[int]) -> list[Item]:

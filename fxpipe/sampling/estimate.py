@@ -1,6 +1,6 @@
 """What a layout would take, without lowering it: seconds of a call, bytes of a step, memory of the fullest rank.
 
-rows, displaced rows   a patch beside others, by a clock       (`beside`)
+rows, displaced rows   patches beside each other, by a clock   (`beside`)
 stages                 cells of the line by their columns      (`columns`)
 
 Seconds of operations and bytes of messages are those of a patch's own graph (`passes.sampling.work`). A channel has one
@@ -8,7 +8,6 @@ message under way at a time.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 
 from fxpipe.cluster import Cluster
 from fxpipe.sampling.beside import Beside
@@ -22,8 +21,4 @@ def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spee
     """Of a call of so many steps on this cluster, whose ranks have these speeds; all the same where left out."""
     if made.spans is not None:
         return Columns(case, made, cluster, speeds).estimate(steps)
-    slowest = patch_speeds(speeds, made.grid)
-    if not slowest:
-        return Beside(case, made, cluster).estimate(steps)
-    each = [Beside(case, made, cluster, speed, patch).estimate(steps) for patch, speed in enumerate(slowest)]
-    return Estimate(*(max(numbers) for numbers in zip(*map(astuple, each), strict=True)))
+    return Beside(case, made, cluster, patch_speeds(speeds, made.grid)).estimate(steps)

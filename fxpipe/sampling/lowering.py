@@ -124,7 +124,7 @@ class SampleLowering:
     def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
         """What a request leaves open, decided; attention gathers where no cluster says what is better."""
         made = chosen(case, request)
-        return with_attention(case, made, request.attention, cluster)
+        return with_attention(case, made, request.attention, cluster, request.speeds)
 
     def _lowered(self, case: SampleCase, plan: SamplePlan, line: Line | None) -> SampleStep:
         """The programs of one plan."""

@@ -6,6 +6,7 @@ planned   what follows from that, and the order of a steady step          -> Sam
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from fxpipe.errors import CompileError
@@ -189,6 +190,16 @@ def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int
 def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
     """Of every patch the speed of the slowest rank that has it; none where ranks are equal."""
     return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
+
+
+def patches_seen(made: Choices) -> dict[int, int]:
+    """Those among equal ranks whose work says what all take, and how many each stands for: one with neighbours on both
+    sides, where there is one, and the first or last that has the text alone or more rows."""
+    sizes = [stop - start for start, stop in pairwise(made.bounds)]
+    inner = max(range(1, len(sizes) - 1) or range(len(sizes)), key=sizes.__getitem__)
+    ends = {0, len(sizes) - 1} - {inner}
+    apart = [end for end in ends if sizes[end] > sizes[inner] or (made.text_first and end == 0)]
+    return dict.fromkeys(apart, 1) | {inner: len(sizes) - len(apart)}
 
 
 def _ranks(grid: Grid, column: int) -> Iterator[int]:

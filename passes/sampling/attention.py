@@ -101,6 +101,12 @@ def _no_ring(plan: RowPlan, a: Mapping[str, Any], patches: Sequence[Patch]) -> s
     return "its values are wider than its keys" if shape_of(a["key"]) != shape_of(a["value"]) else None
 
 
+def with_most_heads(node: fx.Node, num_patches: int) -> int:
+    """The patch that all others wait for where they share the heads of this layer."""
+    bounds = even_bounds(shape_of(bound_arguments(node)["key"])[-3], num_patches)
+    return max(range(num_patches), key=lambda patch: bounds[patch + 1] - bounds[patch])
+
+
 def by_heads(writer: PatchWriter, node: fx.Node, shared: Shared) -> None:
     """Each patch attends with its heads to all rows."""
     a, state = bound_arguments(node), writer.plan.state(node)
