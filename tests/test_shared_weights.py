@@ -42,13 +42,22 @@ def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained
         assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
 
 
-def test_a_rank_keeps_its_share_alone() -> None:
-    """Of trained and frozen weights; what it lacks is neither read nor written by mistake."""
+def test_a_rank_keeps_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trained and frozen weights, from the beginning; what it lacks is neither read nor written by mistake."""
+    brought = set[Tensor]()
+
+    def at(device: torch.device, tensor: Tensor) -> Tensor:
+        brought.add(tensor)
+        return tensor
+
+    monkeypatch.setattr("fxpipe.run.engine._at", at)
 
     def body(model: nn.Module, engines: Any) -> tuple[int, int, list[Tensor]]:
         engine = engines[0]()
-        engine.step(batch(0, ROWS[0]))
         held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        assert 0 < sum(p.nbytes for p in model.parameters() if p in brought) <= held  # of which the device has memory
+        engine.step(batch(0, ROWS[0]))
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == held
         lacks = next(p for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes)
         assert lacks.isnan().all()
         with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
