@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.plan import ops
 from tests.distributed import run_processes
 from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
 from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
@@ -160,9 +161,21 @@ def small_batches(model: nn.Module, engine: Any) -> list[Any]:
     return [losses, engine.gather_state_dict()]
 
 
+def most_gathered(graph: torch.fx.Graph) -> int:
+    """Stages whose weights are on their way or here at once; those that nothing reads go as they come."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    spans = []
+    for wait in graph.find_nodes(op="call_function", target=ops.wait_gathered):
+        spans.append((place[wait.args[0]], max(place[reader] for reader in (wait, *wait.users))))
+    return max(sum(start <= here <= end for start, end in spans) for here in place.values())
+
+
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_smaller_batches(microbatches: int) -> None:
+    """A replica without samples holds no more of the others' weights at once than one that has some."""
     layout = LAYERS | {"microbatches": microbatches}
+    programs = program(Adapted("adapters"), 2, ROWS[0], layout).smaller(1).programs
+    assert [most_gathered(of.graph) for of in programs] == [2, 2]
     found, _ = on_threads(2, [layout], lambda model, engines: small_batches(model, engines[0]()), "adapters")
     model = Adapted("adapters")
     torch.testing.assert_close(found, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)

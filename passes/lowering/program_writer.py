@@ -26,7 +26,7 @@ from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
 from passes.step_ops.exchange import PREFETCH, TiedGradient
-from passes.step_ops.turns import RankTurns
+from passes.step_ops.turns import RankTurns, Turn
 
 
 def graph_name(sizes: Sequence[int], border: Border, part: str) -> str:
@@ -120,8 +120,11 @@ class ProgramWriter:
         emit[action.kind](action)
 
     def _gather(self, action: Action | None) -> None:
-        """Start to bring the parameters here that are awaited soon."""
+        """Start to bring the parameters here that are awaited soon: of turns in which this rank has nothing to do, one
+        at a time."""
         for turn in self.turns.started.get(action, ()):
+            for idle in self.turns.idle_before(action, turn):
+                self._wait_gathered(idle)
             gathering = self.gatherings[turn.ranks, turn.number]
             values = self.writer.parameters(f"stage_{turn.stage}_parameters", gathering.parameters)
             args = (self.writer.transport, values, [*turn.ranks], gathering.edge, [*gathering.owners])
@@ -130,7 +133,12 @@ class ProgramWriter:
 
     def _await(self, action: Action | None) -> None:
         for turn in self.turns.awaited.get(action, ()):
-            started = self.gathering[turn.number]
+            self._wait_gathered(turn)
+
+    def _wait_gathered(self, turn: Turn) -> None:
+        """Once."""
+        started = self.gathering[turn.number]
+        if started.target is not ops.wait_gathered:
             self.gathering[turn.number] = self.writer.call(ops.wait_gathered, (started,), f"weights_{turn.stage}")
 
     def _refresh(self) -> None:
