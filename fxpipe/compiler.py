@@ -189,10 +189,12 @@ def _another(model: Any, world_size: int, example: Any, given: Mapping[str, Any]
     """The program for inputs of other shapes, with the same options as far as they have samples for them."""
     options = {**given, "batch_size": None, "plan": None, "shapes": "fixed"}
     samples = example_of(model, example, None, world_size).batch_size
-    if given["microbatches"] is not None:
-        options["microbatches"] = min(given["microbatches"], samples)
-    if given["data_parallel"] is not None and given["data_parallel"] > samples:
-        options |= {"data_parallel": 1, "stages": None}
+    copies, count = given["data_parallel"] or 1, given["microbatches"]
+    if copies > samples:
+        options |= {"data_parallel": 1, "stages": None, "shard": None}
+    if count is not None:
+        alike = copies if options["shard"] == "weights" else 1
+        options["microbatches"] = min(count, samples // alike * alike)
     return compile(model, world_size, example_inputs=example, **options)
 
 
@@ -317,8 +319,10 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     stages, microbatches = given["stages"], given["microbatches"]
-    cut = Cut.of(known) if known else planned_cut(example.batch_size, world_size, stages, microbatches, asked)
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
+    alike = copies or 1 if given["shard"] == "weights" else 1  # such replicas have as many micro-batches each
+    of_batch = example.batch_size, world_size, stages, microbatches, asked, alike
+    cut = Cut.of(known) if known else planned_cut(*of_batch)
     again = given["recompute"] if isinstance(given["recompute"], bool) else ()
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"], again, limit,

@@ -181,6 +181,16 @@ def test_smaller_batches(microbatches: int) -> None:
     torch.testing.assert_close(found, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)
 
 
+def test_batches_of_another_shape_are_cut_for_all_replicas_alike() -> None:
+    """Of 3 samples 2 micro-batches instead of 4; a sample alone has one replica, with all weights."""
+    made = program(Adapted("adapters"), 2, ROWS[0], LAYERS | {"microbatches": 4})
+    for samples, replicas in ((3, 2), (1, 1)):
+        other = {name: value[:samples] for name, value in batch(0, 7 + samples).items()}
+        with pytest.warns(UserWarning, match="for the first time"):
+            assert made.verify(**other).ok
+        assert made.of((), other).plan.staged.replicas == replicas
+
+
 def as_process() -> Trained:
     model = Adapted("adapters")
 
