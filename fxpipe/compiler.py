@@ -261,7 +261,7 @@ class Requested:
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
         of_step = *step.captured.notes, *step.captured.inputs.notes, *uncosted, *self._checkpointed(step)
-        notes = *of_step, *made.notes
+        notes = *of_step, *self._unshared(made), *made.notes
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
     def _checkpointed(self, step: CostedStep) -> tuple[str, ...]:
@@ -269,6 +269,12 @@ class Requested:
             return ()
         blocks = sum(stop - start for start, stop in step.checkpointed)
         return (f"{blocks} blocks are recomputed as the model asks; recompute='auto': only where memory does",)
+
+    def _unshared(self, plan: Plan) -> tuple[str, ...]:
+        asked = self.request.shard
+        if asked in (None, "none") or plan.staged.replicas > 1:
+            return ()
+        return (f"shard={asked!r}: every stage has one replica, and nothing is shared out; data_parallel gives more",)
 
     def replanned(self, step: CostedStep) -> Replanned | None:
         """How other plans for it are made, without a search; None where the order is the user's own."""

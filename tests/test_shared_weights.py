@@ -244,3 +244,10 @@ def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
     assert max(made.simulate().peak_bytes) == pytest.approx(made.plan.peak_bytes, rel=0.02)
     assert made.verify(**made.model.example_inputs(4)).ok  # type: ignore[operator]
     assert heavy(memory_limit=2 * limit).plan.staged.shard == "optimizer"
+    own = heavy(memory_limit=limit, schedule=made.plan.step, data_parallel=None, stages=None).plan
+    assert own.staged.shard == "weights"
+    assert own.peak_bytes is not None
+    assert own.peak_bytes <= limit
+    alone = heavy(data_parallel=1, **WEIGHTS).plan
+    assert "shard='weights': every stage has one replica, and nothing is shared out" in str(alone)
+    assert fxpipe.Plan.parse(str(alone)) == alone
