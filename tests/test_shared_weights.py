@@ -236,7 +236,7 @@ def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
     assert least is not None
     limit = least * 11 // 10
     with pytest.raises(fxpipe.CompileError, match="no plan fits into memory_limit"):
-        heavy(memory_limit=limit, shard="optimizer")
+        heavy(memory_limit=limit, shard="optimizer", offload_optimizer=False)
     made = heavy(memory_limit=limit)
     assert made.plan.staged.shard == "weights"
     assert "weights and optimizer states shared out over replicas" in str(made.plan)

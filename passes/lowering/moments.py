@@ -21,6 +21,7 @@ from fxpipe.plan.rank_program import Gathering, Message, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.layout import Layout, closing
 from passes.step_ops.exchange import TiedGradient
+from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns
 
 
@@ -44,7 +45,7 @@ def moments(
     """
     turns = turns or {}
     starts = _starts(schedule, turns)
-    together = _one_by_one(schedule, reductions) if gatherings else {}
+    together = _one_by_one(schedule, [r for r in reductions if r.owners]) if sums_in_turn(schedule) else {}
     for of_rank in turns.values():
         for action, awaited in of_rank.awaited.items():
             if action is not None:

@@ -26,6 +26,7 @@ from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
 from passes.step_ops.exchange import PREFETCH, TiedGradient
+from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns, Turn
 
 
@@ -265,7 +266,7 @@ class ProgramWriter:
         reduction = self.reductions.get(action.stage)
         if reduction is None:  # all its parameters are tied to other stages'
             return
-        if self.gatherings:  # one at a time, so that what is sent for it goes
+        if reduction.owners and sums_in_turn(self.layout.schedule):  # so that what is sent for them goes
             for key in self.reducing:
                 self._sums(key)
         (key,) = (key for key in self.totals if key[0] == action.stage)
