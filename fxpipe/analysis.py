@@ -118,10 +118,11 @@ class Cut:
 
 
 def planned_cut(
-    batch_size: int, world_size: int, stages: int | None, microbatches: int | None, schedule: str | Schedule
-) -> Cut:
+    batch_size: int, world_size: int, stages: int | None, microbatches: int | None, schedule: str | Schedule,
+    multiple: int = 1,
+) -> Cut:  # fmt: skip
     """As a step is cut for so many ranks: blocks fine enough to balance, coarse enough to plan and to read."""
-    of_samples = partial(asked_microbatches, microbatches, world_size=world_size, schedule=schedule)
+    of_samples = partial(asked_microbatches, microbatches, world_size=world_size, schedule=schedule, multiple=multiple)
     count = of_samples(batch_size)
     wanted = _BLOCKS_PER_STAGE * (stages or 2 * world_size)
     blocks = max(_MIN_BLOCKS, min(_MOST_BLOCKS, wanted), stages or 0)

@@ -189,10 +189,12 @@ def _another(model: Any, world_size: int, example: Any, given: Mapping[str, Any]
     """The program for inputs of other shapes, with the same options as far as they have samples for them."""
     options = {**given, "batch_size": None, "plan": None, "shapes": "fixed"}
     samples = example_of(model, example, None, world_size).batch_size
-    if given["microbatches"] is not None:
-        options["microbatches"] = min(given["microbatches"], samples)
-    if given["data_parallel"] is not None and given["data_parallel"] > samples:
-        options |= {"data_parallel": 1, "stages": None}
+    copies, count = given["data_parallel"] or 1, given["microbatches"]
+    if copies > samples:
+        options |= {"data_parallel": 1, "stages": None, "shard": None}
+    if count is not None:
+        alike = copies if options["shard"] == "weights" else 1
+        options["microbatches"] = min(count, samples // alike * alike)
     return compile(model, world_size, example_inputs=example, **options)
 
 
@@ -259,7 +261,7 @@ class Requested:
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
         of_step = *step.captured.notes, *step.captured.inputs.notes, *uncosted, *self._checkpointed(step)
-        notes = *of_step, *made.notes
+        notes = *of_step, *self._unshared(made), *made.notes
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
     def _checkpointed(self, step: CostedStep) -> tuple[str, ...]:
@@ -267,6 +269,12 @@ class Requested:
             return ()
         blocks = sum(stop - start for start, stop in step.checkpointed)
         return (f"{blocks} blocks are recomputed as the model asks; recompute='auto': only where memory does",)
+
+    def _unshared(self, plan: Plan) -> tuple[str, ...]:
+        asked = self.request.shard
+        if asked in (None, "none") or plan.staged.replicas > 1:
+            return ()
+        return (f"shard={asked!r}: every stage has one replica, and nothing is shared out; data_parallel gives more",)
 
     def replanned(self, step: CostedStep) -> Replanned | None:
         """How other plans for it are made, without a search; None where the order is the user's own."""
@@ -317,8 +325,10 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     stages, microbatches = given["stages"], given["microbatches"]
-    cut = Cut.of(known) if known else planned_cut(example.batch_size, world_size, stages, microbatches, asked)
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
+    alike = copies or 1 if given["shard"] == "weights" else 1  # such replicas have as many micro-batches each
+    of_batch = example.batch_size, world_size, stages, microbatches, asked, alike
+    cut = Cut.of(known) if known else planned_cut(*of_batch)
     again = given["recompute"] if isinstance(given["recompute"], bool) else ()
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"], again, limit,

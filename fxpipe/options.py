@@ -257,12 +257,12 @@ def given_bytes(value: int | str | None) -> int | None:
 
 
 def asked_microbatches(
-    microbatches: int | None, batch_size: int, world_size: int, schedule: str | Schedule
+    microbatches: int | None, batch_size: int, world_size: int, schedule: str | Schedule, multiple: int = 1
 ) -> int | None:
     """The number of micro-batches where the options fix it; None where it is to be chosen.
 
     With a named schedule and no number: the largest divisor of the batch up to twice the ranks; twice the ranks,
-    uneven, where no divisor keeps the ranks busy.
+    uneven, where no divisor keeps the ranks busy. What is chosen is a `multiple`, where the batch has as many samples.
     """
     if isinstance(schedule, Schedule):
         if microbatches not in (None, schedule.num_microbatches):
@@ -270,8 +270,9 @@ def asked_microbatches(
         microbatches = schedule.num_microbatches
     elif microbatches is None and schedule != "auto":
         most = min(batch_size, 2 * world_size)
-        divisor = max(m for m in range(1, most + 1) if batch_size % m == 0)
-        microbatches = divisor if 2 * divisor >= most else most
+        counts = range(multiple, most + 1, multiple) or range(1, most + 1)
+        divisor = max((m for m in counts if batch_size % m == 0), default=0)
+        microbatches = divisor if 2 * divisor >= counts[-1] else counts[-1]
     if microbatches is not None and microbatches > batch_size:
         raise CompileError(
             f"microbatches={microbatches} exceeds the batch of {batch_size}; a micro-batch needs a sample"

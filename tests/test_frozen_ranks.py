@@ -107,12 +107,14 @@ def test_gloo_equals_threads_bit_for_bit() -> None:
 
 
 def test_stages_are_cut_by_memory_without_frozen_work() -> None:
-    """A line's first rank holds most activations; where that is too much, it gets fewer blocks."""
+    """A line's first rank holds most activations; where that is too much, it gets fewer blocks, and all else stays."""
     model, options = Wide(), {"batch_size": 8, "microbatches": 8, "schedule": "1f1b", "recompute": False}
+    options |= {"offload_optimizer": True}
     free = fxpipe.compile(model, 4, cost_model=SLOW, **options)  # type: ignore[arg-type]
     limit = int(0.8 * max(free.simulate().peak_bytes))
     program = fxpipe.compile(model, 4, cost_model=SLOW, memory_limit=limit, **options)  # type: ignore[arg-type]
     assert program.plan.staged.boundaries[1] < free.plan.staged.boundaries[1]
+    assert program.plan.staged.offloaded
     assert max(program.simulate().peak_bytes) <= limit
     assert program.verify(**model.example_inputs(8)).ok
 

@@ -185,7 +185,7 @@ IDLE_NETWORK = Cluster("A100-80GB", (Level(4, Link("idle", 1e18, 0.0)),))
         ("wide", 2, "1f1b", 2, "none"),
         ("wide", 4, "zero-bubble", 2, "none"),
         ("wide", 4, "zero-bubble", 2, "optimizer"),
-        ("heavy", 3, "1f1b", 3, "optimizer"),
+        ("heavy", 3, "interleaved", 3, "optimizer"),
         ("heavy", 3, "interleaved", 3, "weights"),
         ("unet", 3, "interleaved", 3, "weights"),
     ],

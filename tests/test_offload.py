@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.run import host_states
 from fxpipe.run.host_states import HOST
 from tests.own_models import Adapted, Trained, assert_same, batch, script
 from tests.test_own_model import LINE, ROWS, on_threads, one_device, program
@@ -63,6 +64,8 @@ def test_an_optimizer_works_on_copies() -> None:
     with pytest.raises(ValueError, match="no"):
         optimizer.step()
     failing.remove()
+    engine.sync_model()  # as any call of the engine
+    assert all(p.data_ptr() == addresses[p] and p.grad is gradients[p][0] for p in gradients)
     optimizer.step()
     assert while_stepping == first, "the same memory on the host, step after step"
     assert all(p.data_ptr() == addresses[p] and p.grad is gradients[p][0] for p in gradients)
@@ -70,7 +73,7 @@ def test_an_optimizer_works_on_copies() -> None:
         optimizer.step(lambda: 0.0)
 
 
-def test_states_that_were_made_or_loaded_elsewhere_come_to_the_host(tmp_path: Path) -> None:
+def test_states_made_or_loaded_elsewhere_come_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on one device, taken up with its states on the host, and back."""
 
     def train(options: dict[str, Any], steps: int, load: bool, save: bool) -> list[float]:
@@ -85,6 +88,13 @@ def test_states_that_were_made_or_loaded_elsewhere_come_to_the_host(tmp_path: Pa
         engine.close()
         return losses
 
+    made = host_states._buffers_of
+
+    def buffers_of(parameter: nn.Parameter) -> Any:
+        assert parameter.grad is not None, "what is loaded needs no memory for updates"
+        return made(parameter)
+
+    monkeypatch.setattr(host_states, "_buffers_of", buffers_of)
     whole = train({}, 6, False, False)
     assert train({}, 2, False, True) == whole[:2]
     assert train(OFFLOADED, 2, True, True) == pytest.approx(whole[2:4], rel=1e-12)

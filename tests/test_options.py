@@ -167,6 +167,13 @@ def test_microbatch_sizes(batch_size: int, microbatches: int | None, world_size:
 
 
 @pytest.mark.parametrize(
+    ("batch_size", "multiple", "count"), [(3, 2, 2), (8, 2, 4), (5, 2, 4), (9, 3, 3), (7, 3, 3), (2, 3, 2)]
+)
+def test_replicas_that_share_weights_have_as_many_microbatches(batch_size: int, multiple: int, count: int) -> None:
+    assert asked_microbatches(None, batch_size, 2, "1f1b", multiple) == count
+
+
+@pytest.mark.parametrize(
     ("text", "num_bytes"), [(None, None), (1000, 1000), ("40GiB", 40 * 2**30), ("1.5 kB", None), ("80 GB", 80 * 10**9)]
 )
 def test_memory_limits_have_units(text: str | int | None, num_bytes: int | None) -> None:

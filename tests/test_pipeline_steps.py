@@ -68,6 +68,13 @@ def assert_equal(found: tuple[Tensor, Any], wanted: tuple[Tensor, Gradients]) ->
         assert error <= 1e-10, name
 
 
+def assert_compiled_is_by_hand(case: Any) -> None:
+    program = fxpipe.compile(case.step, 2, example_inputs=case.batch, microbatches=2, schedule="1f1b")
+    assert program.capture.batch, "micro-batches of any size"
+    result = program.run_local(**case.batch, step=STEP)
+    assert_equal((result.loss, result.gradients), case.by_hand())
+
+
 @pytest.mark.parametrize("family", VARIANTS)
 def test_a_step_is_the_one_written_by_hand(family: str) -> None:
     case = Case(family)
@@ -76,11 +83,7 @@ def test_a_step_is_the_one_written_by_hand(family: str) -> None:
 
 @pytest.mark.parametrize("family", VARIANTS)
 def test_compiled_it_is_the_one_written_by_hand(family: str) -> None:
-    case = Case(family)
-    program = fxpipe.compile(case.step, 2, example_inputs=case.batch, microbatches=2, schedule="1f1b")
-    assert program.capture.batch, "micro-batches of any size"
-    result = program.run_local(**case.batch, step=STEP)
-    assert_equal((result.loss, result.gradients), case.by_hand())
+    assert_compiled_is_by_hand(Case(family))
 
 
 def rank_main() -> tuple[list[float], Gradients]:

@@ -52,14 +52,20 @@ class Joint(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("mixes", [False, True])
-def test_where_rows_read_text_otherwise_every_patch_has_it(mixes: bool) -> None:
+@pytest.mark.parametrize(("mixes", "is_seen"), [(False, True), (True, True), (True, False)])
+def test_where_rows_read_text_otherwise_every_patch_has_it(
+    mixes: bool, is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a probe of fewer patches does not see it."""
     torch.manual_seed(0)
+    if not is_seen:
+        monkeypatch.setattr("fxpipe.sampling.case.SampleCase.may_give_text", lambda *_: True)
     example, sample = {"x": noise(2, 8, 4), "text": noise(2, 4, 4)}, {"x": 1}
     sampler = fxpipe.compile_sampler(Joint(mixes).double(), 3, patches=3, example=example, sample=sample)
     assert sampler.verify().ok
     sizes = [len(program.graph.nodes) for program in sampler.step.programs]
     assert (sizes[1] < sizes[0]) is not mixes
+    assert ("text='first': other patches read it beside its keys" in str(sampler.plan)) is not is_seen
     everyone = fxpipe.compile_sampler(Joint(mixes).double(), 3, patches=3, example=example, sample=sample, text="all")
     assert len(everyone.step.programs[1].graph.nodes) == len(everyone.step.programs[0].graph.nodes)
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxpipe
+from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.timeline import Event
 from fxpipe.plan.transport import Transport
 from fxpipe.run.transport import run_ranks
 from fxpipe.run.transport.distributed import DistributedTransport
-from passes.step_ops.sharding import owners
+from passes.step_ops.sharding import owners, sums_in_turn
 from tests.distributed import run_processes
 from tests.own_models import Adapted, OneDevice, batch
 from tests.test_own_model import ROWS, on_threads, program
@@ -36,6 +37,20 @@ def test_shares_are_nearly_equal(of_stages: list[dict[str, int]], data: st.DataO
         loads[rank] += every[name]
     assert set(loads) == set(ranks)
     assert max(loads.values()) - min(loads.values()) <= max(every.values(), default=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "in_turn"),
+    [
+        (["0F0 1F0 1B0 1R0 0B0 0R0", "0F1 1F1 1B1 1R1 0B1 0R1"], True),
+        (["0F0 1F0 1B0 1R0 0B0 0R0", "0F1 1F1 1B1 0B1 0R1 1R1"], False),  # each would wait for the other
+        (["0F0 0B0 0R0", "0F1 0B1 0R1 1F0 1B0 1R1", "1F1 1B1 1R2"], False),  # a ring of such waits for more ranks
+    ],
+)
+def test_sums_are_waited_for_in_turn_where_no_rank_can_wait_forever(ranks: list[str], in_turn: bool) -> None:
+    lines = [f"rank {rank}: {actions}" for rank, actions in enumerate(ranks)]
+    schedule = Schedule.parse("\n".join(["schedule own: 2 stages, 2 micro-batches", *lines]))
+    assert sums_in_turn(schedule) == in_turn
 
 
 def exchange(transport: Transport) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.plan import ops
 from tests.distributed import run_processes
 from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
 from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
@@ -42,13 +43,22 @@ def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained
         assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
 
 
-def test_a_rank_keeps_its_share_alone() -> None:
-    """Of trained and frozen weights; what it lacks is neither read nor written by mistake."""
+def test_a_rank_keeps_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trained and frozen weights, from the beginning; what it lacks is neither read nor written by mistake."""
+    brought = set[Tensor]()
+
+    def at(device: torch.device, tensor: Tensor) -> Tensor:
+        brought.add(tensor)
+        return tensor
+
+    monkeypatch.setattr("fxpipe.run.engine._at", at)
 
     def body(model: nn.Module, engines: Any) -> tuple[int, int, list[Tensor]]:
         engine = engines[0]()
-        engine.step(batch(0, ROWS[0]))
         held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        assert 0 < sum(p.nbytes for p in model.parameters() if p in brought) <= held  # of which the device has memory
+        engine.step(batch(0, ROWS[0]))
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == held
         lacks = next(p for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes)
         assert lacks.isnan().all()
         with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
@@ -151,12 +161,34 @@ def small_batches(model: nn.Module, engine: Any) -> list[Any]:
     return [losses, engine.gather_state_dict()]
 
 
+def most_gathered(graph: torch.fx.Graph) -> int:
+    """Stages whose weights are on their way or here at once; those that nothing reads go as they come."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    spans = []
+    for wait in graph.find_nodes(op="call_function", target=ops.wait_gathered):
+        spans.append((place[wait.args[0]], max(place[reader] for reader in (wait, *wait.users))))
+    return max(sum(start <= here <= end for start, end in spans) for here in place.values())
+
+
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_smaller_batches(microbatches: int) -> None:
+    """A replica without samples holds no more of the others' weights at once than one that has some."""
     layout = LAYERS | {"microbatches": microbatches}
+    programs = program(Adapted("adapters"), 2, ROWS[0], layout).smaller(1).programs
+    assert [most_gathered(of.graph) for of in programs] == [2, 2]
     found, _ = on_threads(2, [layout], lambda model, engines: small_batches(model, engines[0]()), "adapters")
     model = Adapted("adapters")
     torch.testing.assert_close(found, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)
+
+
+def test_batches_of_another_shape_are_cut_for_all_replicas_alike() -> None:
+    """Of 3 samples 2 micro-batches instead of 4; a sample alone has one replica, with all weights."""
+    made = program(Adapted("adapters"), 2, ROWS[0], LAYERS | {"microbatches": 4})
+    for samples, replicas in ((3, 2), (1, 1)):
+        other = {name: value[:samples] for name, value in batch(0, 7 + samples).items()}
+        with pytest.warns(UserWarning, match="for the first time"):
+            assert made.verify(**other).ok
+        assert made.of((), other).plan.staged.replicas == replicas
 
 
 def as_process() -> Trained:
@@ -204,7 +236,7 @@ def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
     assert least is not None
     limit = least * 11 // 10
     with pytest.raises(fxpipe.CompileError, match="no plan fits into memory_limit"):
-        heavy(memory_limit=limit, shard="optimizer")
+        heavy(memory_limit=limit, shard="optimizer", offload_optimizer=False)
     made = heavy(memory_limit=limit)
     assert made.plan.staged.shard == "weights"
     assert "weights and optimizer states shared out over replicas" in str(made.plan)
@@ -212,3 +244,10 @@ def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
     assert max(made.simulate().peak_bytes) == pytest.approx(made.plan.peak_bytes, rel=0.02)
     assert made.verify(**made.model.example_inputs(4)).ok  # type: ignore[operator]
     assert heavy(memory_limit=2 * limit).plan.staged.shard == "optimizer"
+    own = heavy(memory_limit=limit, schedule=made.plan.step, data_parallel=None, stages=None).plan
+    assert own.staged.shard == "weights"
+    assert own.peak_bytes is not None
+    assert own.peak_bytes <= limit
+    alone = heavy(data_parallel=1, **WEIGHTS).plan
+    assert "shard='weights': every stage has one replica, and nothing is shared out" in str(alone)
+    assert fxpipe.Plan.parse(str(alone)) == alone

@@ -9,7 +9,7 @@ from torch import Tensor
 import fxpipe
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CompileError
-from tests.test_pipeline_steps import STEP, Gradients, assert_equal, gradients
+from tests.test_pipeline_steps import STEP, Gradients, assert_compiled_is_by_hand, assert_equal, gradients
 from tests.trained_pipelines import CAPTIONS, T5_TOKENS
 from tests.trained_videos import MADE, trainable_video, video_loss_by_hand, videos
 
@@ -60,11 +60,7 @@ def test_a_step_is_the_one_written_by_hand(family: str) -> None:
 
 @pytest.mark.parametrize("family", MADE)
 def test_compiled_it_is_the_one_written_by_hand(family: str) -> None:
-    case = Case(family)
-    program = fxpipe.compile(case.step, 2, example_inputs=case.batch, microbatches=2, schedule="1f1b")
-    assert program.capture.batch, "micro-batches of any size"
-    result = program.run_local(**case.batch, step=STEP)
-    assert_equal((result.loss, result.gradients), case.by_hand())
+    assert_compiled_is_by_hand(Case(family))
 
 
 def test_a_pipeline_with_adapters_trains_on_two_ranks_as_on_one_device() -> None:

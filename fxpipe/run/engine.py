@@ -19,7 +19,7 @@ from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, tol
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.observe import Observe
-from fxpipe.run.ownership import is_outdated, owners
+from fxpipe.run.ownership import empty, is_outdated, owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.scaler import GradScaler
@@ -71,6 +71,7 @@ class Engine(Training):
                 self._shared.release()
                 read_own(model, weights, lambda parameter: self.rank in owners(parameter))
             self._agree_on_state()
+            self._let_go((plan,))
             self._open(plan.channels, plan.groups)
 
     def _agree_on_state(self) -> None:
@@ -232,6 +233,7 @@ class Engine(Training):
                 self._shared_smaller[form.batch_size] = self._shared_by(form)
         self._shared.hold(self._kept(), self._refreshed_by(self._plan))
         self._agree_on_state()
+        self._let_go(forms)
         channels = {channel: size for form in forms for channel, size in form.channels.items()}
         groups = {group for form in forms for group in form.groups}
         self._open(channels, groups)
@@ -252,14 +254,25 @@ class Engine(Training):
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
 
     def _take(self, plan: StepPlan) -> None:
-        """Hold the state of one more program of this rank."""
+        """Hold the state of one more program of this rank; what it gathers never goes to the device whole."""
         program = plan.program(self.rank)
+        gathered = {*program.gathered}
         for name in program.state:
-            if name not in self._held:
-                self._held[name] = _at(plan.device, self._given[name])
+            given = self._given[name]
+            self._held[name] = given if name in gathered else _at(plan.device, given)
         self._modules[id(plan)] = runnable(program, {name: self._state[name] for name in program.state}, plan.backend)
         if plan.without is not None:
             self._take(plan.without)
+
+    def _let_go(self, plans: Iterable[StepPlan]) -> None:
+        """What their programs gather is on the device from now on, without memory where others own it."""
+        for name in dict.fromkeys(name for plan in plans for name in plan.program(self.rank).gathered):
+            parameter = self._held[name]
+            assert isinstance(parameter, nn.Parameter), "parameters alone are gathered"
+            if self.rank in owners(parameter):
+                _at(self.device, parameter)
+            else:
+                empty([parameter], self.device)
 
     def sent_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes this rank has sent on each channel since the engine was made."""

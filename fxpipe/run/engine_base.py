@@ -16,6 +16,7 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.plan.outputs import Output, Parts
 from fxpipe.plan.step import StepPlan
+from fxpipe.run.host_states import put_back
 
 
 class EngineBase:
@@ -42,8 +43,10 @@ class EngineBase:
         """Bytes that this process has sent since the engine was made."""
 
     def _require_open(self, call: str) -> None:
+        """Before every call: nothing that failed has left weights on the host."""
         if self._closed:
             raise RunError(f"{call} after close(): call it before, or make another engine of the program")
+        put_back(self._model.parameters())
 
     def _reads(self) -> Sequence[int]:
         """The samples of a whole batch that are read in this process, by whichever form of the step."""

@@ -32,18 +32,26 @@ def keep_on_host(parameters: Iterable[nn.Parameter]) -> None:
         _hooked.append(register_optimizer_step_post_hook(_after))
 
 
+def put_back(parameters: Iterable[nn.Parameter]) -> None:
+    """Those that an optimizer which raised has left on the host: values and gradients are as they were before it."""
+    for parameter in parameters if _on_device else ():
+        if parameter in _on_device:
+            parameter.grad = None
+            parameter.data, parameter.grad = _on_device.pop(parameter)
+
+
 @contextmanager
 def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around `load_state_dict`, which puts states where parameters are: no value is copied."""
+    """Around `load_state_dict`, which puts states where parameters are: these are on the host, without memory there."""
     there = [p for p in _hosted(optimizer) if not p.is_meta]
     for parameter in there:
         _on_device[parameter] = parameter.data, parameter.grad
-        parameter.grad, parameter.data = None, _buffers_of(parameter)[0]
+        nothing = torch.empty((), dtype=parameter.dtype, device=HOST)
+        parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
     try:
         yield
     finally:
-        for parameter in there:
-            parameter.data, parameter.grad = _on_device.pop(parameter)
+        put_back(there)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -53,10 +61,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             "optimizer.step(closure) where the plan keeps optimizer states on the host: a closure would run the model "
             "while its weights are there; call engine.step, then optimizer.step() without one"
         )
-    for parameter in updated:
-        if parameter in _on_device:  # a step that failed has left it there
-            parameter.grad = None
-            parameter.data, parameter.grad = _on_device.pop(parameter)
+    put_back(updated)
     for parameter in updated:
         assert parameter.grad is not None
         _on_device[parameter] = parameter.data, parameter.grad

@@ -87,13 +87,13 @@ def is_empty(tensor: torch.Tensor) -> bool:
     return tensor in _empty
 
 
-def empty(parameters: Iterable[nn.Parameter]) -> None:
-    """Let their memory go, on a rank that does not own them."""
+def empty(parameters: Iterable[nn.Parameter], device: torch.device | None = None) -> None:
+    """Let their memory go, on a rank that does not own them; they are on the device from then on, if given."""
     for parameter in parameters:
-        if parameter not in _empty:
+        if parameter not in _empty or device not in (None, parameter.device):
             nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-            parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
-            _empty[parameter] = False
+            parameter.data = parameter.data.new_full((), nothing, device=device).expand(parameter.shape)
+            _empty.setdefault(parameter, False)
         _outdated[parameter] = version(parameter)
 
 

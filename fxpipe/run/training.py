@@ -26,7 +26,7 @@ from fxpipe.capture.inputs import Batch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
-from fxpipe.run.host_states import keep_on_host
+from fxpipe.run.host_states import keep_on_host, put_back
 from fxpipe.run.kinds import EngineKinds, Kinds
 from fxpipe.run.live import Live
 from fxpipe.run.loader import Loader
@@ -210,6 +210,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             RunError: the last asynchronous save was not written.
         """
         self._closed = True
+        put_back(self._model.parameters())
         self._finish_alone()
 
     def _read(self, reader: ReadAhead) -> tuple[ReadBatch, ReadBatch | None] | None:

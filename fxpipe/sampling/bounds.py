@@ -87,9 +87,8 @@ def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) 
     """Seconds of a run through all stages, of what depends on the patch; none of them cuts an operation from what it
     reads of others."""
     late, beside = case.late(num_samples), links.grid.patches
-    items, total = work.items, 0.0
-    if beside > 1:
-        items = attending(items, case.attention_seconds(num_samples, beside))
+    items = attending(work.items, case.attention_seconds(num_samples, beside) if beside > 1 else {})
+    total = 0.0
     columns = range(links.grid.stages if beside > 1 else 1)
     for name, places in groupby(range(len(items)), key=lambda place: items[place].name):
         if name not in late:

@@ -123,8 +123,17 @@ class SampleLowering:
 
     def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
         """What a request leaves open, decided; attention gathers where no cluster says what is better."""
-        made = chosen(case, request)
-        return with_attention(case, made, request.attention, cluster, request.speeds)
+
+        def told(asked: Request) -> Choices:
+            return with_attention(case, chosen(case, asked), request.attention, cluster, request.speeds)
+
+        made = told(request)
+        sizes = {stop - start for start, stop in made.grid.spans(case.num_samples)}
+        if not made.text_first or all(case.first_has_text(size, made.bounds, made.attention) for size in sizes):
+            return made
+        made = told(replace(request, text="all"))
+        note = "text='first': other patches read it beside its keys and values, too; every patch has it"
+        return replace(made, notes=(*made.notes, note))
 
     def _lowered(self, case: SampleCase, plan: SamplePlan, line: Line | None) -> SampleStep:
         """The programs of one plan."""
@@ -203,7 +212,10 @@ def _cut(case: SampleCase, size: int, plan: SamplePlan) -> Cut:
         return patches, [patch_graph(case.rows(size), patch, attended=attended) for patch in patches]
     cut = case.first_has_text(size, plan.bounds, plan.attention)
     if cut is None:
-        raise CompileError("the plan gives the text to the first patch, others need it too; compile with text='all'")
+        raise CompileError(
+            f"the plan gives the text to the first of the patches between {list(plan.bounds)}, of {size} samples, and "
+            "others read it beside its keys and values, too; make a plan with text='all' (leave plan out)"
+        )
     return cut
 
 

@@ -3,7 +3,8 @@
     rank 0: 0F0 (1) 0F1 (2) 0B0 (5)        moments of the actions, and of what is sent right after them
     rank 1: 1F0 (3) 1B0 (4) ...            0B0 waits for the gradient sent at 4, and nothing is sent at 4 or before that
                                            waits for 0B0; parameters of replicas are sent before all, at 0
-    what is gathered for an action is sent between the one before and the one after it, on every rank
+    what is gathered for an action is sent between the one before and the one after it, on every rank; where a rank has
+    waited there for an earlier turn that nothing on it reads, after that turn has come
 
 Where every rank sends what belongs to a moment only after waits for earlier moments, no rank can wait forever: of all
 that is never sent, the earliest has a sender that waits for something earlier still.
@@ -20,6 +21,7 @@ from fxpipe.plan.rank_program import Gathering, Message, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.layout import Layout, closing
 from passes.step_ops.exchange import TiedGradient
+from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns
 
 
@@ -41,17 +43,17 @@ def moments(
     Raises:
         ScheduleError: the ranks wait for each other; `schedule_check` says where.
     """
-    after = _last_before(schedule, turns or {})
-    together = {
-        action: {last for turn in awaited for last in after[turn.ranks, turn.number].values() if last is not None}
-        for of_rank in (turns or {}).values()
-        for action, awaited in of_rank.awaited.items()
-        if action is not None
-    }
-    if gatherings:
-        together |= _one_by_one(schedule, reductions)
+    turns = turns or {}
+    starts = _starts(schedule, turns)
+    together = _one_by_one(schedule, [r for r in reductions if r.owners]) if sums_in_turn(schedule) else {}
+    for of_rank in turns.values():
+        for action, awaited in of_rank.awaited.items():
+            if action is not None:
+                lasts = [last for turn in awaited for last, _ in starts[turn.ranks, turn.number].values()]
+                together.setdefault(action, set()).update(last for last in lasts if last is not None)
     order = execution_order(schedule, work, together)
-    of_action = {action: 2 * place for place, (_, action) in enumerate(order, start=1)}
+    between = 2 + len(gatherings)
+    of_action = {action: between * place for place, (_, action) in enumerate(order, start=1)}
     if len(of_action) < sum(map(len, schedule.ranks)):
         raise ScheduleError(f"schedule {schedule.name} stops after {len(of_action)} actions; schedule_check says why")
     found = {(m.edge, m.src): of_action[m.action] for m in messages if m.action is not None}
@@ -60,12 +62,16 @@ def moments(
             found[reduction.edge, rank] = of_action[Action(reduction.stage, "R", rank)]
             if reduction.values_edge >= 0:
                 found[reduction.values_edge, rank] = 0
+    arrived: dict[tuple[tuple[int, ...], int], int] = {}  # turns, when they are there: a rank's are in order
     for gathering in gatherings:
-        for rank, action in after[gathering.ranks, gathering.turn].items():
-            found[gathering.edge, rank] = 1 if action is None else of_action[action] + 1
+        turn = gathering.ranks, gathering.turn
+        for rank, (action, idle) in starts[turn].items():
+            waited = (arrived[gathering.ranks, number] for number in idle)
+            found[gathering.edge, rank] = max([0 if action is None else of_action[action], *waited]) + 1
+        arrived[turn] = max(found[gathering.edge, rank] for rank in gathering.ranks)
     last = {(m.src, m.dst, m.value, m.kind): m.edge for m in messages if m.action is None}
     closes = closing(layout, tied) if last else ()
-    for moment, (src, dst, value, kind) in enumerate(closes, start=2 + 2 * len(of_action)):
+    for moment, (src, dst, value, kind) in enumerate(closes, start=between * (1 + len(of_action))):
         found[last[src, dst, value, kind], src] = moment
     return found
 
@@ -80,17 +86,19 @@ def _one_by_one(schedule: Schedule, reductions: Sequence[Reduction]) -> dict[Act
     return found
 
 
-def _last_before(
+def _starts(
     schedule: Schedule, turns: Mapping[int, RankTurns]
-) -> dict[tuple[tuple[int, ...], int], dict[int, Action | None]]:
-    """By a turn's ranks and number: the last action of each rank before it starts to gather, if there is one."""
-    found: dict[tuple[tuple[int, ...], int], dict[int, Action | None]] = {}
+) -> dict[tuple[tuple[int, ...], int], dict[int, tuple[Action | None, list[int]]]]:
+    """By a turn's ranks and number: the last action of each rank before it starts to gather, if there is one, and the
+    turns that it waits for between the two."""
+    found: dict[tuple[tuple[int, ...], int], dict[int, tuple[Action | None, list[int]]]] = {}
     for rank, of_rank in turns.items():
         actions: list[Action | None] = [None, *schedule.ranks[rank]]
         before = dict(zip([*actions[1:], None], actions, strict=True))
         for action, started in of_rank.started.items():
             for turn in started:
-                found.setdefault((turn.ranks, turn.number), {})[rank] = before[action]
+                idle = [one.number for one in of_rank.idle_before(action, turn)]
+                found.setdefault((turn.ranks, turn.number), {})[rank] = before[action], idle
     return found
 
 

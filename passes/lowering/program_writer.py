@@ -26,7 +26,8 @@ from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
 from passes.step_ops.exchange import PREFETCH, TiedGradient
-from passes.step_ops.turns import RankTurns
+from passes.step_ops.sharding import sums_in_turn
+from passes.step_ops.turns import RankTurns, Turn
 
 
 def graph_name(sizes: Sequence[int], border: Border, part: str) -> str:
@@ -120,8 +121,11 @@ class ProgramWriter:
         emit[action.kind](action)
 
     def _gather(self, action: Action | None) -> None:
-        """Start to bring the parameters here that are awaited soon."""
+        """Start to bring the parameters here that are awaited soon: of turns in which this rank has nothing to do, one
+        at a time."""
         for turn in self.turns.started.get(action, ()):
+            for idle in self.turns.idle_before(action, turn):
+                self._wait_gathered(idle)
             gathering = self.gatherings[turn.ranks, turn.number]
             values = self.writer.parameters(f"stage_{turn.stage}_parameters", gathering.parameters)
             args = (self.writer.transport, values, [*turn.ranks], gathering.edge, [*gathering.owners])
@@ -130,7 +134,12 @@ class ProgramWriter:
 
     def _await(self, action: Action | None) -> None:
         for turn in self.turns.awaited.get(action, ()):
-            started = self.gathering[turn.number]
+            self._wait_gathered(turn)
+
+    def _wait_gathered(self, turn: Turn) -> None:
+        """Once."""
+        started = self.gathering[turn.number]
+        if started.target is not ops.wait_gathered:
             self.gathering[turn.number] = self.writer.call(ops.wait_gathered, (started,), f"weights_{turn.stage}")
 
     def _refresh(self) -> None:
@@ -257,7 +266,7 @@ class ProgramWriter:
         reduction = self.reductions.get(action.stage)
         if reduction is None:  # all its parameters are tied to other stages'
             return
-        if self.gatherings:  # one at a time, so that what is sent for it goes
+        if reduction.owners and sums_in_turn(self.layout.schedule):  # so that what is sent for them goes
             for key in self.reducing:
                 self._sums(key)
         (key,) = (key for key in self.totals if key[0] == action.stage)

@@ -12,7 +12,8 @@ seconds       what an action lasts                           step          what 
 ahead, pieces frozen work of the next batch                  closing       what follows the last action
 whole_batch   inputs, draws, what is computed at once        copies        equal pipelines
 exchange      receives, sums of gradients, the loss: of plans and programs
-sharding      which replica trains a parameter, turns when weights are gathered from those that do: of both, too
+sharding      which replica trains a parameter, and when its sums go; turns when weights are gathered from those that
+              do: of both, too
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -15,7 +15,7 @@ from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.memory import scattered_bytes
 from passes.step_ops.exchange import TiedGradient, closing_sends
 from passes.step_ops.messages import PlannedMessage
-from passes.step_ops.sharding import owners
+from passes.step_ops.sharding import owners, sums_in_turn
 from passes.step_ops.step import Step
 from passes.step_ops.turns import Turn, turns
 
@@ -78,6 +78,11 @@ class Closing:
     def owners(self) -> dict[str, int]:
         """The rank that trains a weight, where it is one of several replicas."""
         return owners(self._own, self.step.stage_ranks) if self.step.units.staged.sharded else {}
+
+    @cached_property
+    def sums_in_turn(self) -> bool:
+        """Whether a stage's sums, each on one replica, are waited for before those of the next stage start."""
+        return bool(self.owners) and sums_in_turn(self.step.schedule)
 
     def scattered(self, stage: int, rank: int) -> tuple[int, int]:
         """Bytes of the sums that a rank has of a stage's gradients, and of what is moved for them."""

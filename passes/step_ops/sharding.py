@@ -8,6 +8,8 @@ The largest first, each to the rank that has least so far (Graham, SIAM J. Appl.
 from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 
+from fxpipe.plan.schedule import Schedule
+
 
 def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequence[int]]) -> dict[str, int]:
     """The rank that trains each parameter.
@@ -30,3 +32,14 @@ def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequenc
         found[name], loads[owner] = owner, loads[owner] + size
         heapreplace(heap, (loads[owner], owner))
     return found
+
+
+def sums_in_turn(schedule: Schedule) -> bool:
+    """Whether a rank may wait for the sums of one stage before it starts those of the next, so that what is moved for
+    them goes: its replicas are the same ranks for all of its stages, and come to them in the same order."""
+    stages = [[action.stage for action in actions if action.kind == "R"] for actions in schedule.ranks]
+    return all(
+        len({frozenset(schedule.stage_ranks[stage]) for stage in mine}) <= 1
+        and all(stages[other] == mine for stage in mine[:1] for other in schedule.stage_ranks[stage])
+        for mine in stages
+    )

@@ -7,7 +7,7 @@ Replicas do the same in turn, so that they gather together. After Rajbhandari et
 Zhao et al., "PyTorch FSDP", VLDB 2023 (prefetch).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -61,6 +61,12 @@ class RankTurns:
     started: Mapping[Action | None, Sequence[Turn]]
     awaited: Mapping[Action | None, Sequence[Turn]]
     of: Mapping[Action, Turn]
+
+    def idle_before(self, action: Action | None, turn: Turn) -> Iterator[Turn]:
+        """Those that are awaited before an action though nothing here reads them, and before this turn is started: two
+        are on their way at most."""
+        read = None if action is None else self.of.get(action)
+        return (one for one in self.awaited.get(action, ()) if one.number < turn.number - 1 and one is not read)
 
     @staticmethod
     def within(all_turns: Iterable[Turn], rank: int, whole: Sequence[Action], actions: Sequence[Action]) -> "RankTurns":

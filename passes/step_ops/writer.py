@@ -298,7 +298,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
     def _issue(self, stage: int) -> None:
         """Start to sum this replica's gradients with the others'."""
         reduction = self.closing.reductions[stage]
-        if self.closing.turns:  # one at a time, so that what is sent for it goes
+        if self.closing.sums_in_turn:  # so that what is sent for them goes
             for other in self.reduced | self.moved:
                 self._wait_reduced(other)
         self.ops.issue(reduction)

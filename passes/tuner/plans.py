@@ -110,15 +110,7 @@ def _given(case: Case, request: Request) -> Plan:
     for fault in unlike_replicas(schedule, staged):
         raise CompileError(fault)
     sizes = microbatch_sizes(request.batch_size, count)
-    step = simulate(case, staged, schedule, sizes)
-    if not case.fits(step.peak_bytes) and not isinstance(request.recompute, bool):
-
-        def ordered(found: Staged) -> tuple[Schedule, Sequence[int]]:
-            return schedule, simulate(case, found, schedule, sizes).clock.rank_bytes
-
-        assert case.limit_bytes is not None
-        staged = fitting_runs(case, staged, sizes[0], ordered, case.limit_bytes) or staged
-        step = simulate(case, staged, schedule, sizes)
+    staged, step = _in_memory(case, request, staged, schedule, sizes)
     if not case.fits(step.peak_bytes):
         raise NothingFits(
             f"the schedule needs {human_bytes(step.peak_bytes)} on a rank, more than memory_limit="
@@ -136,6 +128,38 @@ def _given(case: Case, request: Request) -> Plan:
         return plan
     predicted = {**plan.predicted, "steady": best.simulated.prediction}
     return replace(plan, steady=best.simulated.schedule, predicted=predicted)
+
+
+def _in_memory(
+    case: Case, request: Request, staged: Staged, schedule: Schedule, sizes: Sequence[int]
+) -> tuple[Staged, Simulated]:
+    """The stages of a schedule as asked; if they do not fit, the fastest of those that do: with blocks recomputed, with
+    weights shared out over replicas, with both if nothing else does. The least of them where none fits."""
+
+    def ordered(found: Staged) -> tuple[Schedule, Sequence[int]]:
+        return schedule, simulate(case, found, schedule, sizes).clock.rank_bytes
+
+    def recomputed(found: Staged) -> list[Staged]:
+        if isinstance(request.recompute, bool) or case.limit_bytes is None:
+            return []
+        fitting = fitting_runs(case, found, sizes[0], ordered, case.limit_bytes)
+        return [] if fitting is None else [fitting]
+
+    def tried(ways: Sequence[Staged]) -> list[tuple[Staged, Simulated]]:
+        return [(way, simulate(case, way, schedule, sizes)) for way in ways]
+
+    found = tried([staged])
+    if case.fits(found[0][1].peak_bytes):
+        return found[0]
+    shared = replace(staged, sharded=True, gathered=True)
+    may_share = request.shard is None and staged.replicas > 1 and not [*unlike_replicas(schedule, shared)]
+    found += tried([*recomputed(staged), *([shared] if may_share else [])])
+    if may_share and not any(case.fits(step.peak_bytes) for _, step in found):
+        found += tried(recomputed(shared))
+    fitting = [way for way in found if case.fits(way[1].peak_bytes)]
+    if fitting:
+        return min(fitting, key=lambda way: way[1].seconds)
+    return min(found, key=lambda way: way[1].peak_bytes)
 
 
 def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:

@@ -109,9 +109,9 @@ class InProcessTransport:
     ) -> Pending[list[torch.Tensor]]:
         of = owned(tensors, owners)
         numbers = self._give({rank: [tensor.detach() for tensor in of.get(rank, ())] for rank in ranks}, ranks, edge)
+        sums = of.get(self.rank, [])
 
         def wait() -> list[torch.Tensor]:
-            sums = of.get(self.rank, [])
             for given in self._given(numbers, ranks, edge, "gradients"):
                 for total, tensor in zip(sums, given, strict=True):
                     total.add_(tensor)

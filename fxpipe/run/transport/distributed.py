@@ -182,7 +182,7 @@ class DistributedTransport:
                 )
             assert work is not None
             started.append((work, flat, taken, sums))
-        turn = self._turn(edge)
+        turn, mine = self._turn(edge), owned(tensors, owners).get(self.rank, [])
 
         def wait() -> list[torch.Tensor]:
             turn()
@@ -191,7 +191,8 @@ class DistributedTransport:
                 for row in taken.view(len(ranks) - 1, _num_elements(sums)):
                     for total, part in zip(sums, row.split([tensor.numel() for tensor in sums]), strict=True):
                         total.add_(part.view(total.shape))
-            return owned(tensors, owners).get(self.rank, [])
+            started.clear()
+            return mine
 
         return Pending(wait)
 
