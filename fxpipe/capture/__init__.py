@@ -12,7 +12,8 @@ inputs, trees    a call's tensors by name         export        torch.export, wa
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
-cache            captures on disk (stored, model_digest, files, expressions)   private, private_sizes   private names
+cache            captures on disk (stored, model_digest, code_names, files, expressions)
+private          names of torch that are private; private_sizes: those of symbolic sizes
 fingerprint      which graph this is              sizes, reach  sizes at a number of samples; walks over graphs
 surroundings     where forward runs, and in which precision
 """
