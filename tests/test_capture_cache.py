@@ -25,8 +25,9 @@ import fxpipe
 from fxpipe.analysis import example_of
 from fxpipe.capture import Capture, cache, files
 from fxpipe.capture.cache import cache_folder, cached_capture
+from fxpipe.capture.code_names import Unknowable
 from fxpipe.capture.expressions import Unwritable
-from fxpipe.capture.model_digest import Unknowable, step_digest
+from fxpipe.capture.model_digest import step_digest
 from fxpipe.capture.stored import from_data, to_data
 from tests.models import ZOO
 from tests.steps import Step, batch

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
 from fxpipe.run.transport import run_ranks
@@ -121,6 +122,20 @@ def test_a_call_that_not_all_ranks_make_ends_all(on_one: Callable[[Engine], Any]
 
     with pytest.raises(fxpipe.RunError, match=says):
         on_threads(2, [LINE], body)
+
+
+def test_a_mesh_is_of_processes_in_equal_pipelines() -> None:
+    uneven = Schedule.parse("""
+        rank 0: 0F0 0F1 0B0 0B1
+        rank 1: 1F0 1B0 1R1
+        rank 2: 1F1 1B1 1R2""")
+    layout: Layout = {"schedule": uneven, "microbatches": None}
+    with pytest.raises(
+        fxpipe.RunError, match=r"stages are on the ranks \[\[0\], \[1, 2\]\], which are no equal pipelines"
+    ):
+        on_threads(3, [layout], lambda model, engines: engines[0]().mesh)
+    with pytest.raises(fxpipe.RunError, match=r"ranks are threads of this one; use program.engine\(\)"):
+        _ = program(Adapted(), 3, ROWS[0], layout).local_engine().mesh
 
 
 @pytest.mark.parametrize("call", ["sync_model", "gather_state_dict", "step", "clip_grad_norm_"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fxpipe
 from fxpipe.plan import ops
@@ -126,12 +127,23 @@ def train(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.zero_grad()
     trained = {name: p.detach() for name, p in engine.named_parameters()}
     if not local:
+        mesh = engine.mesh
+        assert mesh is engine.mesh
+        for name, members in (
+            ("data", engine.rank % 2 + torch.tensor([0, 2])),
+            ("pipeline", mesh.mesh[engine.rank // 2]),
+        ):
+            total = torch.tensor(float(engine.rank))
+            dist.all_reduce(total, group=mesh.get_group(name))
+            assert mesh[name].mesh.equal(members)
+            assert float(total) == float(members.sum())
         engine.close()
     return losses, trained
 
 
 @pytest.mark.parametrize("case", ["crossed_skips", "tied_parameters"])
 def test_gloo_equals_threads(case: str) -> None:
+    """And ranks are a mesh of two pipelines of two."""
     losses, expected = train(case)
     seen = set()
     for of_rank, trained in run_processes(4, train, case):

@@ -12,7 +12,8 @@ inputs, trees    a call's tensors by name         export        torch.export, wa
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
-cache            captures on disk (stored, model_digest, files, expressions)   private   torch's private names
+cache            captures on disk (stored, model_digest, code_names, files, expressions)
+private          names of torch that are private; private_sizes: those of symbolic sizes
 fingerprint      which graph this is              sizes, reach  sizes at a number of samples; walks over graphs
 surroundings     where forward runs, and in which precision
 """
@@ -27,7 +28,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import functionalise, private
+from fxpipe.capture import functionalise, private, private_sizes
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
@@ -263,7 +264,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 def _refuse_values(graph: fx.Graph) -> None:
     """Refuse numbers and sizes that depend on what tensors hold."""
     for node in graph.nodes:
-        if node.op == "call_function" and private.depends_on_values(node.meta.get("val")):
+        if node.op == "call_function" and private_sizes.depends_on_values(node.meta.get("val")):
             raise CaptureError(
                 f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; "
                 "keep it a tensor of fixed size (a weighted sum or torch.where instead of a mask index, no .item())"

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from fxpipe.capture import Capture, capture
+from fxpipe.capture.code_names import Unknowable
 from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.files import are_as_before, loaded_files
 from fxpipe.capture.inputs import InputSpec
-from fxpipe.capture.model_digest import Unknowable, step_digest
+from fxpipe.capture.model_digest import step_digest
 from fxpipe.capture.stored import from_data, to_data
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.watch import refuse_outside

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import private
+from fxpipe.capture import private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.same import computation
 from fxpipe.capture.settings import Written, written_settings
@@ -149,16 +149,16 @@ def export_any_size(
     """
     size = _free_size(model, inputs) if any_batch else inputs.batch_size
     step = Step(model, inputs, result_of, one_batch=True)
-    with sizes_read_plainly(), private.general_sizes():
+    with sizes_read_plainly(), private_sizes.general_sizes():
         program = _trace(step, inputs, _resized(model, inputs, examples, size), any_batch, any_size=True)
-    if any_batch and (fault := private.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
+    if any_batch and (fault := private_sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
         raise CaptureError(fault)
     return _flat(program, inputs, None if any_batch else "it was so before")
 
 
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
     size = inputs.batch_size
-    fewest = private.fewest_samples(_batched_values(program, inputs), size) if fixed is None else size
+    fewest = private_sizes.fewest_samples(_batched_values(program, inputs), size) if fixed is None else size
     return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed, fewest)
 
 
@@ -168,7 +168,7 @@ def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.E
         exported = trace(size)
     except _Failed as error:
         return None, str(error)
-    return exported, private.dynamic_fault(_batched_values(exported, inputs), inputs.batch_size)
+    return exported, private_sizes.dynamic_fault(_batched_values(exported, inputs), inputs.batch_size)
 
 
 def _free_at_size(trace: Trace, inputs: InputSpec) -> list[bool | None]:

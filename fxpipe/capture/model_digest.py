@@ -10,7 +10,6 @@ What cannot be told apart safely is refused: objects without readable state, cod
 or files. Torch, the standard library and other installed packages count by their files (`fxpipe/capture/files.py`).
 """
 
-import dis
 import enum
 import functools
 import hashlib
@@ -31,16 +30,13 @@ import torch
 from torch import nn
 
 from fxpipe.capture import private
+from fxpipe.capture.code_names import Unknowable, imported, is_outside, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
-from fxpipe.errors import FxpipeError
 
 _FORMAT = 3  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
 _BY_FILE = ("torch", "fxpipe", "passes", "cost_models")  # wherever they are
-# What reads something outside the model: no digest can tell whether that is as before.
-_OUTSIDE = ("os", "io", "time", "datetime", "pathlib", "socket", "subprocess", "sys", "importlib", "secrets", "uuid")
-_OUTSIDE_CALLS = ("open", "eval", "exec", "compile", "globals", "vars", "input", "__import__")
 _UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
 _NOT_FORWARD = ("example_inputs", "__repr__", "extra_repr", "_abc_impl")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice, numpy.dtype)
@@ -51,10 +47,6 @@ _WRAPPERS = (
     staticmethod, classmethod, functools.partial, functools.partialmethod, property, functools.cached_property,
     functools._lru_cache_wrapper,
 )  # fmt: skip
-
-
-class Unknowable(FxpipeError):
-    """What forward may depend on cannot be told; says what."""
 
 
 def step_digest(model: nn.Module, inputs: InputSpec, devices: Any, purpose: tuple[str, ...] = ()) -> str:
@@ -286,10 +278,10 @@ class _Digest:
 
     def _globals(self, value: types.FunctionType, where: str) -> None:
         """The globals that a function names, and what it names of modules among them."""
-        names = _names(value.__code__)
+        names = names_in(value.__code__)
         scopes: list[Mapping[str, Any]] = [value.__globals__]
         if self._strict:
-            scopes += [vars(sys.modules[name]) for name in _imported(value, where) if name in sys.modules]
+            scopes += [vars(sys.modules[name]) for name in imported(value, where) if name in sys.modules]
         for scope in scopes:  # which grow
             for name in (name for name in names if name in scope):
                 found = scope[name]
@@ -305,7 +297,7 @@ class _Digest:
 
     def _global(self, value: Any, where: str) -> None:
         home = getattr(value, "__module__", None)
-        outside = isinstance(home, str) and home.partition(".")[0] in _OUTSIDE
+        outside = isinstance(home, str) and is_outside(home)
         if outside and (callable(value) or isinstance(value, type(os.environ))):
             self._refuse(value, f"{where} is of the module {home}")
         else:
@@ -351,41 +343,3 @@ def _dunder(name: str) -> bool:
 
 def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Every global and attribute that code names, that of functions inside too."""
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_names(constant))
-    return list(names)
-
-
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Those of functions inside, too."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
-
-
-def _imported(value: types.FunctionType, where: str) -> list[str]:
-    """The modules that a function imports itself, by all names they may have.
-
-    Refuses code that reads what is neither the model nor a module: files, the environment, the clock.
-    """
-    package, names = value.__globals__.get("__package__") or "", list[str]()
-    for one in _instructions(value.__code__):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            found = value.__globals__.get(one.argval)
-            if found is None and one.argval in _OUTSIDE_CALLS:
-                raise Unknowable(f"{where} calls {one.argval}")
-            if isinstance(found, types.ModuleType) and found.__name__.partition(".")[0] in _OUTSIDE:
-                raise Unknowable(f"{where} names the module {found.__name__}")
-        if one.opname == "IMPORT_NAME":
-            first = one.argval.partition(".")[0]
-            if first in _OUTSIDE:
-                raise Unknowable(f"{where} imports {one.argval}")
-            names += [one.argval, first, f"{package}.{one.argval}"]
-    return names

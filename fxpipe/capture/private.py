@@ -1,17 +1,17 @@
-"""Every use of a private or unstable name of torch, in one place. Checked on torch 2.11, 2.12 and 2.13."""
+"""Every use of a private or unstable name of torch, in one place, but for those of symbolic sizes, in `private_sizes`.
+
+Checked on torch 2.11, 2.12 and 2.13."""
 
 import logging
 import operator
 import os
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 from torch._decomp import decomposition_table
@@ -31,14 +31,10 @@ from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
-from torch.utils._sympy import functions as size_functions
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxpipe.errors import CaptureError
 
@@ -391,99 +387,6 @@ def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
     return any(getattr(item, name, None) for name in names)
 
 
-def depends_on_values(value: Any) -> bool:
-    """Whether a traced value's size, or the number it is, depends on what tensors hold."""
-    return bool(free_unbacked_symbols(value)) if value is not None else False
-
-
-def divisors(size: int | torch.SymInt) -> set[int]:
-    """The numbers by which a size divides what depends on the batch, rounded down."""
-    if not isinstance(size, torch.SymInt):
-        return set()
-    found = size.node.expr.atoms(size_functions.FloorDiv)
-    return {int(one.args[1]) for one in found if one.args[0].free_symbols and one.args[1].is_Integer}
-
-
-def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None:
-    """Why a trace with a dynamic batch is not what the model does at `batch_size`; None where it is.
-
-    Args:
-        values: the traced inputs that have the batch as dimension 0.
-    """
-    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    fixed = not all(_symbols(value.shape[0]) for value in values)
-    symbols = {symbol for value in values for symbol in _symbols(value.shape[0])}
-    for guard in env.guards:
-        free = guard.expr.free_symbols
-        if fixed and isinstance(guard.expr, sympy.Eq) and len(free) == 1:
-            return f"forward makes it a number (take x.shape[0], not len(x) or int()), {_place(guard)}"
-        if not fixed and free and free <= symbols:
-            if guard.expr.xreplace(dict.fromkeys(free, sympy.Integer(batch_size))) == sympy.false:
-                return f"forward has another form where {sympy.Not(guard.expr)}, {_place(guard)}"
-    bounds = [env.var_to_range[symbol] for symbol in symbols if symbol in env.var_to_range]
-    if any(batch_size < bound.lower or batch_size > bound.upper for bound in bounds):
-        return f"forward has another form at {batch_size} samples"
-    return "forward makes it a number (take x.shape[0], not len(x) or int())" if fixed else None
-
-
-def fewest_samples(values: Sequence[torch.Tensor], batch_size: int) -> int:
-    """From how many samples on, up to `batch_size`, forward decides by their number as it did in a trace.
-
-    One sample counts as two, as which it was traced. `values` as in `dynamic_fault`.
-    """
-    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    symbols = {symbol for value in values for symbol in _symbols(value.shape[0])}
-    guards = dict.fromkeys(env.replace(guard.expr) for guard in env.guards)
-    decided = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= symbols]
-    lowest = max((int(env.var_to_range[symbol].lower) for symbol in symbols if symbol in env.var_to_range), default=2)
-    for number in range(batch_size - 1, 0, -1):
-        counted = dict.fromkeys(symbols, sympy.Integer(max(number, 2)))
-        if max(number, 2) < lowest or any(guard.xreplace(counted) == sympy.false for guard in decided):
-            return number + 1
-    return 1
-
-
-def general_sizes() -> AbstractContextManager[None]:
-    """Torch's own operations decide nothing by sizes that are symbols, but take the way that is right for all.
-
-    What forward itself decides is guarded as ever.
-    """
-    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
-
-
-def is_traced_number(value: Any) -> bool:
-    """Whether a size, or a number made of sizes, is none yet."""
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def place_of_number(value: torch.Tensor, dim: int) -> str:
-    """Where a free size of a traced input has become a number."""
-    size, env = value.shape[dim], value.fake_mode.shape_env  # type: ignore[attr-defined]
-    own: set[Any] = {size.node._expr} if isinstance(size, torch.SymInt) else set()
-    fixed = [guard for guard in env.guards if isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols == own]
-    return _place(fixed[0]) if fixed else "somewhere"
-
-
-def still_guarded(values: Sequence[torch.Tensor]) -> None:
-    """From here on, too, what is decided by traced values' sizes is noted down."""
-    for value in values:
-        value.fake_mode.shape_env.frozen = False  # type: ignore[attr-defined]
-
-
-def conditions(
-    values: Sequence[torch.Tensor],
-) -> tuple[tuple[Any, ...], dict[sympy.Symbol, tuple[int, int | None]]]:
-    """What has been decided by the sizes of traced inputs, as expressions that were true; and the bounds of symbols.
-    A size of one is another trace: it is no symbol, and spreads where it meets others."""
-    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    decided = [*env.guards, *(one for several in env.deferred_runtime_asserts.values() for one in several)]
-    guards = dict.fromkeys(env.replace(one.expr) for one in decided)
-    free = {symbol for value in values for size in value.shape for symbol in _symbols(size)}
-    ranges = {symbol: env.var_to_range[symbol] for symbol in free}
-    bounds = {s: (max(2, int(r.lower)), int(r.upper) if r.upper.is_Integer else None) for s, r in ranges.items()}
-    return tuple(guard for guard in guards if guard != sympy.true), bounds
-
-
 def require_no_modes(refuse: Callable[[str], Exception]) -> None:
     """Refuse what changes every call that a trace makes, and is no part of the model."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -505,65 +408,6 @@ def switches() -> list[Any]:
     versions = torch.__version__, torch.version.git_version, str(torch.version.cuda)
     set_ones = backends.cudnn.enabled, backends.cudnn.deterministic, backends.mkldnn.enabled
     return [*versions, *set_ones, *(one() for one in asked)]
-
-
-def size_function(name: str) -> Any:
-    """A function that sizes are written with, torch's or sympy's; None where there is none."""
-    found = getattr(size_functions, name, None) or getattr(sympy, name, None)
-    return found if isinstance(found, type) and issubclass(found, sympy.Basic) else None
-
-
-def size_symbols(values: Sequence[Any]) -> dict[str, list[int | None]]:
-    """The symbols in traced values' sizes by name, with the size they were traced at and bounds (None is infinity)."""
-    found: dict[str, list[int | None]] = {}
-    for tensor in (t for value in values if (t := first_tensor(value)) is not None):
-        env: Any = tensor.fake_mode.shape_env  # type: ignore[attr-defined]
-        for symbol in {s for size in (*tensor.shape, *tensor.stride()) for s in _symbols(size)}:
-            if symbol.name not in found:
-                bounds = env.var_to_range[symbol]
-                upper = int(bounds.upper) if bounds.upper.is_Integer else None
-                found[symbol.name] = [int(_hints(env)[symbol]), int(bounds.lower), upper]
-    return found
-
-
-def traced_mode(symbols: Mapping[sympy.Symbol, Sequence[Any]]) -> FakeTensorMode:
-    """A mode as a trace leaves it, whose sizes have these symbols: size traced at, bounds."""
-    env: Any = symbolic_shapes.ShapeEnv()
-    for symbol, (hint, lower, upper) in symbols.items():
-        _hints(env)[symbol] = sympy.Integer(hint)
-        env.var_to_range[symbol] = ValueRanges(lower, int_oo if upper is None else upper)
-    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-
-
-def _hints(env: Any) -> Any:
-    """By symbol, under its name of torch 2.13 or the one before."""
-    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-
-
-def traced_number(mode: FakeTensorMode, expr: Any, kind: type) -> Any:
-    """A symbolic size, factor or truth."""
-    env: Any = mode.shape_env
-    wrap = {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[kind]
-    hint = expr.xreplace(dict(_hints(env)))
-    return wrap(SymNode(expr, env, kind, bool(hint) if kind is bool else kind(hint)))  # type: ignore[no-untyped-call]
-
-
-def traced_tensor(
-    mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
-) -> torch.Tensor:
-    """A tensor without memory, as `torch.empty_strided` makes it at length in that mode."""
-    with mode.shape_env.suppress_guards():  # type: ignore[union-attr]
-        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
-    return FakeTensor(mode, like, device)
-
-
-def _symbols(size: Any) -> set[Any]:
-    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
-
-
-def _place(guard: Any) -> str:
-    frame = guard.sloc.framework_loc
-    return f"at {frame.filename}:{frame.lineno}" if isinstance(frame, traceback.FrameSummary) else "somewhere"
 
 
 @cache

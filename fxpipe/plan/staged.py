@@ -101,10 +101,7 @@ class Staged:
     @cached_property
     def pipelines(self) -> list[tuple[int, ...]]:
         """The ranks of equal pipelines, place by place; none where stages differ in their replicas."""
-        if len(set(map(len, self.stage_ranks))) > 1:
-            return []
-        found = [tuple(dict.fromkeys(ranks)) for ranks in zip(*self.stage_ranks, strict=True)]
-        return found if sorted(rank for of in found for rank in of) == list(range(self.world_size)) else []
+        return equal_pipelines(self.stage_ranks, self.world_size)
 
     def alike(self, rank: int) -> tuple[int, ...]:
         """The ranks at the same place of equal pipelines; the rank alone where stages differ in their replicas."""
@@ -114,6 +111,14 @@ class Staged:
 
     def blocks(self, stage: int) -> range:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+
+def equal_pipelines(stage_ranks: Sequence[tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
+    """As `Staged.pipelines`."""
+    if len(set(map(len, stage_ranks))) > 1:
+        return []
+    found = [tuple(dict.fromkeys(ranks)) for ranks in zip(*stage_ranks, strict=True)]
+    return found if sorted(rank for of in found for rank in of) == list(range(world_size)) else []
 
 
 def whole_stages(boundaries: Sequence[int]) -> tuple[Run, ...]:

@@ -5,13 +5,16 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpipe.errors import RunError
 from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.reads import batched_inputs, samples_read
+from fxpipe.plan.staged import equal_pipelines
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.accumulation import Accumulation
@@ -273,6 +276,28 @@ class Engine(Training):
                 _at(self.device, parameter)
             else:
                 empty([parameter], self.device)
+
+    @cached_property
+    def mesh(self) -> Any:
+        """A torch `DeviceMesh` of the ranks, "data" (pipelines) x "pipeline" (their ranks); collective when it is first
+        asked for. Its groups are for what is computed between steps, as `engine.mesh.get_group("data")`.
+
+        Raises:
+            RunError: stages differ in their replicas, so that ranks are no grid.
+        """
+        from fxpipe.run.transport.mesh import device_mesh
+
+        self._require_open("mesh")
+        stage_ranks = [ranks for ranks in self._plan.schedule.stage_ranks if ranks]  # none where a stage is empty
+        pipelines = equal_pipelines(stage_ranks, self._plan.world_size)
+        if not pipelines:
+            raise RunError(
+                f"mesh: stages are on the ranks {[list(ranks) for ranks in stage_ranks]}, which are no equal pipelines "
+                f"of all {self._plan.world_size} ranks: a mesh is a grid; compile with data_parallel=..."
+            )
+        with told(self._transport):
+            self._agree("mesh", {})
+            return device_mesh(pipelines, self.rank, self.device)
 
     def sent_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes this rank has sent on each channel since the engine was made."""

@@ -42,6 +42,11 @@ class EngineBase:
     def bytes_sent(self) -> int:
         """Bytes that this process has sent since the engine was made."""
 
+    @property
+    def mesh(self) -> Any:
+        """Raises RunError: there is none of ranks that are threads."""
+        raise RunError("mesh: a DeviceMesh is of processes, and ranks are threads of this one; use program.engine()")
+
     def _require_open(self, call: str) -> None:
         """Before every call: nothing that failed has left weights on the host."""
         if self._closed:

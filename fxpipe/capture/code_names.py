@@ -1,0 +1,58 @@
+"""What the code of a function names: globals, attributes, modules that it imports; and what it must not ask for."""
+
+import dis
+import types
+from collections.abc import Iterator
+
+from fxpipe.errors import FxpipeError
+
+# What reads something outside the model: no digest can tell whether that is as before.
+_OUTSIDE = ("os", "io", "time", "datetime", "pathlib", "socket", "subprocess", "sys", "importlib", "secrets", "uuid")
+_OUTSIDE_CALLS = ("open", "eval", "exec", "compile", "globals", "vars", "input", "__import__")
+
+
+class Unknowable(FxpipeError):
+    """What forward may depend on cannot be told; says what."""
+
+
+def is_outside(module: str) -> bool:
+    """Whether a module reads what is not the model's."""
+    return module.partition(".")[0] in _OUTSIDE
+
+
+def names_in(code: types.CodeType) -> list[str]:
+    """Every global and attribute that code names, that of functions inside too."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(names_in(constant))
+    return list(names)
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Those of functions inside, too."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _instructions(constant)
+
+
+def imported(value: types.FunctionType, where: str) -> list[str]:
+    """The modules that a function imports itself, by all names they may have.
+
+    Refuses code that reads what is neither the model nor a module: files, the environment, the clock.
+    """
+    package, names = value.__globals__.get("__package__") or "", list[str]()
+    for one in _instructions(value.__code__):
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found = value.__globals__.get(one.argval)
+            if found is None and one.argval in _OUTSIDE_CALLS:
+                raise Unknowable(f"{where} calls {one.argval}")
+            if isinstance(found, types.ModuleType) and is_outside(found.__name__):
+                raise Unknowable(f"{where} names the module {found.__name__}")
+        if one.opname == "IMPORT_NAME":
+            first = one.argval.partition(".")[0]
+            if is_outside(first):
+                raise Unknowable(f"{where} imports {one.argval}")
+            names += [one.argval, first, f"{package}.{one.argval}"]
+    return names
