@@ -158,8 +158,8 @@ def describe(
     named, tree = flatten(signature, args, kwargs)
     size = batch_size or _guess_batch(named)
     if not size:
-        shapes = {name: list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)}
-        raise CompileError(f"the example has no samples: {shapes}; give at least one")
+        empty = {name: list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        raise CompileError(f"the example has no samples: {empty}; give at least one")
     leaves = []
     for name, value in named.items():
         tensor = isinstance(value, torch.Tensor)

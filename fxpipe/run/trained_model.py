@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fxpipe.errors import CompileError, RunError
 from fxpipe.run.engine_base import EngineBase
@@ -104,15 +103,16 @@ class Unchanged:
             )
 
 
-def require_own(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that would train nothing of the model."""
-    if not hasattr(optimizer, "param_groups"):
+def require_own(optimizer: Any, model: nn.Module) -> None:
+    """Refuse an optimizer that would train nothing of the model, as far as it says what it trains."""
+    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
         raise CompileError(f"optimizer is {optimizer!r}; give one of torch.optim over model.parameters()")
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    groups = getattr(optimizer, "param_groups", None)
+    if groups and not any(id(parameter) in own for group in groups for parameter in group["params"]):
         raise CompileError(
-            f"the optimizer has none of the {len(own)} parameters of {type(model).__name__} that are trained, and would "
-            "train nothing; make it over model.parameters()"
+            f"the optimizer has none of the {len(own)} parameters of {type(model).__name__} that are trained, and "
+            "would train nothing; make it over model.parameters()"
         )
 
 
