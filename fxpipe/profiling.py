@@ -20,7 +20,7 @@ from cost_models import devices, profiled, timing
 from fxpipe.analysis import CostedStep
 from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CompileError
-from fxpipe.plan.rank_program import nest
+from fxpipe.plan.rank_program import bound, nest
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.prediction import whole_bytes
 from passes.costs.work import StepWork
@@ -177,10 +177,10 @@ def _bound(parts: StepGraphs, key: Key) -> dict[int, _Part]:
     state = nest({name: _made_up(value, parts.device) for name, value in names.items()})
 
     def bind(graph: fx.Graph | None) -> fx.GraphModule | None:
-        return None if graph is None else fx.GraphModule(state, graph)
+        return None if graph is None else bound(state, graph, "part")
 
     return {
-        of.border.batch_size: _Part(of.border, fx.GraphModule(state, of.forward), bind(of.backward)) for of in graphs
+        of.border.batch_size: _Part(of.border, bound(state, of.forward, "part"), bind(of.backward)) for of in graphs
     }
 
 

@@ -38,6 +38,15 @@ def test_one_step_of_each_backbone(key):
     assert [name for name in missing if not name.startswith(NO_GRADIENT.get(key, "(none)"))] == []
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "HunyuanImageTransformer2DModel"), reason="an older diffusers")
+def test_times_of_a_model_that_embeds_them_in_their_own_dtype():
+    model = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, patch_size=(1, 1), text_embed_dim=8, rope_axes_dim=(4, 4),
+    )  # fmt: skip
+    assert PredictionStep(model)(**example_inputs(model, 2)).isfinite()
+
+
 @pytest.mark.parametrize("key", ["UNet2DConditionModel/sdxl", "CogVideoXTransformer3DModel/rotary"])
 def test_a_model_without_weights_gets_the_same_shapes(key):
     real = pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), example_inputs(backbone(key), 3))
@@ -117,6 +126,14 @@ def test_an_output_without_a_tensor_is_refused():
 class Odd(Toy):
     def forward(self, sample, timestep, phase_of_moon):
         return sample
+
+
+def test_an_error_without_words_is_named():
+    def fails(y):
+        raise AssertionError
+
+    with pytest.raises(CompileError, match="made from its config .*: AssertionError; pass example_inputs"):
+        example_inputs(Toy(fails), 2)
 
 
 def test_an_unknown_argument_is_named():

@@ -401,6 +401,13 @@ def penalty(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h + gradient.sum()
 
 
+def frozen_in_forward(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.a.requires_grad_(False)
+    h = s.a(h)
+    s.a.requires_grad_(True)
+    return h
+
+
 def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
     s.scale = s.scale * 0.9 + h.detach().mean(0)
     return h * s.scale
@@ -419,6 +426,7 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
         (lambda s, h, y: Straight.apply(h), "the autograd function Straight hides its gradient from the trace"),
+        (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
         (penalty, "gradients computed inside forward"),
         (replaced_buffer, "forward replaces its buffer 'scale'"),

@@ -129,3 +129,23 @@ def test_a_model_changed_after_compiling_is_refused() -> None:
     next(model.parameters()).requires_grad_(False)
     with pytest.raises(fxpipe.CompileError, match=r"requires_grad=True, when compiled, and is now.*compile again"):
         program.local_engine()
+
+
+class NamedLikeFx(torch.nn.Module):
+    """Modules and a parameter called as attributes that an fx.GraphModule has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.code = torch.nn.Conv2d(2, 2, 3, padding=1), torch.nn.Conv2d(2, 2, 1)
+        self.meta = torch.nn.Parameter(torch.rand(2, 1, 1))
+
+    def forward(self, x: torch.Tensor, mean: bool = False) -> torch.Tensor:
+        y: torch.Tensor = self.code((self.graph(x) * self.meta).sin())
+        return y.square().mean() if mean else y
+
+
+def test_names_that_fx_has_taken() -> None:
+    model, x = NamedLikeFx().double(), torch.randn(4, 2, 6, 4, dtype=torch.float64)
+    found = fxpipe.compile(model, 2, example_inputs=(x, True), schedule="1f1b").verify(x, True)
+    assert found.ok, found
+    assert fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2}, patches=2).verify().ok

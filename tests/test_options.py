@@ -198,3 +198,19 @@ class Detached(nn.Module):
 def test_a_loss_without_gradient_is_refused() -> None:
     with pytest.raises(fxpipe.CompileError, match="nothing to train"):
         fxpipe.compile(Detached(), 2, example_inputs=(torch.randn(4, 4),))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "says"),
+    [
+        (nn.Flatten(), torch.ones(0, 3), r"the example has no samples: \{'input': \[0, 3\]\}; give at least one"),
+        (nn.Sequential(torch.jit.trace(nn.Tanh(), torch.ones(2, 3))), torch.ones(2, 3), "0 is a script of torch.jit"),
+    ],
+    ids=["no samples", "script"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_examples_without_samples_and_scripts_are_refused(model: nn.Module, x: torch.Tensor, says: str) -> None:
+    with pytest.raises(fxpipe.CompileError, match=says):
+        fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b")
+    with pytest.raises(fxpipe.CompileError, match=says):
+        fxpipe.compile_sampler(model, 2, example={"input": x}, sample={"input": 1}, patches=2)

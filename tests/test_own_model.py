@@ -148,6 +148,20 @@ def test_a_closed_engine_says_so(call: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), "none of the 34 parameters of Adapted .* train nothing"),
+        (None, "optimizer is None; give one of torch.optim"),
+    ],
+)
+def test_an_optimizer_of_something_else_is_refused(optimizer: Any, says: str) -> None:
+    engine = program(Adapted(), 2, ROWS[0], LINE).local_engine()
+    with pytest.raises(fxpipe.CompileError, match=says):
+        next(engine.train([batch(0, ROWS[0])], optimizer))
+    engine.close()
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [({"timeout": 0}, "timeout=0: give seconds, more than 0"), ({"device": "cuda"}, "compiled for cpu, not for cuda")],
 )

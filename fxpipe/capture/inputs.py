@@ -151,9 +151,15 @@ def describe(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int | None
 ) -> tuple[InputSpec, list[torch.Tensor]]:
     """The input spec of one example call, and its tensor leaves in order."""
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CompileError(f"{path or 'the model'} is a script of torch.jit, which hides its forward; leave it out")
     signature = inspect.signature(model.forward)
     named, tree = flatten(signature, args, kwargs)
     size = batch_size or _guess_batch(named)
+    if not size:
+        empty = {name: list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        raise CompileError(f"the example has no samples: {empty}; give at least one")
     leaves = []
     for name, value in named.items():
         tensor = isinstance(value, torch.Tensor)

@@ -63,6 +63,16 @@ def _refused(why: str, with_gradients: bool = False) -> Callable[..., Any]:
     return instead
 
 
+def _flag_kept(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
+    """Whether a parameter requires grad is read once, before forward, and holds for all of it."""
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad != value:
+        raise CaptureError(
+            f"forward sets requires_grad={value} on a parameter, which a graph cannot have for a part of it; freeze "
+            "before compiling, or call the module with torch.func.functional_call on detached parameters"
+        )
+    return func(tensor, value)
+
+
 def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
     if name.startswith("GeneratedBackwardFor_"):  # of an operation of torch.library, which the graph keeps
         return
@@ -135,4 +145,5 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _refused(_GRADIENT)),
+    **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__), _flag_kept),  # type: ignore[attr-defined]
 }

@@ -31,6 +31,7 @@ _LAYOUTS = (
 )
 # Models whose time runs over [0, 1); all others count training steps 0..999.
 _UNIT_TIME = r"Flux|AuraFlow|Lumina|StableCascade|StableAudio|QwenImage|Chroma|OvisImage|LongCat|PRX|Bria"
+_FLOAT_TIME = r"HunyuanDiT|HunyuanImage"  # they embed time in the dtype of `timestep`
 _TEXT_WIDTHS = (
     "joint_attention_dim", "text_embed_dim", "text_dim", "in_text_dim", "caption_channels", "cap_feat_dim",
     "context_in_dim", "encoder_hid_dim", "encoder_hidden_size", "cross_attention_input_dim", "cross_attention_dim",
@@ -132,7 +133,7 @@ def _time(s: Sizes) -> Tensor | None:
     if re.search(_UNIT_TIME, s.names):
         return s.uniform(batch)
     steps = s.integers(1000, batch)
-    return steps.to(s.dtype) if "HunyuanDiT" in s.names else steps  # HunyuanDiT embeds time in the dtype of `timestep`
+    return steps.to(s.dtype) if re.search(_FLOAT_TIME, s.names) else steps
 
 
 def _labels(s: Sizes) -> Tensor | None:

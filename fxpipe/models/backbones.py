@@ -158,7 +158,8 @@ def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
     except Exception as error:
         made = ", ".join(f"{name} {_describe(value)}" for name, value in inputs.items())
         raise CompileError(
-            f"{type(model).__name__} does not run on the inputs made from its config ({made}): {error}; "
+            f"{type(model).__name__} does not run on the inputs made from its config ({made}): "
+            f"{str(error) or type(error).__name__}; "
             "pass example_inputs, a dict with `target` and the model's own arguments"
         ) from error
 

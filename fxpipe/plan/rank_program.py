@@ -1,5 +1,6 @@
 """Rank programs: one straight-line FX graph per rank, the stage graphs it calls, and the messages between them."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -143,15 +144,32 @@ class RankProgram:
         places = nn.ModuleDict({name: nn.Module() for name in self.modules})
         root = fx.GraphModule(places, self.graph, class_name=f"rank_{self.rank}")
         for name, graph in self.modules.items():  # after it, or it would compile each of them again
-            root.add_module(name, fx.GraphModule(holder, graph, class_name=name))
+            root.add_module(name, bound(holder, graph, name))
         return root
 
 
+_OF_FX = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir(nn.Module()))
+
+
+def _place(name: str) -> str:
+    """Where a graph module holds it: under its own name, unless fx has an attribute that is called so."""
+    return f"_model.{name}" if name.partition(".")[0] in _OF_FX else name
+
+
+def bound(holder: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """The graph as a module, with the state of a `nest`."""
+    if any(_place(str(node.target)) != node.target for node in graph.find_nodes(op="get_attr")):
+        graph = copy.deepcopy(graph)
+        for node in graph.find_nodes(op="get_attr"):
+            node.target = _place(str(node.target))
+    return fx.GraphModule(holder, graph, class_name=name)
+
+
 def nest(state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A module tree that holds each tensor under its dotted name."""
+    """A module tree that holds each tensor under its dotted name, for `bound`."""
     root = nn.Module()
     for name, tensor in state.items():
-        *parents, leaf = name.split(".")
+        *parents, leaf = _place(name).split(".")
         module = root
         for part in parents:
             if part not in module._modules:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpipe.plan.rank_program import nest
+from fxpipe.plan.rank_program import bound, nest
 
 FORMS = ("fresh", "displaced", "last", "again")
 """fresh: all exchanges are of this step. displaced: others' values are of the step before. last: as displaced, without
@@ -82,4 +82,4 @@ class SampleProgram:
     def bind(self, state: Mapping[str, torch.Tensor], form: str = "fresh") -> fx.GraphModule:
         """The runnable module of a form, or of `once`, which shares `state`."""
         graph = self.once if form == "once" and self.once is not None else self.forms[form].graph
-        return fx.GraphModule(nest(state), graph, class_name=f"rank_{self.rank}_{form}")
+        return bound(nest(state), graph, f"rank_{self.rank}_{form}")

@@ -74,9 +74,10 @@ class StepPlan:
         if size > self.batch_size:
             raise CompileError(f"{self._has(size)}: compile with batch_size={size}")
         if size < self.fewest:
+            compiled = f", or compile with batch_size={size}" if size else ""
             raise CompileError(
                 f"{self._has(size)}, and the model is the same from {self.fewest} samples on; leave the last batch of "
-                f"an epoch out (drop_last=True), or compile with batch_size={size}"
+                f"an epoch out (drop_last=True){compiled}"
             )
 
     def _has(self, size: int) -> str:

@@ -86,7 +86,7 @@ class InductorStage(nn.Module):
     def __init__(self, name: str, graph: fx.Graph, eager: fx.GraphModule) -> None:
         super().__init__()
         self._name, self._graph, self._eager = name, graph, eager
-        paths = [str(node.target).rpartition(".") for node in graph.find_nodes(op="get_attr")]
+        paths = [str(node.target).rpartition(".") for node in eager.graph.find_nodes(op="get_attr")]
         self._weights = [(eager.get_submodule(path), leaf) for path, _, leaf in paths]
 
     def forward(self, *args: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import RunError
+from fxpipe.errors import CompileError, RunError
 from fxpipe.run.engine_base import EngineBase
 from fxpipe.run.shared_model import state_copy
 
@@ -101,6 +101,19 @@ class Unchanged:
                 f"({other[0]}, ...), as with adapters that were added later: no program knows them; put them in first, "
                 "then compile"
             )
+
+
+def require_own(optimizer: Any, model: nn.Module) -> None:
+    """Refuse an optimizer that would train nothing of the model, as far as it says what it trains."""
+    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
+        raise CompileError(f"optimizer is {optimizer!r}; give one of torch.optim over model.parameters()")
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    groups = getattr(optimizer, "param_groups", None)
+    if groups and not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise CompileError(
+            f"the optimizer has none of the {len(own)} parameters of {type(model).__name__} that are trained, and "
+            "would train nothing; make it over model.parameters()"
+        )
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

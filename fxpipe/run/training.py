@@ -35,7 +35,7 @@ from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
 from fxpipe.run.step_outputs import StepOutputs
-from fxpipe.run.trained_model import TrainedModel, Unchanged
+from fxpipe.run.trained_model import TrainedModel, Unchanged, require_own
 
 _log = logging.getLogger(__name__)
 
@@ -137,10 +137,12 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         When the loop is left, a further call with the same iterator goes on with what was read ahead.
 
         Raises:
-            CompileError: a batch does not fit the program; those before it have been trained on.
+            CompileError: a batch does not fit the program; those before it have been trained on. Or the optimizer has
+                none of the model's parameters.
             RunError: the loader has written into a batch that it gave, or a rank failed.
         """
         self._require_open("train")
+        require_own(optimizer, self._model)
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
         self._last_read = loader, reader
