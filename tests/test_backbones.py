@@ -132,7 +132,7 @@ def test_an_error_without_words_is_named():
     def fails(y):
         raise AssertionError
 
-    with pytest.raises(CompileError, match="made from its config .*: AssertionError; pass example_inputs"):
+    with pytest.raises(CompileError, match=r"made from its config .*: AssertionError; pass example_inputs"):
         example_inputs(Toy(fails), 2)
 
 
