@@ -139,6 +139,11 @@ def compile_sampler(
     captures = cache_folder(cache)
     if mode == "displaced" and norms == "sync" and stages not in (None, 1):
         raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' with stages")
+    for argument, given in {"sample": sample, "example": example}.items():
+        if given is not None and not isinstance(given, Mapping):
+            raise CompileError(f"{argument} is a {type(given).__name__}; give a dict by the names of arguments")
+    if not callable(observe):
+        raise CompileError(f"observe={observe!r}; give a function of (step's name, its result)")
     if sample is not None and not all(type(dim) is int for dim in sample.values()):
         raise CompileError(f"sample={dict(sample)}: dimensions are integers, {{'sample': 2}}")
 

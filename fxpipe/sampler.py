@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fxpipe.capture import Capture
+from fxpipe.capture.reach import reached
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -31,7 +32,7 @@ from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.calibration import Calibration, Recorder, calibrated
 from fxpipe.sampling.quality import measured, same_draws
 from fxpipe.sampling.spread import Spread
-from fxpipe.sampling.step import SampleStep
+from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.simulate import timeline
 
 Call = Mapping[str, Any] | Callable[[Callable[..., Any]], Any]
@@ -56,6 +57,16 @@ class SampleVerification:
         what = "exact" if self.ok else "NOT EXACT"
         where = f"{self.grid} {self.grid.axes}, {str(self.dtype).removeprefix('torch.')}"
         return f"{what}: prediction {self.error:.1e} off one device's, tolerance {self.tolerance:.0e} ({where})"
+
+
+def _least_precise(traced: Traced, dtype: torch.dtype) -> torch.dtype:
+    """Of the types that values made from rows have, down to the prediction's: patches sum in another order there."""
+    inputs = traced.captured.graph.find_nodes(op="placeholder")
+    rows = [node for node in inputs if node.meta["kind"] == "input" and node.meta["input"] in traced.rows]
+    values = [node.meta.get("val") for node in reached(rows, lambda node: node.users)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    used = {value.dtype.to_real() for value in tensors if value.is_floating_point() or value.is_complex()}
+    return max((dtype, *used), key=lambda found: _TOLERANCES.get(found, 5e-2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +238,8 @@ class Sampler:
         wide = torch.promote_types(wanted.dtype, torch.float32)
         scale = float(wanted.to(wide).abs().max()) or 1.0
         error = float((found.to(wide) - wanted.to(wide)).abs().max()) / scale
-        return SampleVerification(error, _TOLERANCES.get(wanted.dtype, 5e-2), wanted.dtype, step.grid)
+        computed = _least_precise(step.traced, wanted.dtype)
+        return SampleVerification(error, _TOLERANCES.get(computed, 5e-2), computed, step.grid)
 
     def _again(self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the last of a few equal steps predicts, a displaced one where there are such."""

@@ -408,6 +408,11 @@ def frozen_in_forward(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def data_set(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.a.weight.data = s.a.weight.data / 2
+    return s.a(h)
+
+
 def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
     s.scale = s.scale * 0.9 + h.detach().mean(0)
     return h * s.scale
@@ -429,6 +434,7 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
         (penalty, "gradients computed inside forward"),
+        (data_set, "forward sets the .data of a tensor"),
         (replaced_buffer, "forward replaces its buffer 'scale'"),
         (lambda s, h, y: s.a(h[:, :3]), r"module a: forward fails at .*linear.py:|module a: forward fails"),
         (lambda s, h, y: checkpoint(s.a, h[:, :3], use_reentrant=False), r"module a: forward fails.*reduction dim"),
@@ -449,7 +455,14 @@ def test_failed_trials_leave_no_noise(middle: Middle, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("middle", [lambda s, h, y: h + Straight.apply(y), lambda s, h, y: s.norm.eval()(h)])
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda s, h, y: h + Straight.apply(y),
+        lambda s, h, y: s.norm.eval()(h),
+        lambda s, h, y: h / s.a.weight.data.norm() + (h.data.round() - h.data),
+    ],
+)
 def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:
     exact(Step(middle), batch())
 

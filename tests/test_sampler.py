@@ -283,3 +283,17 @@ def test_a_plans_digest_is_the_same_in_every_process() -> None:
     targets = [node.target for program in exact(2).step.programs for node in program.graph.nodes]
     assert any(" at 0x" in str(target) for target in targets)
     assert not any(" at 0x" in name_of(target) for target in targets)
+
+
+class InFloat32(torch.nn.Module):
+    """Sums its rows in float32, whatever it is given, as linear attention does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.float().sum(2, keepdim=True).to(x.dtype)
+
+
+def test_what_is_computed_in_float32_is_judged_so() -> None:
+    x = torch.randn(2, 3, 12, 5, dtype=torch.float64)
+    sampler = fxpipe.compile_sampler(InFloat32(), 3, example={"x": x}, sample={"x": 2}, patches=3)
+    found = sampler.verify()
+    assert (found.ok, found.dtype, found.tolerance) == (True, torch.float32, 5e-5)

@@ -152,3 +152,16 @@ def test_a_cache_of_steps_is_refused() -> None:
     pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))
     with pytest.raises(FxpipeError, match=r"keeps values from step to step.* disable_cache\(\)"):
         fxpipe.compile_sampler(pipe, 2, example=call)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"sample": "x"}, "sample is a str; give a dict"),
+        ({"example": (1,)}, "example is a tuple; give a dict"),
+        ({"observe": 5}, "observe=5; give a function"),
+    ],
+)
+def test_arguments_of_wrong_types(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(fxpipe.CompileError, match=says):
+        fxpipe.compile_sampler(torch.nn.Identity(), 2, **given)

@@ -140,10 +140,13 @@ def _no_python_random() -> Iterator[None]:
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
 _HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
+_DATA = "forward sets the .data of a tensor, which a graph cannot; compute a new tensor, and update weights elsewhere"
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _refused(_GRADIENT)),
+    torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: lambda func, tensor: tensor.detach(),  # type: ignore[attr-defined]
     **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__), _flag_kept),  # type: ignore[attr-defined]
 }
