@@ -40,6 +40,13 @@ def check_counts(**counts: int | None) -> None:
             raise CompileError(f"{name} must be a positive integer, got {value!r}")
 
 
+def check_flags(**flags: bool | None) -> None:
+    """Every flag must be True or False, or None where it is left out."""
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise CompileError(f"{name}={value!r}; give True or False, or leave it out")
+
+
 def check_others(
     *,
     cost_model: Any,
@@ -70,8 +77,7 @@ def check_others(
         raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
     if shard not in (None, *SHARDS):
         raise CompileError(f"shard={shard!r}; give one of {', '.join(map(repr, SHARDS))}, or leave it out")
-    if offload_optimizer not in (None, True, False):
-        raise CompileError(f"offload_optimizer={offload_optimizer!r}; give True or False, or leave it out")
+    check_flags(offload_optimizer=offload_optimizer)
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 

@@ -22,7 +22,7 @@ from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, uncompiled
-from fxpipe.options import check_counts, check_patches, given_bytes, given_cluster, given_sample_plan
+from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.run.launch import join
 from fxpipe.run.ranks import Launched, LaunchedRank, LocalRanks, Ranks
@@ -133,6 +133,7 @@ def compile_sampler(
     """
     known = given_sample_plan(plan, world_size, cfg=cfg, stages=stages, fold=fold, patches=patches)
     check_counts(world_size=world_size, cfg=cfg, stages=stages, warmup=warmup, steps=steps)
+    check_flags(fold=fold, advance=advance, vae=vae)
     limit = given_bytes(memory_limit)
     check_patches(patches)
     _check_choices(mode=mode, norms=norms, text=text, attention=attention, sizes=sizes, objective=objective)

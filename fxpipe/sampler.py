@@ -234,6 +234,8 @@ class Sampler:
         step = self.denoiser.step(args, kwargs)
         with torch.no_grad():
             wanted = step.traced.returned.tensor(self.denoiser.module(*args, **kwargs))
+        if wanted.is_meta:
+            raise CompileError("a denoiser on the meta device has no weights, and predicts nothing to compare; load it")
         found = step.traced.returned.tensor(self._again(step, args, kwargs))
         wide = torch.promote_types(wanted.dtype, torch.float32)
         scale = float(wanted.to(wide).abs().max()) or 1.0

@@ -60,7 +60,10 @@ WRONG = [
     (["run", f"{TOY}:toy", "--steps", "0", "--world-size", "2"], "--steps"),
     (["sample", f"{TOY}:toy", "--world-size", "2"], "must return a pipeline"),
     (["sample", "examples/text_to_image.py:pipe"], "start under torchrun"),
-    (["sample", "examples/text_to_image.py:pipe", "--world-size", "2", "--cfg", "3"], "are not world_size=2 ranks"),
+    (
+        ["sample", "examples/text_to_image.py:pipe", "--world-size", "2", "--cfg", "3"],
+        "cfg=3 can't be world_size=2 ranks",
+    ),
 ]
 
 

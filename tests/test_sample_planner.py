@@ -192,6 +192,11 @@ def test_what_is_given_is_kept_and_few_steps_are_exact() -> None:
     assert compiled("U-Net", mode="displaced").plan.how.mode == "displaced"
 
 
+def test_one_stage_is_none() -> None:
+    how = {"cfg": 1, "patches": 2, "mode": "displaced", "warmup": 2}
+    assert compiled("U-Net", 2, stages=1, **how).plan == compiled("U-Net", 2, **how).plan
+
+
 def test_memory_decides() -> None:
     made = compiled("DiT")
     assert made.plan.expects is not None

@@ -163,7 +163,7 @@ def test_full_sizes_compile_without_weights(tmp_path: Path) -> None:
     ("world_size", "options", "says"),
     [
         (2, {"example": None}, "example is missing"),
-        (2, {"cfg": 3}, "are not world_size=2 ranks"),
+        (2, {"cfg": 3}, "cfg=3 can't be world_size=2 ranks"),
         (4, {"cfg": 4}, "a call has 2"),
         (64, {"patches": 64}, "64 patches of"),
     ],

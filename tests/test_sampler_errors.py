@@ -59,7 +59,7 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     "another call": (Denoiser(), 2, {"example": {**GIVEN, "noise": 1}}, "unexpected keyword argument 'noise'"),
     "no ranks": (Denoiser(), 0, {}, "world_size must be a positive integer, got 0"),
     "more ranks than rows": (Denoiser(), 13, {"cfg": 1}, "13 patches of 12 units .* use 12 patches or fewer"),
-    "ranks left over": (Denoiser(), 4, {"cfg": 3}, "are not world_size=4 ranks; leave one open"),
+    "ranks left over": (Denoiser(), 4, {"cfg": 3}, "cfg=3 can't be world_size=4 ranks"),
     "more groups than samples": (Denoiser(), 4, {"cfg": 4}, "cfg=4 groups of samples, but a call has 2; use cfg=2"),
     "random numbers": (
         Denoiser(lambda self, x, time: self.conv(x) + torch.randn_like(x)), 2, {},
@@ -160,6 +160,7 @@ def test_a_cache_of_steps_is_refused() -> None:
         ({"sample": "x"}, "sample is a str; give a dict"),
         ({"example": (1,)}, "example is a tuple; give a dict"),
         ({"observe": 5}, "observe=5; give a function"),
+        ({"fold": "yes"}, "fold='yes'; give True or False"),
     ],
 )
 def test_arguments_of_wrong_types(given: dict[str, Any], says: str) -> None:

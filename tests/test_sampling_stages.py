@@ -142,7 +142,7 @@ def test_a_dump_and_a_prediction_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("world_size", "how", "says"),
     [
-        (3, {"stages": 2}, "x stages=2 x patches=1 are not world_size=3 ranks"),
+        (3, {"stages": 2}, "cfg=1 x stages=2 can't be world_size=3 ranks"),
         (200, {"stages": 200}, r"the denoiser divides into \d+ blocks; use stages="),
     ],
 )

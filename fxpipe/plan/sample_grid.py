@@ -66,6 +66,7 @@ def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | N
     Raises:
         CompileError: the ranks cannot be used so.
     """
+    asked = {"cfg": cfg, "stages": stages, "patches": patches}
     columns = stages or 1
     ranks = world_size // columns  # of one stage
     if cfg is None:
@@ -73,11 +74,8 @@ def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | N
     if patches is None:
         patches = ranks // max(cfg, 1)
     if cfg < 1 or patches < 1 or cfg * columns * patches != world_size:
-        middle = "" if stages is None else f" x stages={stages}"
-        raise CompileError(
-            f"cfg={cfg} groups of samples{middle} x patches={patches} are not world_size={world_size} ranks; leave one "
-            "open"
-        )
+        told = " x ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+        raise CompileError(f"{told} can't be world_size={world_size} ranks; leave one open, or give other numbers")
     if cfg > batch_size:
         raise CompileError(
             f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(ranks, batch_size)}"
