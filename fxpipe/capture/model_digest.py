@@ -38,7 +38,8 @@ _FORMAT = 3  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
 _BY_FILE = ("torch", "fxpipe", "passes", "cost_models")  # wherever they are
 _UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
-_NOT_FORWARD = ("example_inputs", "__repr__", "extra_repr", "_abc_impl")
+_MADE = ("_CAN_RECORD_REGISTRY", "_can_set_experts_implementation_cached_value")  # notes of transformers, by class
+_NOT_FORWARD = ("example_inputs", "__repr__", "extra_repr", "_abc_impl", *_MADE)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice, numpy.dtype)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch._ops.OpOverload, PurePath)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset, types.MappingProxyType)
@@ -283,7 +284,7 @@ class _Digest:
         if self._strict:
             scopes += [vars(sys.modules[name]) for name in imported(value, where) if name in sys.modules]
         for scope in scopes:  # which grow
-            for name in (name for name in names if name in scope):
+            for name in (name for name in names if name in scope and name not in _MADE):
                 found = scope[name]
                 self._put("global", name)
                 if not isinstance(found, types.ModuleType):
