@@ -36,6 +36,7 @@ from passes.costs.work import StepWork
 from passes.placement.buckets import BUCKET_BYTES
 from passes.schedules.named import make_schedule
 from passes.step_ops import step_ops
+from passes.tuner.plans import tuned
 from passes.tuner.request import Request
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
@@ -293,18 +294,23 @@ def test_memory_decides_on_microbatches_and_recomputation() -> None:
     assert (hungry.setting, hungry.fits) == ("8 x 1 samples a rank, recomputed", False)
 
 
-def attempt(name: str, seconds: float, peak: int, built: list[str]) -> Attempt:
+def attempt(name: str, seconds: float, peak: int, built: list[str], num_samples: int = 1) -> Attempt:
     def write() -> StepOps:
         built.append(name)
         return StepOps([[Op("begin", "0F0"), Op("run", seconds=seconds, memory=Bytes(most=peak))]], [{}])
 
-    return Attempt(name, 0.9 * seconds, write)
+    return Attempt(name, 0.9 * seconds, num_samples, write)
 
 
 def test_only_what_may_win_is_built() -> None:
     built: list[str] = []
     rungs = [
-        [attempt("slow", 5.0, 1, built), attempt("large", 1.0, 99, built), attempt("good", 2.0, 10, built)],
+        [
+            attempt("slow", 5.0, 1, built),
+            attempt("large", 1.0, 99, built, num_samples=2),
+            attempt("larger", 1.1, 99, built, num_samples=4),
+            attempt("good", 2.0, 10, built),
+        ],
         [attempt("never", 1.0, 1, built)],
     ]
     found = best(case(limit_bytes=50), "x", rungs)
@@ -321,21 +327,24 @@ def test_frozen_work_in_idle_time_is_done_once_and_hides() -> None:
     """Two stages, one micro-batch each way: a third of the time is idle, which the frozen work fills."""
     edges = [edge(0, 1, num_bytes=1), Edge("z", "vae", (0,), ("conditioning",), 4, True, False)]
     of = case(2, ranks=2, batch_size=4, frozen_seconds=0.5, edges=edges, weight_bytes=10**6, cluster=network(1e5))
-    plain, filled = compare(of, Request("1f1b", 2, 4, stages=2, microbatches=2, data_parallel=1, fill="idle"))[-2:]
+    asked = Request("1f1b", 2, 4, stages=2, microbatches=2, data_parallel=1, fill="idle")
+    plain, filled = compare(of, asked)[-2:]
     assert (plain.name, filled.name) == ("fxpipe", "fxpipe, filled")
     assert plain.seconds == pytest.approx(2 * 0.5 + (2 + 1) * 6, rel=0.01)
     assert filled.seconds == pytest.approx((2 + 1) * 6, rel=0.01)
-    pieces = [
-        re.fullmatch(r"0T\[(\d+):(\d+)\]x(\d+):(\d+)", e.action) for e in filled.timeline.actions if e.kind == "T"
-    ]
+    found = tuned(of, asked).best
+    assert found.simulated is not None
+    ops = step_ops(of, found.placed, found.simulated.schedule, found.sizes(of))
+    frozen = [e for e in timeline(of, ops).actions if e.kind == "T"]
+    pieces = [re.fullmatch(r"0T\[(\d+):(\d+)\]x(\d+):(\d+)", e.action) for e in frozen]
     spans = [tuple(map(int, piece.groups())) for piece in pieces if piece]
     done = [(layer, sample) for a, b, c, d in spans for layer in range(a, b) for sample in range(c, d)]
     assert sorted(done) == [(layer, sample) for layer in range(2) for sample in range(4)]
-    assert sum(e.seconds for e in filled.timeline.actions if e.kind == "T") == pytest.approx(4 * 0.5, abs=0.1)
+    assert sum(e.seconds for e in frozen) == pytest.approx(4 * 0.5, abs=0.1)
 
 
 def row(name: str, seconds: float, fits: bool = True) -> Contestant:
-    return Contestant(name, "as it is", seconds, 10, 0.25, 2**20, 2**30, fits, Timeline((), 1))
+    return Contestant(name, "as it is", seconds, 10, 0.25, 2**20, 2**30, fits)
 
 
 def test_throughput_is_relative_to_the_fastest_baseline_that_fits() -> None:

@@ -1,12 +1,12 @@
 """What ways to train the same step on the same machines take: a row each, all from one simulator."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.table import Table
 
 from fxpipe.plan.block_graph import human_bytes
-from fxpipe.plan.timeline import Timeline, human_seconds
+from fxpipe.plan.timeline import human_seconds
 
 OURS = "fxpipe"
 
@@ -27,7 +27,6 @@ class Contestant:
     wire_bytes: int
     peak_bytes: int
     fits: bool
-    timeline: Timeline = field(repr=False, compare=False)
 
     @property
     def samples_per_second(self) -> float:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from fxpipe.show.comparison import OURS, Contestant
 from passes.case import Case
 from passes.comparison.baselines import baselines
-from passes.comparison.contest import contestant
+from passes.comparison.contest import walked_contestant
 from passes.comparison.fillers import fillers
-from passes.step_ops import step_ops
 from passes.tuner.plans import tuned
 from passes.tuner.request import Request
 from passes.tuner.search import Found
@@ -45,5 +44,4 @@ def ours(case: Case, request: Request) -> list[Contestant]:
 def _contestant(case: Case, name: str, found: Found) -> Contestant:
     best = found.best
     assert best.simulated is not None
-    ops = step_ops(case, best.placed, best.simulated.schedule, best.sizes(case))
-    return contestant(case, name, str(best.outcome), ops)
+    return walked_contestant(case, name, str(best.outcome), best.simulated.clock, best.simulated.wire_bytes)

@@ -78,7 +78,7 @@ def _local_attempt(case: Case, staged: Staged, count: int, sharded: bool) -> Att
     compute = frozen + busiest_seconds(ActionSeconds(case, staged), sizes)
     collectives = sharded_seconds(case, staged, count) if sharded else reduction_seconds(case, staged)
     write = partial(_write_local, case, staged, sizes, sharded)
-    return Attempt(setting + ", recomputed" * bool(staged.recompute), max(compute, collectives), write)
+    return Attempt(setting + ", recomputed" * bool(staged.recompute), max(compute, collectives), sizes[0], write)
 
 
 def _write_local(case: Case, staged: Staged, sizes: tuple[int, ...], sharded: bool) -> StepOps:
@@ -124,7 +124,7 @@ class _Line:
         sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
         bound = max(placed_seconds(self.case, staged, sizes, self.relayed), reduction_seconds(self.case, staged))
-        return Attempt(self._setting(count, sizes[0]), bound, partial(self._write, staged, sizes))
+        return Attempt(self._setting(count, sizes[0]), bound, sizes[0], partial(self._write, staged, sizes))
 
     def _staged(self, size: int) -> Staged:
         boundaries = linear(self.case.costs.at(size).total, self.stages, cut_bytes(self.case.graph))

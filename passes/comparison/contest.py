@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from fxpipe.show.comparison import Contestant
-from fxpipe.simulate import simulate, timeline
+from fxpipe.simulate import Clock, simulate
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.tuner.simulate import least_peaks
@@ -18,10 +18,12 @@ from passes.tuner.simulate import least_peaks
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to run the step, which takes `bound_seconds` or more; written and walked only if it may be the best."""
+    """One way to run the step, in micro-batches of `num_samples` at most, which takes `bound_seconds` or more; written
+    and walked only if it may be the best."""
 
     setting: str
     bound_seconds: float
+    num_samples: int
     write: Callable[[], StepOps]
 
 
@@ -29,34 +31,40 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
     """The fastest attempt of the first rung where any fits; the least hungry one where none does anywhere.
 
     Args:
-        ladder: attempts by preference, such as those without recomputation, then those with.
+        ladder: attempts by preference, such as those without recomputation, then those with. Of a rung what has no
+            smaller micro-batches than another that does not fit does not, either.
     """
     least: tuple[int, str, StepOps] | None = None  # bytes
     for rung in ladder:
-        found: tuple[float, str, StepOps] | None = None  # seconds
+        found: Contestant | None = None
+        too_large = inf  # samples of a micro-batch
         for attempt in sorted(rung, key=lambda a: a.bound_seconds):
-            if found is not None and attempt.bound_seconds >= found[0]:
+            if found is not None and attempt.bound_seconds >= found.seconds:
                 break
-            ops, seconds = attempt.write(), inf
+            if attempt.num_samples >= too_large:
+                continue
+            ops = attempt.write()
             needed = max(least_peaks(ops))
             if case.fits(needed):  # walked only then
-                walked = simulate(ops, case.cluster)
-                needed, seconds = walked.peak_bytes, walked.seconds
+                walked = contestant(case, name, attempt.setting, ops)
+                needed = walked.peak_bytes
+                if walked.fits and (found is None or walked.seconds < found.seconds):
+                    found = walked
             if not case.fits(needed):
+                too_large = attempt.num_samples
                 least = (needed, attempt.setting, ops) if least is None or needed < least[0] else least
-            elif found is None or seconds < found[0]:
-                found = seconds, attempt.setting, ops
         if found is not None:
-            return contestant(case, name, *found[1:])
+            return found
     return None if least is None else contestant(case, name, *least[1:])
 
 
 def contestant(case: Case, name: str, setting: str, ops: StepOps) -> Contestant:
-    """A row, with its timeline."""
-    walked = simulate(ops, case.cluster)
-    whole = walked.seconds * len(ops.ranks)
-    idle = sum(walked.idle_seconds) / whole if whole else 0.0
-    return Contestant(
-        name, setting, walked.seconds, case.batch_size, idle, ops.wire_bytes, walked.peak_bytes,
-        case.fits(walked.peak_bytes), timeline(ops, case.cluster),
-    )  # fmt: skip
+    """A row."""
+    return walked_contestant(case, name, setting, simulate(ops, case.cluster), ops.wire_bytes)
+
+
+def walked_contestant(case: Case, name: str, setting: str, clock: Clock, wire_bytes: int) -> Contestant:
+    whole = clock.seconds * len(clock.rank_bytes)
+    idle = sum(clock.idle_seconds) / whole if whole else 0.0
+    fits = case.fits(clock.peak_bytes)
+    return Contestant(name, setting, clock.seconds, case.batch_size, idle, wire_bytes, clock.peak_bytes, fits)
