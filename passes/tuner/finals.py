@@ -46,7 +46,7 @@ def _contenders(trials: Trials, found: Found) -> list[Trial]:
     contenders: dict[bool, dict[tuple[object, ...], Trial]] = {False: {}, True: {}}
     for trial in found.ranked:
         near = trial.bound_seconds <= _SLOWEST * best and trial.candidate.bound_seconds < _WORTH * best
-        if near and trial.is_ordered and trials.fits(trial) and trials.may_search(trial):
+        if near and trial.is_ordered and trial.too_large is None and trials.fits(trial) and trials.may_search(trial):
             key = replace(trial.placed, schedule=""), trial.candidate.microbatches
             contenders[trial.candidate.ahead].setdefault(key, trial)
     return [trial for of_form in contenders.values() for trial in list(of_form.values())[:_MOST_SEARCHED]]

@@ -35,39 +35,15 @@ Peaks = Callable[[Staged], tuple[Schedule, Sequence[Needs]]]
 
 
 def thriftier_stages(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float, gather: bool
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
 ) -> Iterator[Staged]:
-    """Other stages that fit, or nearly: what messages in flight add is not known yet; with blocks recomputed only where
-    a step may be `below` as many seconds. Where they may `gather`, also with weights shared out, and more so if nothing
-    else fits."""
-    others = list(_thriftier(case, candidate, staged, peaks, limit_bytes, below))
-    yield from others
-    if gather:
-        shared = replace(staged, sharded=True, gathered=True)
-        if most(peaks(shared)[1]) <= limit_bytes:
-            yield shared
-        elif not others:
-            yield from _thriftier(case, candidate, shared, peaks, limit_bytes, below)
-
-
-def _thriftier(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
-) -> Iterator[Staged]:
-    def cut(tried: Staged) -> Staged | None:
-        return cut_by_memory(case, candidate, tried, _totals(peaks), limit_bytes)
-
+    """Other stages that need less memory, and the same: with frozen weights on some ranks only, cut anew. What messages
+    in flight add is not known yet."""
     for tried in (staged, *_with_frozen_ranks(case, staged, peaks, limit_bytes)):
-        fits = most(peaks(tried)[1]) <= limit_bytes
-        if fits and tried is not staged:
-            yield tried
-        if not fits and (anew := cut(tried)):
-            yield anew
-        if below and not fits:
-            fitting = [*_recomputed(case, candidate, tried, peaks, limit_bytes, below)]
-            if not fitting and (anew := cut(replace(tried, recompute=_every_block(case)))):
-                anew = replace(anew, recompute=runs_within(tried.recompute, anew.boundaries))
-                fitting = [*_recomputed(case, candidate, anew, peaks, limit_bytes, below)]
-            yield from fitting
+        if most(peaks(tried)[1]) > limit_bytes:
+            anew = cut_by_memory(case, candidate, tried, _totals(peaks), limit_bytes)
+            yield from [] if anew is None else [anew]
+        yield tried
 
 
 def most(needed: Sequence[Needs]) -> int:
@@ -145,13 +121,28 @@ def _every_block(case: Case) -> tuple[Run, ...]:
 # -- recomputation
 
 
-def _recomputed(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
-) -> Iterator[Staged]:
-    """With the cheapest blocks recomputed that leave enough room, and as a whole where that is so, too."""
+def recomputed_bound(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> float:
+    """No step of these stages is shorter in which blocks are recomputed so that it fits."""
     schedule, needed = _totals(peaks)(staged)
-    if recomputed_seconds(case, candidate.shape, staged, schedule, needed, limit_bytes, candidate.ahead) >= below:
-        return
+    return recomputed_seconds(case, candidate.shape, staged, schedule, needed, limit_bytes, candidate.ahead)
+
+
+def recomputed_stages(
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
+) -> Iterator[Staged]:
+    """With the cheapest blocks recomputed that leave enough room, and as a whole where that is so, too; if no blocks
+    do, those of stages that are cut anew for it."""
+    found = [*_recomputed(case, candidate, staged, peaks, limit_bytes)]
+    if not found:
+        every = replace(staged, recompute=_every_block(case))
+        anew = cut_by_memory(case, candidate, every, _totals(peaks), limit_bytes)
+        if anew is not None:
+            anew = replace(anew, recompute=runs_within(staged.recompute, anew.boundaries))
+            found = [*_recomputed(case, candidate, anew, peaks, limit_bytes)]
+    yield from found
+
+
+def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
     found = fitting_runs(case, staged, num_samples, _totals(peaks), limit_bytes)
     if found is not None:

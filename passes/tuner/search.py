@@ -19,6 +19,9 @@ _MOST_ACTIONS = 200_000
 """Actions that are walked for either form of frozen work: some ten seconds of a core. What is left then is not walked,
 once something is known that fits."""
 
+_WORTH = 0.005
+"""Of the best's seconds: what does not fit and would gain less, were there memory enough, is not looked for in less."""
+
 _SAME = 0.0005
 """Of the best's seconds: less than this is not told as a difference."""
 
@@ -58,17 +61,18 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
                 push(Trial(candidate, candidate.bound_seconds))
         while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walked > most)):
             trial = heappop(heap)[-1]
+            if known and trial.too_large and trial.bound_seconds > (1 - _WORTH) * known[0].bound_seconds:
+                lost.append(trial)
+                continue
             for closer in trials.closer(trial):
                 if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
                     closer = trials.with_its_step(closer)
                     if not trials.fits(closer):
-                        for less in trials.thriftier(closer, trials.unseen(closer)):
-                            push(less)
+                        closer = trials.too_large(closer, trials.unseen(closer))
                 if not trials.fits(closer):
                     lost.append(closer)
                 elif closer.done:
                     known = sorted([*known, closer], key=lambda each: each.bound_seconds)
-                    trials.below = known[0].bound_seconds
                 else:
                     push(closer)
     if not known:

@@ -58,6 +58,15 @@ class Way:
     room: Room
 
 
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """What a trial lacks memory for: `unseen` bytes beside those of its training, of messages in flight and frozen
+    work; to be looked for are blocks that are `recomputed`, or all other ways first."""
+
+    unseen: int
+    recomputed: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Trial:
     """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
@@ -65,7 +74,8 @@ class Trial:
     Once it `is_ordered`, its order is the named one or, where there is one, `of_one`, of each of equal pipelines, or
     `schedule`. `simulated` is its step, or its training while the next batch's frozen work is to come, by some `way`;
     where some pipelines stand for all, that of these, until it is `done`. `needs` are bytes on the fullest rank; one
-    that `is_thrifty` was made to need less. `method` says how the order was found, `why` what it lost by.
+    that `is_thrifty` was made to need less. One that is `too_large` does not fit, and what needs less is yet to be
+    looked for. `method` says how the order was found, `why` what it lost by.
     """
 
     candidate: Candidate
@@ -80,6 +90,7 @@ class Trial:
     done: bool = False
     needs: int | None = None
     is_thrifty: bool = False
+    too_large: TooLarge | None = None
     method: str = ""
     why: str = ""
 

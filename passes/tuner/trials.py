@@ -36,12 +36,21 @@ from passes.tuner.bounds import (
     reduction_seconds,
     shares_may_slow,
 )
-from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, thriftier_stages
+from passes.tuner.memory import (
+    Needs,
+    Peaks,
+    made_bytes,
+    most,
+    needs_of,
+    recomputed_bound,
+    recomputed_stages,
+    thriftier_stages,
+)
 from passes.tuner.orders import Orders
 from passes.tuner.request import Request
 from passes.tuner.simulate import Simulated, simulate, simulated
 from passes.tuner.stand_ins import stand_ins
-from passes.tuner.trial import Filler, Room, Trial, Way
+from passes.tuner.trial import Filler, Room, TooLarge, Trial, Way
 
 _SLOWED = 1.02
 """By how much messages must slow a step for other places of frozen work to be looked at."""
@@ -52,14 +61,13 @@ _MOST_ROOMS = 1
 
 
 class Trials:
-    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were; only steps
-    `below` as many seconds are still wanted."""
+    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were."""
 
     def __init__(self, case: Case, request: Request) -> None:
         self.case, self.request = case, request
         self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
-        self.walked, self.below = 0, inf
+        self.walked = 0
         self._thrifty: set[tuple[Staged, int, bool]] = set()
         self._orders_of: dict[tuple[Staged, int, bool], Orders] = {}
         self._bounds: dict[tuple[int, int], float] = {}
@@ -67,7 +75,9 @@ class Trials:
 
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """The trial, known one step further; several where memory decides, none where nothing fits."""
-        if trial.staged is None:
+        if trial.too_large is not None:
+            yield from self._recomputed(trial) if trial.too_large.recomputed else self._thriftier(trial)
+        elif trial.staged is None:
             yield from self._place(trial)
         elif not trial.is_ordered:
             yield from self._ordered(trial)
@@ -79,7 +89,8 @@ class Trials:
             yield self._whole(trial)
 
     def fits(self, trial: Trial) -> bool:
-        return trial.needs is None or self.case.fits(trial.needs)
+        """Whether it does, as far as is known, or something that needs less is yet to be looked for."""
+        return trial.needs is None or trial.too_large is not None or self.case.fits(trial.needs)
 
     def may_search(self, trial: Trial) -> bool:
         """Whether an order can be searched for: of equal pipelines of several ranks, whose passes are all made."""
@@ -212,19 +223,60 @@ class Trials:
                 seconds = max(seconds, with_it)
         yield replace(trial, is_ordered=True, bound_seconds=seconds)
 
-    def thriftier(self, trial: Trial, unseen: int = 0) -> Iterator[Trial]:
-        """The same placement in less memory: weights shared out over replicas, frozen ones on some ranks only, stages
-        cut by memory, blocks recomputed; `unseen` bytes are left, of messages in flight and frozen work."""
+    def too_large(self, trial: Trial, unseen: int = 0) -> Trial:
+        """A trial that does not fit, whose placement may be had in less memory; `unseen` bytes are left, of messages in
+        flight and frozen work."""
         if self.case.limit_bytes is None or trial.is_thrifty:
+            return trial
+        return replace(trial, done=False, too_large=TooLarge(unseen))
+
+    def _thriftier(self, trial: Trial) -> Iterator[Trial]:
+        """The same placement in less memory: with frozen weights on some ranks only, cut by memory, with weights shared
+        out over replicas; of what still does not fit, blocks are to be recomputed."""
+        yield replace(trial, too_large=None)
+        limit = self._limit(trial)
+        peaks = self._peaks(trial)
+        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, peaks, limit):
+            yield from self._less(trial, staged)
+        shared = replace(trial.placed, sharded=True, gathered=True)
+        if self._may_gather(trial) and most(peaks(shared)[1]) <= limit:
+            yield from self._less(trial, shared)
+
+    def _less(self, trial: Trial, staged: Staged) -> Iterator[Trial]:
+        """The trial on stages that fit, or of which blocks are to be recomputed."""
+        peaks, limit, candidate = self._peaks(trial), self._limit(trial), trial.candidate
+        fits = most(peaks(staged)[1]) <= limit
+        key = staged, candidate.microbatches, candidate.ahead
+        if key in self._thrifty or not (fits or self._may_recompute):
             return
-        below = 0.0 if isinstance(self.request.recompute, bool) else self.below
-        how = self.case.limit_bytes - unseen, below, self._may_gather(trial)
-        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), *how):
-            key = staged, trial.candidate.microbatches, trial.candidate.ahead
-            if key not in self._thrifty:
-                self._thrifty.add(key)
-                bound = max(trial.bound_seconds, self._with_recomputed(trial, staged))
-                yield Trial(trial.candidate, bound, staged, is_thrifty=True)
+        self._thrifty.add(key)
+        if fits:
+            bound = max(trial.bound_seconds, self._with_recomputed(trial, staged))
+            yield Trial(candidate, bound, staged, is_thrifty=True)
+        else:
+            assert trial.too_large is not None
+            bound = max(trial.bound_seconds, recomputed_bound(self.case, candidate, staged, peaks, limit))
+            yield replace(
+                trial, bound_seconds=bound, staged=staged, too_large=replace(trial.too_large, recomputed=True)
+            )
+
+    def _recomputed(self, trial: Trial) -> Iterator[Trial]:
+        """With blocks recomputed; if none leave enough room, with weights shared out beside it."""
+        found = [*recomputed_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), self._limit(trial))]
+        if not found and self._may_gather(trial):
+            found = [replace(trial.placed, sharded=True, gathered=True)]
+        for staged in found:
+            yield from self._less(trial, staged)
+
+    def _limit(self, trial: Trial) -> int:
+        """Bytes that what is seen of a trial may need."""
+        assert self.case.limit_bytes is not None
+        assert trial.too_large is not None
+        return self.case.limit_bytes - trial.too_large.unseen
+
+    @property
+    def _may_recompute(self) -> bool:
+        return not isinstance(self.request.recompute, bool)
 
     def _with_recomputed(self, trial: Trial, staged: Staged) -> float:
         """No step is shorter that computes these blocks again."""
@@ -262,21 +314,29 @@ class Trials:
         only = self._first(trial)
         schedule = self._order(trial, only)
         ops = self._ops(trial, schedule, only)
-        needs = most(needs_of(self.case, trial.placed, schedule, ops, trial.candidate.ahead))
-        if not self.case.fits(needs):
-            yield replace(trial, needs=needs)
-            yield from self.thriftier(trial)
-            return
+        of_ranks = needs_of(self.case, trial.placed, schedule, ops, trial.candidate.ahead)
+        if trial.of_one is None and trial.schedule is None:
+            self._needs[trial.placed, trial.candidate.microbatches, trial.candidate.ahead] = schedule, of_ranks
+        needs = most(of_ranks)
         found, known = simulated(self.case, schedule, ops), trial.bound_seconds
+        if not self.case.fits(needs):
+            yield self.too_large(replace(trial, needs=needs, bound_seconds=self._if_it_fitted(trial, found)))
+            return
         trial = _known(trial, found, done=only is None and not trial.candidate.ahead)
         if not self.fits(trial):
-            yield trial
-            yield from self.thriftier(trial, found.peak_bytes - needs)
+            bound = self._if_it_fitted(trial, found)
+            yield self.too_large(replace(trial, bound_seconds=bound), found.peak_bytes - needs)
         elif trial.candidate.ahead:
             yield from self._to_fill(trial, found)
         else:
             yield trial
             yield from self._at_home(trial, known)
+
+    def _if_it_fitted(self, trial: Trial, training: Simulated) -> float:
+        """The bound on a step, were there memory enough: what needs less takes no less time."""
+        ahead = trial.candidate.ahead
+        filled = self._filled_seconds(trial, training, Room.everywhere(training.clock)) if ahead else training.seconds
+        return max(trial.bound_seconds, filled)
 
     def _to_fill(self, trial: Trial, training: Simulated) -> Iterator[Trial]:
         """The next batch's frozen work, in whichever idle time there is room for as many samples at once as promise
@@ -311,11 +371,11 @@ class Trials:
         assert trial.simulated is not None
         assert trial.way is not None
         found = self._with(trial, trial.simulated, trial.way, self._first(trial))
-        yield found
-        if not self.fits(found):
-            yield from self.thriftier(trial, self.unseen(found))
-        else:
+        if self.fits(found):
+            yield found
             yield from self._at_home(found, trial.bound_seconds)
+        else:
+            yield self.too_large(replace(trial, needs=found.needs), self.unseen(found))
 
     def with_its_step(self, trial: Trial) -> Trial:
         """With what a step on the same stages needs that does its own frozen work, where memory is limited."""
