@@ -36,20 +36,12 @@ from passes.tuner.bounds import (
     reduction_seconds,
     shares_may_slow,
 )
-from passes.tuner.memory import (
-    Needs,
-    Peaks,
-    made_bytes,
-    most,
-    needs_of,
-    recomputed_bound,
-    recomputed_stages,
-    thriftier_stages,
-)
+from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of
 from passes.tuner.orders import Orders
 from passes.tuner.request import Request
 from passes.tuner.simulate import Simulated, simulate, simulated
 from passes.tuner.stand_ins import stand_ins
+from passes.tuner.thrift import Thrift
 from passes.tuner.trial import Filler, Room, TooLarge, Trial, Way
 
 _SLOWED = 1.02
@@ -68,7 +60,7 @@ class Trials:
         self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
         self.walked = 0
-        self._thrifty: set[tuple[Staged, int, bool]] = set()
+        self._thrift = Thrift(case, request, self._peaks, self._may_gather)
         self._orders_of: dict[tuple[Staged, int, bool], Orders] = {}
         self._bounds: dict[tuple[int, int], float] = {}
         self._stand_ins: dict[tuple[tuple[int, ...], ...], list[int]] = {}
@@ -76,7 +68,7 @@ class Trials:
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """The trial, known one step further; several where memory decides, none where nothing fits."""
         if trial.too_large is not None:
-            yield from self._recomputed(trial) if trial.too_large.recomputed else self._thriftier(trial)
+            yield from self._thrift.closer(trial)
         elif trial.staged is None:
             yield from self._place(trial)
         elif not trial.is_ordered:
@@ -229,60 +221,6 @@ class Trials:
         if self.case.limit_bytes is None or trial.is_thrifty:
             return trial
         return replace(trial, done=False, too_large=TooLarge(unseen))
-
-    def _thriftier(self, trial: Trial) -> Iterator[Trial]:
-        """The same placement in less memory: with frozen weights on some ranks only, cut by memory, with weights shared
-        out over replicas; of what still does not fit, blocks are to be recomputed."""
-        yield replace(trial, too_large=None)
-        limit = self._limit(trial)
-        peaks = self._peaks(trial)
-        for staged in thriftier_stages(self.case, trial.candidate, trial.placed, peaks, limit):
-            yield from self._less(trial, staged)
-        shared = replace(trial.placed, sharded=True, gathered=True)
-        if self._may_gather(trial) and most(peaks(shared)[1]) <= limit:
-            yield from self._less(trial, shared)
-
-    def _less(self, trial: Trial, staged: Staged) -> Iterator[Trial]:
-        """The trial on stages that fit, or of which blocks are to be recomputed."""
-        peaks, limit, candidate = self._peaks(trial), self._limit(trial), trial.candidate
-        fits = most(peaks(staged)[1]) <= limit
-        key = staged, candidate.microbatches, candidate.ahead
-        if key in self._thrifty or not (fits or self._may_recompute):
-            return
-        self._thrifty.add(key)
-        if fits:
-            bound = max(trial.bound_seconds, self._with_recomputed(trial, staged))
-            yield Trial(candidate, bound, staged, is_thrifty=True)
-        else:
-            assert trial.too_large is not None
-            bound = max(trial.bound_seconds, recomputed_bound(self.case, candidate, staged, peaks, limit))
-            yield replace(
-                trial, bound_seconds=bound, staged=staged, too_large=replace(trial.too_large, recomputed=True)
-            )
-
-    def _recomputed(self, trial: Trial) -> Iterator[Trial]:
-        """With blocks recomputed; if none leave enough room, with weights shared out beside it."""
-        found = [*recomputed_stages(self.case, trial.candidate, trial.placed, self._peaks(trial), self._limit(trial))]
-        if not found and self._may_gather(trial):
-            found = [replace(trial.placed, sharded=True, gathered=True)]
-        for staged in found:
-            yield from self._less(trial, staged)
-
-    def _limit(self, trial: Trial) -> int:
-        """Bytes that what is seen of a trial may need."""
-        assert self.case.limit_bytes is not None
-        assert trial.too_large is not None
-        return self.case.limit_bytes - trial.too_large.unseen
-
-    @property
-    def _may_recompute(self) -> bool:
-        return not isinstance(self.request.recompute, bool)
-
-    def _with_recomputed(self, trial: Trial, staged: Staged) -> float:
-        """No step is shorter that computes these blocks again."""
-        candidate, seconds = trial.candidate, self.case.costs.at(trial.sizes(self.case)[-1]).forward_seconds
-        again = sum(seconds[block] for run in staged.recompute for block in range(*run))
-        return compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
 
     def _may_gather(self, trial: Trial) -> bool:
         """Whether weights may yet be shared out."""

@@ -1,0 +1,82 @@
+"""A placement in less memory: what may be done about a trial that is too large, the ways that take no time first.
+
+too large        ->   frozen weights on some ranks only, stages cut by memory, weights shared out over replicas
+                 ->   what still does not fit, with a bound on what recomputing takes
+of these         ->   blocks recomputed, exactly as many as it takes; if none do, with weights shared out beside it
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from fxpipe.plan.staged import Staged
+from passes.case import Case
+from passes.tuner.bounds import compute_seconds
+from passes.tuner.memory import Peaks, most, recomputed_bound, recomputed_stages, thriftier_stages
+from passes.tuner.request import Request
+from passes.tuner.trial import TooLarge, Trial
+
+
+@dataclass(frozen=True, eq=False)
+class Thrift:
+    """Every placement is looked at once. `peaks` are bytes per rank of a trial's shape with other stages; weights of
+    one that `may_gather` may be shared out."""
+
+    case: Case
+    request: Request
+    peaks: Callable[[Trial], Peaks]
+    may_gather: Callable[[Trial], bool]
+    _seen: set[tuple[Staged, int, bool]] = field(default_factory=set)
+
+    def closer(self, trial: Trial) -> Iterator[Trial]:
+        """What becomes of a trial that is too large; at first also itself, as one that does not fit."""
+        assert trial.too_large is not None
+        unseen = trial.too_large.unseen
+        if trial.too_large.recomputed:
+            found = self._recomputed(trial, unseen)
+        else:
+            yield replace(trial, too_large=None)
+            found = self._others(trial, unseen)
+        for staged in found:
+            yield from self._known(trial, staged, unseen)
+
+    def _limit(self, unseen: int) -> int:
+        """Bytes that what is seen of a trial may need."""
+        assert self.case.limit_bytes is not None
+        return self.case.limit_bytes - unseen
+
+    def _others(self, trial: Trial, unseen: int) -> Iterator[Staged]:
+        """Without recomputing more."""
+        peaks, limit = self.peaks(trial), self._limit(unseen)
+        yield from thriftier_stages(self.case, trial.candidate, trial.placed, peaks, limit)
+        shared = replace(trial.placed, sharded=True, gathered=True)
+        if self.may_gather(trial) and most(peaks(shared)[1]) <= limit:
+            yield shared
+
+    def _recomputed(self, trial: Trial, unseen: int) -> Iterator[Staged]:
+        """With blocks recomputed; if none leave enough room, with weights shared out, blocks yet to be chosen."""
+        limit = self._limit(unseen)
+        found = [*recomputed_stages(self.case, trial.candidate, trial.placed, self.peaks(trial), limit)]
+        if not found and self.may_gather(trial):
+            found = [replace(trial.placed, sharded=True, gathered=True)]
+        yield from found
+
+    def _known(self, trial: Trial, staged: Staged, unseen: int) -> Iterator[Trial]:
+        """The trial on stages that fit, or of which blocks are to be recomputed."""
+        peaks, limit, candidate = self.peaks(trial), self._limit(unseen), trial.candidate
+        fits = most(peaks(staged)[1]) <= limit
+        key = staged, candidate.microbatches, candidate.ahead
+        if key in self._seen or (not fits and isinstance(self.request.recompute, bool)):
+            return
+        self._seen.add(key)
+        if fits:
+            bound = max(trial.bound_seconds, self._with_recomputed(trial, staged))
+            yield Trial(candidate, bound, staged, is_thrifty=True)
+        else:
+            bound = max(trial.bound_seconds, recomputed_bound(self.case, candidate, staged, peaks, limit))
+            yield replace(trial, bound_seconds=bound, staged=staged, too_large=TooLarge(unseen, recomputed=True))
+
+    def _with_recomputed(self, trial: Trial, staged: Staged) -> float:
+        """No step is shorter that computes these blocks again."""
+        candidate, seconds = trial.candidate, self.case.costs.at(trial.sizes(self.case)[-1]).forward_seconds
+        again = sum(seconds[block] for run in staged.recompute for block in range(*run))
+        return compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
