@@ -9,6 +9,7 @@ frozen       what is idle, and the next batch's frozen work in it
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from operator import mul
 
 from fxpipe.cluster.network import Port
@@ -26,6 +27,7 @@ from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units
 
 _ROUNDING = 1e-9
+_HALVINGS = 10  # a thousandth of a forward
 
 
 def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, again_seconds: float = 0.0) -> float:
@@ -46,6 +48,19 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, ag
         ramped = once / (1 - (1 - 1 / of_pipeline) ** found.places)
     backward = times.input_gradient_seconds if splits else times.backward_seconds  # W is on nobody's way
     return max(ramped, load + frozen, sum(times.forward_seconds) + sum(backward))
+
+
+def most_again_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, below: float) -> float:
+    """Of a micro-batch's forwards: what may be computed twice in a step that takes `below` as many seconds."""
+    low, high = 0.0, sum(case.costs.at(-(-case.batch_size // microbatches)).forward_seconds)
+    if compute_seconds(case, found, microbatches, ahead, high) < below:
+        return inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if compute_seconds(case, found, microbatches, ahead, middle) < below else (low, middle)
+        )
+    return high
 
 
 def _frozen_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) -> float:

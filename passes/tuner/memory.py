@@ -15,9 +15,9 @@ from fxpipe.plan.staged import Run, Staged, runs_within, whole_stages
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.placement.frozen_ranks import frozen_ranks
-from passes.tuner.bounds import recomputed_seconds
+from passes.tuner.bounds import most_again_seconds, recomputed_seconds
 from passes.tuner.candidates import Candidate
-from passes.tuner.recompute import Ordered, fitting_runs
+from passes.tuner.recompute import ROUGH, Ordered, fitting_runs
 from passes.tuner.recut import cut_by_memory
 from passes.tuner.simulate import least_peaks
 
@@ -41,7 +41,7 @@ def thriftier_stages(
     in flight add is not known yet."""
     for tried in (staged, *_with_frozen_ranks(case, staged, peaks, limit_bytes)):
         if most(peaks(tried)[1]) > limit_bytes:
-            anew = cut_by_memory(case, candidate, tried, _totals(peaks), limit_bytes)
+            anew = cut_by_memory(case, candidate, tried, totals(peaks), limit_bytes)
             yield from [] if anew is None else [anew]
         yield tried
 
@@ -123,28 +123,31 @@ def _every_block(case: Case) -> tuple[Run, ...]:
 
 def recomputed_bound(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> float:
     """No step of these stages is shorter in which blocks are recomputed so that it fits."""
-    schedule, needed = _totals(peaks)(staged)
+    schedule, needed = totals(peaks)(staged)
     return recomputed_seconds(case, candidate.shape, staged, schedule, needed, limit_bytes, candidate.ahead)
 
 
 def recomputed_stages(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
 ) -> Iterator[Staged]:
-    """With the cheapest blocks recomputed that leave enough room, and as a whole where that is so, too; if no blocks
-    do, those of stages that are cut anew for it."""
-    found = [*_recomputed(case, candidate, staged, peaks, limit_bytes)]
+    """With the cheapest blocks recomputed that leave enough room, roughly, where a step may be `below` as many seconds,
+    and as a whole where there is room, too; if no blocks leave enough, those of stages that are cut anew for it."""
+    found = [*_recomputed(case, candidate, staged, peaks, limit_bytes, below)]
     if not found:
         every = replace(staged, recompute=_every_block(case))
-        anew = cut_by_memory(case, candidate, every, _totals(peaks), limit_bytes)
+        anew = cut_by_memory(case, candidate, every, totals(peaks), limit_bytes)
         if anew is not None:
             anew = replace(anew, recompute=runs_within(staged.recompute, anew.boundaries))
-            found = [*_recomputed(case, candidate, anew, peaks, limit_bytes)]
+            found = [*_recomputed(case, candidate, anew, peaks, limit_bytes, below)]
     yield from found
 
 
-def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
+def _recomputed(
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
+) -> Iterator[Staged]:
+    most_seconds = most_again_seconds(case, candidate.shape, candidate.microbatches, candidate.ahead, below)
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
-    found = fitting_runs(case, staged, num_samples, _totals(peaks), limit_bytes)
+    found = fitting_runs(case, staged, num_samples, totals(peaks), limit_bytes, most_seconds, ROUGH)
     if found is not None:
         yield found
     whole = replace(staged, recompute=whole_stages(staged.boundaries))
@@ -152,7 +155,9 @@ def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, 
         yield whole
 
 
-def _totals(peaks: Peaks) -> Ordered:
+def totals(peaks: Peaks) -> Ordered:
+    """The same of frozen weights and all else together."""
+
     def ordered(staged: Staged) -> tuple[Schedule, list[int]]:
         schedule, needed = peaks(staged)
         return schedule, [needs.total for needs in needed]

@@ -81,6 +81,8 @@ def tuned(case: Case, request: Request) -> Found:
     """All ways to use the ranks that were looked at, the best first."""
     trials = Trials(case, request)
     found = search(trials, candidates(case, request))
+    if (refined := trials.refined(found.best)) is not None:
+        found = Found((refined, *found.ranked[1:]))
     return finals(trials, found, request.budget_seconds) if request.is_open else found
 
 

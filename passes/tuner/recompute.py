@@ -32,10 +32,11 @@ from passes.case import Case
 
 _PARTS = 50_000
 """Bytes and seconds are counted in so many parts of all there are: solvers of whole numbers want small ones."""
-_LIMIT = 0.2
-"""Deterministic seconds for one place: 30 blocks are solved to the end in a tenth of that, 108 of a U-Net on one rank
-to within 1 % of the step."""
-
+ROUGH, FINE = 0.05, 1.0
+"""Deterministic seconds for one place, while plans are compared and for the best: 30 blocks are solved to the end in
+half of the first, 108 of a U-Net on one rank to within 2 % of a step, in the second to within 0.5 %."""
+_GAP = 0.03
+"""Of the least seconds: roughly, what is nearer is not looked for."""
 
 _MOST_TRIED = 4
 """Choices whose memory is counted in full: what the program leaves out, as temporaries, is that of the last one."""
@@ -44,11 +45,21 @@ Ordered = Callable[[Staged], tuple[Schedule, Sequence[int]]]
 """The order of stages, and what every rank needs in it."""
 
 
-def fitting_runs(case: Case, staged: Staged, num_samples: int, ordered: Ordered, limit_bytes: int) -> Staged | None:
+def fitting_runs(
+    case: Case,
+    staged: Staged,
+    num_samples: int,
+    ordered: Ordered,
+    limit_bytes: int,
+    most_seconds: float = inf,
+    effort: float = FINE,
+) -> Staged | None:
     """The same stages with blocks computed again so that they fit, those that are now among them; None where none do.
 
     Args:
         num_samples: of a micro-batch.
+        most_seconds: that a micro-batch's blocks on one place may take again.
+        effort: `ROUGH` or `FINE`.
     """
     schedule, needed = ordered(staged)
     all_places = places(case, staged, schedule, num_samples)
@@ -61,7 +72,7 @@ def fitting_runs(case: Case, staged: Staged, num_samples: int, ordered: Ordered,
             if most <= limit_bytes and runs[number] == always[number]:
                 continue
             beside = most - place.num_bytes(runs[number])
-            found = _known_cheapest(place, limit_bytes - beside, always[number])
+            found = _known_cheapest(place, limit_bytes - beside, always[number], most_seconds, effort)
             if found is None:
                 return best
             runs[number] = found
@@ -187,25 +198,32 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 # -- the program
 
 
-def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...]) -> tuple[Run, ...] | None:
+def _known_cheapest(
+    place: Place, budget_bytes: int, always: tuple[Run, ...], most_seconds: float, effort: float
+) -> tuple[Run, ...] | None:
     """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for."""
-    known = _answers(replace(place, ranks=()), always)
-    for needed, asked, runs in known:
-        if needed <= budget_bytes <= asked:
+    known = _answers(replace(place, ranks=()), always, effort)
+    for needed, asked, most, runs in known:
+        if needed <= budget_bytes <= asked and (runs is not None or most_seconds <= most):
             return runs
-    runs = cheapest(place, budget_bytes, always)
-    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, runs))
+    runs = cheapest(place, budget_bytes, always, most_seconds, effort)
+    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, most_seconds, runs))
     return runs
 
 
 @lru_cache(maxsize=256)
-def _answers(place: Place, always: tuple[Run, ...]) -> list[tuple[float, int, tuple[Run, ...] | None]]:
-    """Of one problem: bytes that they need, budgets they were asked for, and runs."""
+def _answers(
+    place: Place, always: tuple[Run, ...], effort: float
+) -> list[tuple[float, int, float, tuple[Run, ...] | None]]:
+    """Of one problem: bytes that they need, budgets and seconds they were asked for, and runs."""
     return []
 
 
-def cheapest(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> tuple[Run, ...] | None:
-    """The runs of a place that take least time and fit, with the blocks of `always`; None where none do."""
+def cheapest(
+    place: Place, budget_bytes: int, always: Sequence[Run] = (), most_seconds: float = inf, effort: float = FINE
+) -> tuple[Run, ...] | None:
+    """The runs of a place that take least time and fit, with the blocks of `always`; None where none do in
+    `most_seconds`."""
     model = cp_model.CpModel()
     blocks = [block for of_stage in place.blocks for block in of_stage]
     firsts = {of_stage[0] for of_stage in place.blocks}
@@ -233,11 +251,15 @@ def cheapest(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> tup
         model.add(held_bytes + anew <= max(-1, budget_bytes // unit))
 
     total = sum(place.seconds[block] for block in blocks) or 1.0
-    model.minimize(sum(max(1, round(place.seconds[b] / total * _PARTS)) * is_again for b, is_again in again.items()))
+    parts = sum(max(1, round(place.seconds[b] / total * _PARTS)) * is_again for b, is_again in again.items())
+    if most_seconds < total:
+        model.add(parts <= round(most_seconds / total * _PARTS) + len(blocks))  # each part is rounded
+    model.minimize(parts)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 2  # a knapsack's bounds are those of its relaxation
-    solver.parameters.max_deterministic_time = _LIMIT
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.relative_gap_limit = 0.0 if effort == FINE else _GAP
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return tuple(_runs([b for b in blocks if solver.value(again[b])], {b for b in joined if solver.value(joined[b])}))

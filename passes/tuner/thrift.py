@@ -27,12 +27,13 @@ class Thrift:
     may_gather: Callable[[Trial], bool]
     _seen: set[tuple[Staged, int, bool]] = field(default_factory=set)
 
-    def closer(self, trial: Trial) -> Iterator[Trial]:
-        """What becomes of a trial that is too large; at first also itself, as one that does not fit."""
+    def closer(self, trial: Trial, below: float) -> Iterator[Trial]:
+        """What becomes of a trial that is too large and may be `below` as many seconds; at first also itself, as one
+        that does not fit."""
         assert trial.too_large is not None
         unseen = trial.too_large.unseen
         if trial.too_large.recomputed:
-            found = self._recomputed(trial, unseen)
+            found = self._recomputed(trial, unseen, below)
         else:
             yield replace(trial, too_large=None)
             found = self._others(trial, unseen)
@@ -52,10 +53,10 @@ class Thrift:
         if self.may_gather(trial) and most(peaks(shared)[1]) <= limit:
             yield shared
 
-    def _recomputed(self, trial: Trial, unseen: int) -> Iterator[Staged]:
+    def _recomputed(self, trial: Trial, unseen: int, below: float) -> Iterator[Staged]:
         """With blocks recomputed; if none leave enough room, with weights shared out, blocks yet to be chosen."""
         limit = self._limit(unseen)
-        found = [*recomputed_stages(self.case, trial.candidate, trial.placed, self.peaks(trial), limit)]
+        found = [*recomputed_stages(self.case, trial.candidate, trial.placed, self.peaks(trial), limit, below)]
         if not found and self.may_gather(trial):
             found = [replace(trial.placed, sharded=True, gathered=True)]
         yield from found

@@ -36,8 +36,9 @@ from passes.tuner.bounds import (
     reduction_seconds,
     shares_may_slow,
 )
-from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of
+from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, totals
 from passes.tuner.orders import Orders
+from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
 from passes.tuner.simulate import Simulated, simulate, simulated
 from passes.tuner.stand_ins import stand_ins
@@ -53,13 +54,14 @@ _MOST_ROOMS = 1
 
 
 class Trials:
-    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were."""
+    """Looks at candidates; equal placements are made once. `walked` are the actions of all orders that were; only steps
+    `below` as many seconds are still wanted."""
 
     def __init__(self, case: Case, request: Request) -> None:
         self.case, self.request = case, request
         self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
-        self.walked = 0
+        self.walked, self.below = 0, inf
         self._thrift = Thrift(case, request, self._peaks, self._may_gather)
         self._orders_of: dict[tuple[Staged, int, bool], Orders] = {}
         self._bounds: dict[tuple[int, int], float] = {}
@@ -68,7 +70,7 @@ class Trials:
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """The trial, known one step further; several where memory decides, none where nothing fits."""
         if trial.too_large is not None:
-            yield from self._thrift.closer(trial)
+            yield from self._thrift.closer(trial, self.below)
         elif trial.staged is None:
             yield from self._place(trial)
         elif not trial.is_ordered:
@@ -98,8 +100,22 @@ class Trials:
         needed = [needs.total for needs in self._peaks(trial)(trial.placed)[1]]
         of_one, method = orders.searched(budget_seconds, self.case.limit_bytes, needed)
         bound = ordered_seconds(self.case, trial.placed, orders.alone(of_one))
-        known = Trial(trial.candidate, bound, trial.placed, True, of_one, is_thrifty=True, method=method)
-        found = self.finished(known, below)
+        return self._fitting(Trial(trial.candidate, bound, trial.placed, True, of_one, method=method), below)
+
+    def refined(self, trial: Trial) -> Trial | None:
+        """The same placement with the blocks that are recomputed chosen again, with more effort; None where that is no
+        faster."""
+        limit, size, placed = self.case.limit_bytes, trial.sizes(self.case)[0], trial.placed
+        always = self.request.runs(placed.boundaries)
+        if limit is None or isinstance(self.request.recompute, bool) or placed.recompute == always:
+            return None
+        every, peaks = replace(placed, recompute=always), totals(self._peaks(trial))
+        staged = fitting_runs(self.case, every, size, peaks, limit - self.unseen(trial))
+        return None if staged is None else self._fitting(Trial(trial.candidate, 0.0, staged), trial.bound_seconds)
+
+    def _fitting(self, trial: Trial, below: float) -> Trial | None:
+        """What becomes of a trial as it is, if it fits with its step, and is `below` as many seconds."""
+        found = self.finished(replace(trial, is_thrifty=True), below)
         with_step = None if found is None else self.with_its_step(found)
         return with_step if with_step is not None and self.fits(with_step) else None
 
