@@ -2,7 +2,7 @@
 
 too large        ->   frozen weights on some ranks only, stages cut by memory, weights shared out over replicas
                  ->   what still does not fit, with a bound on what recomputing takes
-of these         ->   blocks recomputed, exactly as many as it takes; if none do, with weights shared out beside it
+of these         ->   blocks recomputed, the cheapest that are enough
 """
 
 from collections.abc import Callable, Iterator
@@ -49,17 +49,13 @@ class Thrift:
         """Without recomputing more."""
         peaks, limit = self.peaks(trial), self._limit(unseen)
         yield from thriftier_stages(self.case, trial.candidate, trial.placed, peaks, limit)
-        shared = replace(trial.placed, sharded=True, gathered=True)
-        if self.may_gather(trial) and most(peaks(shared)[1]) <= limit:
-            yield shared
+        if self.may_gather(trial):
+            yield replace(trial.placed, sharded=True, gathered=True)
 
     def _recomputed(self, trial: Trial, unseen: int, below: float) -> Iterator[Staged]:
-        """With blocks recomputed; if none leave enough room, with weights shared out, blocks yet to be chosen."""
-        limit = self._limit(unseen)
-        found = [*recomputed_stages(self.case, trial.candidate, trial.placed, self.peaks(trial), limit, below)]
-        if not found and self.may_gather(trial):
-            found = [replace(trial.placed, sharded=True, gathered=True)]
-        yield from found
+        """With blocks recomputed."""
+        limit, peaks = self._limit(unseen), self.peaks(trial)
+        return recomputed_stages(self.case, trial.candidate, trial.placed, peaks, limit, below)
 
     def _known(self, trial: Trial, staged: Staged, unseen: int) -> Iterator[Trial]:
         """The trial on stages that fit, or of which blocks are to be recomputed."""
