@@ -24,6 +24,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.timeline import human_seconds
+from fxpipe.run.ownership import require_new
 from fxpipe.run.ranks import LocalRanks
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
@@ -90,6 +91,7 @@ class Recorder:
         self._changes: dict[str, list[list[float]]] = defaultdict(list)  # by stream, of every step but the first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        require_new(self.spread.module)
         step = self.spread.step(args, kwargs)
         if self.step is None:
             require_displaced(step.plan)
@@ -98,7 +100,8 @@ class Recorder:
         elif step is not self.step:
             raise CompileError("the call has steps of several kinds; calibrate a call whose steps are alike")
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
-        inputs, state = step.bind(tensors), self.spread.state(step.traced)
+        inputs = {name: tensor.clone() for name, tensor in step.bind(tensors).items()}  # a loop may write into its own
+        state = self.spread.state(step.traced)
         stream = self.stream_name or self.streams.stream(step, inputs)
         with torch.no_grad():
             prediction, values = self._module(inputs, state)

@@ -31,7 +31,7 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
     """The way that calls go now, the fastest exact one, and the `most` fastest of the others.
 
     Raises:
-        CompileError: the call's result has no numbers.
+        CompileError: the call's result has no numbers, or it is not the same call when it is made again.
     """
     alone = _OneDevice(spread)
     wanted = values_of(run(alone))
@@ -41,7 +41,7 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
     found = []
     for name, seconds, exact, chosen, step in ways:
         with spread.by(step):
-            decibels = psnr(values_of(run(spread)), wanted)
+            decibels = psnr(values_of(run(alone.same_start(spread))), wanted)
         found.append(Measured(name, seconds, decibels, exact, chosen))
     found.sort(key=lambda one: (one.seconds, -one.decibels))
     return Quality(tuple(found), _lowering(spread).setting.steps)
@@ -90,16 +90,44 @@ def _lowering(spread: Spread) -> Any:
 
 
 class _OneDevice:
-    """The module itself, which tells the programs that there are for its calls."""
+    """The module itself, which tells the programs that there are for its calls, and what the first one is given."""
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
         self.step: SampleStep | None = None
+        self._start: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.step = self.step or self.spread.step(args, kwargs)
+        step = self.spread.step(args, kwargs)
+        if self.step is None:
+            self.step, self._start = step, [given.clone() for given in _tensors(step, args, kwargs)]
+        elif step is not self.step:
+            raise CompileError("the call has steps of several kinds; measure a call whose steps are alike")
         with torch.no_grad():
             return self.spread.module(*args, **kwargs)
+
+    def same_start(self, predict: Callable[..., Any]) -> Callable[..., Any]:
+        """What predicts, in a call that must begin as this one did, or its result says nothing of a way."""
+        begun = False
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            nonlocal begun
+            if not begun:
+                assert self.step is not None
+                pairs = zip(_tensors(self.step, args, kwargs), self._start, strict=True)
+                if not all(torch.allclose(one.double(), first.double(), 1e-2, 1e-2) for one, first in pairs):
+                    raise CompileError(
+                        "the call is made once for every way, and begins with other numbers now, as with a generator "
+                        "from outside of its function: make generators, and what they draw, inside"
+                    )
+                begun = True
+            return predict(*args, **kwargs)
+
+        return checked
+
+
+def _tensors(step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [*step.bind(step.traced.captured.inputs.bind(args, kwargs)[0]).values()]
 
 
 def values_of(result: Any) -> torch.Tensor:
