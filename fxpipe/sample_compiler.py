@@ -211,6 +211,11 @@ def _denoiser_call(
     if not isinstance(model, nn.Module):
         raise CompileError(f"{type(model).__name__} is neither a pipeline nor a module")
     if example is None:
+        if not hasattr(model, "config"):
+            raise CompileError(
+                f"example is missing, and {type(model).__name__} has no config to make one from: give keyword "
+                "arguments of one call, {'sample': ...}"
+            )
         made = example_inputs(model, 2)
         return None, model, (), {key: value for key, value in made.items() if key != "target"}
     if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(dict(example))):

@@ -215,6 +215,8 @@ class Sampler:
     def _called(self, call: Call, predict: Callable[..., Any]) -> Any:
         """What a call returns, its denoiser's calls made by `predict`."""
         if not isinstance(call, Mapping):
+            if not callable(call):
+                raise CompileError(f"call is a {type(call).__name__}; give a pipeline's arguments, or a function")
             return call(predict)
         if self.name is None:
             raise CompileError(

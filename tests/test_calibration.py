@@ -163,6 +163,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "in turn": (lambda: compiled(stages=2, patches=2).calibrate(loop), "the plan has patches in turn, of which"),
     "one step": (lambda: compiled().calibrate(lambda predict: loop(predict, 1)), "a call of one step"),
     "slower": (lambda: compiled().calibrate(loop, -0.1), "slower=-0.1 is a share of a step's time"),
+    "no samples": (lambda: compiled().predict(noise()[:0], torch.ones(1).double()), "the call has no samples"),
+    "no call": (lambda: compiled().measure(3), "call is a int; give a pipeline's arguments, or a function"),  # type: ignore[arg-type]
     "no pipeline": (lambda: compiled().calibrate({"prompt": "a"}), "Small is no pipeline"),
     "two kinds": (lambda: compiled().calibrate(of_two_kinds), "steps of several kinds"),
     "no exchange": (lambda: compiled(plan=edited("halo conv2d_9")), "'halo conv2d_9' is to be kept fresh, but patches"),
