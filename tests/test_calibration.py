@@ -151,6 +151,10 @@ def of_two_kinds(predict: Callable[..., Tensor]) -> None:
         predict(sample=noise()[:count], time=torch.ones(1).double())
 
 
+def of_nothing(predict: Callable[..., Tensor]) -> Tensor:
+    return loop(lambda sample, time: predict(sample=sample * math.nan, time=time))
+
+
 def of_outside(draw: torch.Generator) -> Callable[..., Tensor]:
     def run(predict: Callable[..., Tensor]) -> Tensor:
         return predict(sample=torch.randn(2, 2, 12, 5, generator=draw).double(), time=torch.ones(1).double())
@@ -168,6 +172,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no pipeline": (lambda: compiled().calibrate({"prompt": "a"}), "Small is no pipeline"),
     "two kinds": (lambda: compiled().calibrate(of_two_kinds), "steps of several kinds"),
     "no exchange": (lambda: compiled(plan=edited("halo conv2d_9")), "'halo conv2d_9' is to be kept fresh, but patches"),
+    "no numbers": (lambda: compiled().calibrate(of_nothing), "values that are no finite numbers, whose change"),
+    "quality of no numbers": (lambda: compiled().measure(of_nothing), "values that are no finite numbers: nothing is"),
     "other numbers": (lambda: compiled().measure(of_outside(torch.Generator())), "begins with other numbers now"),
     "quality of two kinds": (lambda: compiled().measure(of_two_kinds), "measure a call whose steps are alike"),
     "no quality": (lambda: compiled().measure(lambda predict: (loop(predict), None)[1]), "nothing is measured"),
@@ -185,7 +191,17 @@ def test_quality_is_measured_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="reports are an extra")
     sampler = compiled()
     sampler.calibrate(loop, SOME)
-    quality = sampler.measure(loop)
+    streams: list[str | None] = []
+
+    def named(predict: Any) -> Tensor:
+        predict.stream_name = "prompt"  # as pipelines do
+        streams.append(sampler.denoiser.stream_name)
+        found = loop(predict)
+        predict.stream_name = None
+        return found
+
+    quality = sampler.measure(named)
+    assert streams == [None, *("prompt" for _ in quality.ways)]  # one device first
     assert [one.chosen for one in quality.ways].count(True) == 1
     by_way = {("kept fresh" in one.way, one.exact): one.decibels for one in quality.ways}
     wanted = loop(model())

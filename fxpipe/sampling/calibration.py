@@ -13,6 +13,7 @@ what it was.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -115,14 +116,17 @@ class Recorder:
         """Of every one of `keys`, over the steps that are displaced, or all where there are none.
 
         Raises:
-            CompileError: there were no two steps.
+            CompileError: there were no two steps, or values in them that are no numbers.
         """
         if self.step is None or not self._changes:
             raise CompileError("nothing changes in a call of one step: calibrate one of several steps")
         of_steps = [
             change for of_stream in self._changes.values() for change in of_stream[self.step.warmup - 1 :] or of_stream
         ]
-        return [sum(one) / len(one) for one in zip(*of_steps, strict=True)]
+        found = [sum(one) / len(one) for one in zip(*of_steps, strict=True)]
+        if not all(map(isfinite, found)):
+            raise CompileError("the call's steps have values that are no finite numbers, whose change tells nothing")
+        return found
 
 
 def require_displaced(plan: SamplePlan) -> None:

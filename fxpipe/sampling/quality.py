@@ -37,11 +37,13 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
     wanted = values_of(run(alone))
     if alone.step is None or not wanted.numel():
         raise CompileError("the call predicts nothing, or returns no tensors and no images: nothing is measured")
+    if not wanted.isfinite().all():
+        raise CompileError("the call's result on one device has values that are no finite numbers: nothing is near it")
     ways = [*_ways(spread, alone.step, most)]
     found = []
     for name, seconds, exact, chosen, step in ways:
         with spread.by(step):
-            decibels = psnr(values_of(run(alone.same_start(spread))), wanted)
+            decibels = psnr(values_of(run(_Again(spread, alone))), wanted)
         found.append(Measured(name, seconds, decibels, exact, chosen))
     found.sort(key=lambda one: (one.seconds, -one.decibels))
     return Quality(tuple(found), _lowering(spread).setting.steps)
@@ -95,35 +97,52 @@ class _OneDevice:
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
         self.step: SampleStep | None = None
-        self._start: list[torch.Tensor] = []
+        self.start: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self.spread.step(args, kwargs)
         if self.step is None:
-            self.step, self._start = step, [given.clone() for given in _tensors(step, args, kwargs)]
+            self.step, self.start = step, [given.clone() for given in _tensors(step, args, kwargs)]
         elif step is not self.step:
             raise CompileError("the call has steps of several kinds; measure a call whose steps are alike")
         with torch.no_grad():
             return self.spread.module(*args, **kwargs)
 
-    def same_start(self, predict: Callable[..., Any]) -> Callable[..., Any]:
-        """What predicts, in a call that must begin as this one did, or its result says nothing of a way."""
-        begun = False
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            nonlocal begun
-            if not begun:
-                assert self.step is not None
-                pairs = zip(_tensors(self.step, args, kwargs), self._start, strict=True)
-                if not all(torch.allclose(one.double(), first.double(), 1e-2, 1e-2) for one, first in pairs):
-                    raise CompileError(
-                        "the call is made once for every way, and begins with other numbers now, as with a generator "
-                        "from outside of its function: make generators, and what they draw, inside"
-                    )
-                begun = True
-            return predict(*args, **kwargs)
+class _Again:
+    """What predicts, in a call that must begin as that on one device did, or its result says nothing of a way."""
 
-        return checked
+    def __init__(self, spread: Spread, first: _OneDevice) -> None:
+        self._spread, self._first, self._begun = spread, first, False
+
+    @property
+    def stream_name(self) -> str | None:
+        """As a pipeline names it for what it calls."""
+        return self._spread.stream_name
+
+    @stream_name.setter
+    def stream_name(self, name: str | None) -> None:
+        self._spread.stream_name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._begun:
+            self._require_same(args, kwargs)
+        self._begun = True
+        return self._spread(*args, **kwargs)
+
+    def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._first.step is not None
+        pairs = zip(_tensors(self._first.step, args, kwargs), self._first.start, strict=True)
+        if not all(one.shape == before.shape and _near(one, before) for one, before in pairs):
+            raise CompileError(
+                "the call is made once for every way, and begins with other numbers now, as with a generator from "
+                "outside of its function: make generators, and what they draw, inside"
+            )
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for what a device rounds otherwise each time; other draws are far off."""
+    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
 def _tensors(step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
