@@ -238,7 +238,8 @@ class Program:
                 noticed within seconds, whatever this is.
             weights: of a model on the meta device, by its names: a checkpoint of `save`, a safetensors file or a folder
                 of such; a dict of these by component ({"unet": "model/unet", "vae": "model/vae"}), or of tensors. A
-                rank reads what it trains or computes with, and holds nothing else. Make optimizers after it.
+                rank reads what it trains or computes with, and holds nothing else; what is not on the meta device stays
+                as it is. Make optimizers after it.
         """
         from fxpipe.run.transport.distributed import DistributedTransport
 

@@ -162,7 +162,7 @@ def compile_sampler(
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
     price = priced(cost_model, known.cost_model if known else "", network)
     by = shared_cost_model(price, world_size)
-    how = How(mode, warmup, norms, advance and stages in (None, 1)) if mode == "displaced" else EXACT
+    how = How(mode, warmup, norms, advance is not False and stages in (None, 1)) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
     asked = replace(asked, speeds=network.speeds[:world_size])
     texts = str(network), priced_name(price, by)
@@ -175,7 +175,7 @@ def compile_sampler(
         args, kwargs = _requests(denoiser, lowering, args, kwargs)
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
-    decoder = _decoder_of(model) if vae and name is not None else None
+    decoder = _decoder_of(model) if vae is not False and name is not None else None
     image = Request(world_size, None, None, None, None, EXACT)
     of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None, setting=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
@@ -211,6 +211,11 @@ def _denoiser_call(
     if not isinstance(model, nn.Module):
         raise CompileError(f"{type(model).__name__} is neither a pipeline nor a module")
     if example is None:
+        if not hasattr(model, "config"):
+            raise CompileError(
+                f"example is missing, and {type(model).__name__} has no config to make one from: give keyword "
+                "arguments of one call, {'sample': ...}"
+            )
         made = example_inputs(model, 2)
         return None, model, (), {key: value for key, value in made.items() if key != "target"}
     if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(dict(example))):

@@ -195,7 +195,12 @@ class Sampler:
         exact layout, and by the `most` fastest of the others that the planner considers; each is compiled for it.
 
         Args:
-            call: as for `calibrate`; generators among a pipeline's arguments are left as they are.
+            call: as for `calibrate`, but made several times: generators among a pipeline's arguments are left as they
+                are, a function makes its own.
+
+        Raises:
+            CompileError: the call has steps of several kinds, begins with other numbers when it is made again, or
+                returns none.
         """
         check_counts(most=most)
         state = torch.get_rng_state()
@@ -210,6 +215,8 @@ class Sampler:
     def _called(self, call: Call, predict: Callable[..., Any]) -> Any:
         """What a call returns, its denoiser's calls made by `predict`."""
         if not isinstance(call, Mapping):
+            if not callable(call):
+                raise CompileError(f"call is a {type(call).__name__}; give a pipeline's arguments, or a function")
             return call(predict)
         if self.name is None:
             raise CompileError(

@@ -81,6 +81,12 @@ def sampled(sampler: Sampler) -> Tensor:
         return loop(sampler.predict)
 
 
+def loop_in_place(predict: Callable[..., Tensor]) -> Tensor:
+    """The same, which writes into the tensor that it hands over."""
+    handed = noise()
+    return loop(lambda sample, time: predict(sample=handed.copy_(sample), time=time))
+
+
 @cache
 def plain() -> Tensor:
     return sampled(compiled())
@@ -90,6 +96,7 @@ def test_all_fresh_is_exact_mode_and_none_is_as_before() -> None:
     sampler, wanted = compiled(), loop(model())
     assert sampler.calibrate(loop, 0).fresh == () == sampler.plan.how.fresh
     assert torch.equal(sampled(sampler), plain())
+    assert compiled(advance=None).plan == compiled(advance=True).plan  # left out
     found = sampler.calibrate(loop, math.inf)
     assert {name.split()[0] for name in found.fresh} == {"halo", "moments", "gather"}
     assert len(found.fresh) == len(found.exchanges) == 5
@@ -130,6 +137,8 @@ def test_changes_are_what_a_run_by_hand_has() -> None:
     changes = [float((b - a).norm() / b.norm()) for a, b in pairwise(seen)]
     found = {one.name: one.change for one in compiled(warmup=3).calibrate(loop).exchanges}
     assert found["halo conv2d"] == pytest.approx(sum(changes[2:]) / len(changes[2:]), rel=1e-12)
+    in_place = compiled(warmup=3).calibrate(loop_in_place).exchanges
+    assert {one.name: one.change for one in in_place} == pytest.approx(found, rel=1e-9)
 
 
 def edited(text: str) -> SamplePlan:
@@ -142,14 +151,31 @@ def of_two_kinds(predict: Callable[..., Tensor]) -> None:
         predict(sample=noise()[:count], time=torch.ones(1).double())
 
 
+def of_nothing(predict: Callable[..., Tensor]) -> Tensor:
+    return loop(lambda sample, time: predict(sample=sample * math.nan, time=time))
+
+
+def of_outside(draw: torch.Generator) -> Callable[..., Tensor]:
+    def run(predict: Callable[..., Tensor]) -> Tensor:
+        return predict(sample=torch.randn(2, 2, 12, 5, generator=draw).double(), time=torch.ones(1).double())
+
+    return run
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "exact": (lambda: compiled(mode="exact").calibrate(loop), "the plan has all exchanges fresh: no exchange of it"),
     "in turn": (lambda: compiled(stages=2, patches=2).calibrate(loop), "the plan has patches in turn, of which"),
     "one step": (lambda: compiled().calibrate(lambda predict: loop(predict, 1)), "a call of one step"),
     "slower": (lambda: compiled().calibrate(loop, -0.1), "slower=-0.1 is a share of a step's time"),
+    "no samples": (lambda: compiled().predict(noise()[:0], torch.ones(1).double()), "the call has no samples"),
+    "no call": (lambda: compiled().measure(3), "call is a int; give a pipeline's arguments, or a function"),  # type: ignore[arg-type]
     "no pipeline": (lambda: compiled().calibrate({"prompt": "a"}), "Small is no pipeline"),
     "two kinds": (lambda: compiled().calibrate(of_two_kinds), "steps of several kinds"),
     "no exchange": (lambda: compiled(plan=edited("halo conv2d_9")), "'halo conv2d_9' is to be kept fresh, but patches"),
+    "no numbers": (lambda: compiled().calibrate(of_nothing), "values that are no finite numbers, whose change"),
+    "quality of no numbers": (lambda: compiled().measure(of_nothing), "values that are no finite numbers: nothing is"),
+    "other numbers": (lambda: compiled().measure(of_outside(torch.Generator())), "begins with other numbers now"),
+    "quality of two kinds": (lambda: compiled().measure(of_two_kinds), "measure a call whose steps are alike"),
     "no quality": (lambda: compiled().measure(lambda predict: (loop(predict), None)[1]), "nothing is measured"),
 }  # fmt: skip
 
@@ -165,7 +191,17 @@ def test_quality_is_measured_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="reports are an extra")
     sampler = compiled()
     sampler.calibrate(loop, SOME)
-    quality = sampler.measure(loop)
+    streams: list[str | None] = []
+
+    def named(predict: Any) -> Tensor:
+        predict.stream_name = "prompt"  # as pipelines do
+        streams.append(sampler.denoiser.stream_name)
+        found = loop(predict)
+        predict.stream_name = None
+        return found
+
+    quality = sampler.measure(named)
+    assert streams == [None, *("prompt" for _ in quality.ways)]  # one device first
     assert [one.chosen for one in quality.ways].count(True) == 1
     by_way = {("kept fresh" in one.way, one.exact): one.decibels for one in quality.ways}
     wanted = loop(model())

@@ -66,6 +66,22 @@ def test_an_optimizer_works_on_copies() -> None:
     failing.remove()
     engine.sync_model()  # as any call of the engine
     assert all(p.data_ptr() == addresses[p] and p.grad is gradients[p][0] for p in gradients)
+    failing = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        optimizer.step()
+    failing.remove()
+    for p in gradients:
+        assert p.grad is not None
+        p.grad.mul_(0.5)  # what is done to gradients before the engine is called again
+    kept, *zeroed = gradients
+    for p in zeroed:
+        p.grad = None
+    engine.sync_model()
+    assert kept.grad is not None
+    torch.testing.assert_close(kept.grad, 0.5 * gradients[kept][1], rtol=0.0, atol=0.0)
+    assert all(p.grad is None and p.data_ptr() == addresses[p] for p in zeroed)
+    for p, (gradient, _) in gradients.items():
+        p.grad = gradient
     optimizer.step()
     assert while_stepping == first, "the same memory on the host, step after step"
     assert all(p.data_ptr() == addresses[p] and p.grad is gradients[p][0] for p in gradients)

@@ -76,6 +76,9 @@ def from_files(folder: str) -> dict[str, Any]:
         with pytest.raises((fxpipe.RunError, fxpipe.CompileError)) as caught:
             program.engine(weights=weights)
         said.append(str(caught.value))
+    whole = fxpipe.compile(Adapted(), 3, example_inputs=batch(0, ROWS[0]), schedule="1f1b", microbatches=2)
+    with pytest.raises(fxpipe.RunError, match="weights= is for a model on the meta device, and this one has its"):
+        whole.engine(weights=folder)
     model.shift = Adapted().shift  # no file has it
     engine = program.engine(seed=SEED, weights=folder)
     sizes = held(model), held(Adapted())

@@ -56,6 +56,7 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     "no such dimension": (Denoiser(), 2, {"sample": {"sample": 4}}, "it has no dimension 4"),
     "no dimension": (Denoiser(), 2, {"sample": {"sample": "H"}}, "dimensions are integers"),
     "no call": (Denoiser(), 2, {"example": {}}, "has no tensor; give keyword arguments of Denoiser"),
+    "no example": (Denoiser(), 2, {"example": None}, "example is missing, and Denoiser has no config to make one from"),
     "another call": (Denoiser(), 2, {"example": {**GIVEN, "noise": 1}}, "unexpected keyword argument 'noise'"),
     "no ranks": (Denoiser(), 0, {}, "world_size must be a positive integer, got 0"),
     "more ranks than rows": (Denoiser(), 13, {"cfg": 1}, "13 patches of 12 units .* use 12 patches or fewer"),

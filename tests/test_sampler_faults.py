@@ -167,6 +167,7 @@ def released() -> dict[str, Any]:
     said["again"] = torch.equal(staged.predict(**given), found) and not staged.release()
     for name, refused in {
         "run": lambda: loop.model(**given), "saved": loop.model.state_dict, "by rows": lambda: loop(),
+        "calibrated": lambda: staged.calibrate(lambda predict: predict(**given)),
     }.items():  # fmt: skip
         with pytest.raises(RunError) as caught:
             refused()
@@ -183,7 +184,7 @@ def test_a_rank_holds_the_weights_of_its_stage_alone() -> None:
         assert one["again"]
         assert one["bytes"] == whole - one["left"] > 0
         assert "were released on this rank, which samples without them; load the model again" in one["run"]
-        assert one["saved"] == one["run"]
+        assert one["saved"] == one["calibrated"] == one["run"]
         assert re.search("reads . weights .* that rank . has released; make every kind of call", one["by rows"])
 
 

@@ -33,35 +33,39 @@ def keep_on_host(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def put_back(parameters: Iterable[nn.Parameter]) -> None:
-    """Those that an optimizer which raised has left on the host: values and gradients are as they were before it."""
+    """Those that an optimizer which raised has left on the host: values are as they were before it, and gradients as
+    they are there, where `zero_grad` or a clip finds them."""
     for parameter in parameters if _on_device else ():
         if parameter in _on_device:
-            parameter.grad = None
-            parameter.data, parameter.grad = _on_device.pop(parameter)
+            value, gradient = _on_device.pop(parameter)
+            since, parameter.grad = parameter.grad, None
+            parameter.data = value
+            if since is not None:
+                parameter.grad = gradient.copy_(since)
 
 
 @contextmanager
 def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Around `load_state_dict`, which puts states where parameters are: these are on the host, without memory there."""
-    there = [p for p in _hosted(optimizer) if not p.is_meta]
-    for parameter in there:
-        _on_device[parameter] = parameter.data, parameter.grad
+    there = [(p, p.data, p.grad) for p in _hosted(optimizer) if not p.is_meta]
+    for parameter, _, _ in there:
         nothing = torch.empty((), dtype=parameter.dtype, device=HOST)
         parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
     try:
         yield
     finally:
-        put_back(there)
+        for parameter, value, gradient in there:
+            parameter.data, parameter.grad = value, gradient
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    put_back(_hosted(optimizer))
     updated = [p for p in _hosted(optimizer) if p.grad is not None]
     if updated and (args[1:] or kwargs.get("closure") is not None):
         raise RunError(
             "optimizer.step(closure) where the plan keeps optimizer states on the host: a closure would run the model "
             "while its weights are there; call engine.step, then optimizer.step() without one"
         )
-    put_back(updated)
     for parameter in updated:
         assert parameter.grad is not None
         _on_device[parameter] = parameter.data, parameter.grad

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import RunError
-from fxpipe.run.ownership import empty, fill, is_empty
+from fxpipe.run.ownership import empty, fill, is_empty, owners
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.folders import checkpoints
 
@@ -75,8 +75,13 @@ def without_memory(model: nn.Module, given: Readers, device: torch.device) -> No
     Optimizers over the parameters that it had are refused when they step: they would train nothing.
 
     Raises:
-        RunError: a buffer has no value.
+        RunError: a buffer has no value, or all parameters have theirs already.
     """
+    if not any(p.is_meta or is_empty(p) or owners(p) for p in model.parameters()):
+        raise RunError(
+            "weights= is for a model on the meta device, and this one has its weights, which would stay as they are; "
+            "make it under torch.device('meta'), or load them with load_state_dict"
+        )
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     lacking = [name for name in buffers if name not in given]
     if lacking:

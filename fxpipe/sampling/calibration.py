@@ -13,6 +13,7 @@ what it was.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.timeline import human_seconds
+from fxpipe.run.ownership import require_new
 from fxpipe.run.ranks import LocalRanks
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
@@ -90,6 +92,7 @@ class Recorder:
         self._changes: dict[str, list[list[float]]] = defaultdict(list)  # by stream, of every step but the first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        require_new(self.spread.module)
         step = self.spread.step(args, kwargs)
         if self.step is None:
             require_displaced(step.plan)
@@ -98,7 +101,8 @@ class Recorder:
         elif step is not self.step:
             raise CompileError("the call has steps of several kinds; calibrate a call whose steps are alike")
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
-        inputs, state = step.bind(tensors), self.spread.state(step.traced)
+        inputs = {name: tensor.clone() for name, tensor in step.bind(tensors).items()}  # a loop may write into its own
+        state = self.spread.state(step.traced)
         stream = self.stream_name or self.streams.stream(step, inputs)
         with torch.no_grad():
             prediction, values = self._module(inputs, state)
@@ -112,14 +116,17 @@ class Recorder:
         """Of every one of `keys`, over the steps that are displaced, or all where there are none.
 
         Raises:
-            CompileError: there were no two steps.
+            CompileError: there were no two steps, or values in them that are no numbers.
         """
         if self.step is None or not self._changes:
             raise CompileError("nothing changes in a call of one step: calibrate one of several steps")
         of_steps = [
             change for of_stream in self._changes.values() for change in of_stream[self.step.warmup - 1 :] or of_stream
         ]
-        return [sum(one) / len(one) for one in zip(*of_steps, strict=True)]
+        found = [sum(one) / len(one) for one in zip(*of_steps, strict=True)]
+        if not all(map(isfinite, found)):
+            raise CompileError("the call's steps have values that are no finite numbers, whose change tells nothing")
+        return found
 
 
 def require_displaced(plan: SamplePlan) -> None:

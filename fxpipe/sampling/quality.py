@@ -31,17 +31,19 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
     """The way that calls go now, the fastest exact one, and the `most` fastest of the others.
 
     Raises:
-        CompileError: the call's result has no numbers.
+        CompileError: the call's result has no numbers, or it is not the same call when it is made again.
     """
     alone = _OneDevice(spread)
     wanted = values_of(run(alone))
     if alone.step is None or not wanted.numel():
         raise CompileError("the call predicts nothing, or returns no tensors and no images: nothing is measured")
+    if not wanted.isfinite().all():
+        raise CompileError("the call's result on one device has values that are no finite numbers: nothing is near it")
     ways = [*_ways(spread, alone.step, most)]
     found = []
     for name, seconds, exact, chosen, step in ways:
         with spread.by(step):
-            decibels = psnr(values_of(run(spread)), wanted)
+            decibels = psnr(values_of(run(_Again(spread, alone))), wanted)
         found.append(Measured(name, seconds, decibels, exact, chosen))
     found.sort(key=lambda one: (one.seconds, -one.decibels))
     return Quality(tuple(found), _lowering(spread).setting.steps)
@@ -90,16 +92,61 @@ def _lowering(spread: Spread) -> Any:
 
 
 class _OneDevice:
-    """The module itself, which tells the programs that there are for its calls."""
+    """The module itself, which tells the programs that there are for its calls, and what the first one is given."""
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
         self.step: SampleStep | None = None
+        self.start: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.step = self.step or self.spread.step(args, kwargs)
+        step = self.spread.step(args, kwargs)
+        if self.step is None:
+            self.step, self.start = step, [given.clone() for given in _tensors(step, args, kwargs)]
+        elif step is not self.step:
+            raise CompileError("the call has steps of several kinds; measure a call whose steps are alike")
         with torch.no_grad():
             return self.spread.module(*args, **kwargs)
+
+
+class _Again:
+    """What predicts, in a call that must begin as that on one device did, or its result says nothing of a way."""
+
+    def __init__(self, spread: Spread, first: _OneDevice) -> None:
+        self._spread, self._first, self._begun = spread, first, False
+
+    @property
+    def stream_name(self) -> str | None:
+        """As a pipeline names it for what it calls."""
+        return self._spread.stream_name
+
+    @stream_name.setter
+    def stream_name(self, name: str | None) -> None:
+        self._spread.stream_name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._begun:
+            self._require_same(args, kwargs)
+        self._begun = True
+        return self._spread(*args, **kwargs)
+
+    def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._first.step is not None
+        pairs = zip(_tensors(self._first.step, args, kwargs), self._first.start, strict=True)
+        if not all(one.shape == before.shape and _near(one, before) for one, before in pairs):
+            raise CompileError(
+                "the call is made once for every way, and begins with other numbers now, as with a generator from "
+                "outside of its function: make generators, and what they draw, inside"
+            )
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for what a device rounds otherwise each time; other draws are far off."""
+    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+def _tensors(step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [*step.bind(step.traced.captured.inputs.bind(args, kwargs)[0]).values()]
 
 
 def values_of(result: Any) -> torch.Tensor:

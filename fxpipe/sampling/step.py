@@ -50,6 +50,8 @@ class Traced:
             _, size = self.captured.inputs.bind(args, kwargs, shapes_alone=True)
         except CompileError:
             return None
+        if not size:
+            raise CompileError("the call has no samples; give at least one")
         return size if self.captured.batch or size == self.captured.inputs.batch_size else None
 
 
