@@ -20,16 +20,20 @@ def together(
     patches: Sequence[tuple[Sequence[Item], int]], links: Links, column: int, waits: Waits
 ) -> tuple[Sequence[float], float]:
     """When each of some patches beside each other ends, and the seconds in which links are busy. Each is one of so many
-    alike; their exchanges are the same, and are there for one when the last of the others has come to them."""
-    walks = [_walked(items) for items, _ in patches]
+    alike; their exchanges are the same, and are there for one when the last of the others has come to them: of those
+    that tell it something, where these are all patches there are."""
+    walks, every = [_walked(items) for items, _ in patches], len(patches) == links.grid.patches
     at, free, busy = [next(walk) for walk in walks], [0.0] * len(walks), 0.0
     while (told := at[0][1]) is not None:
         way, clocks = links.of_patches(told, column), [clock for clock, _ in at]
         busy += way.seconds
         if waits(told):
             for own, (_, count) in enumerate(patches):
-                others = (clock for place, clock in enumerate(clocks) if count > 1 or place != own)
-                free[own] = max(free[own], *others) + way.until_there
+                if every:
+                    others = [clocks[source] for source, target, size in told.sent if target == own and size]
+                else:
+                    others = [clock for place, clock in enumerate(clocks) if count > 1 or place != own]
+                free[own] = max(free[own], *others) + way.until_there if others else 0.0
         at = [walk.send((there, way.taken)) for walk, there in zip(walks, free, strict=True)]
     assert all(told is None for _, told in at), "patches tell each other different things"
     return [clock for clock, _ in at], busy

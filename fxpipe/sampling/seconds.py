@@ -77,11 +77,20 @@ def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, f
             operand, num_groups = node.args
             found[node] = own_seconds(model, row_ops.moments, operand.meta["val"], num_groups)  # type: ignore[union-attr]
             found[node] += own_seconds(model, row_ops.merge_moments, [value, value], [1, 1])
+        elif node.target is exchanges.halo and not isinstance(node.args[-1], str):
+            border = _border_bytes(node, value)
+            found[node] = model.moving_seconds(value.nbytes, value.nbytes) + model.moving_seconds(0, border)
         elif _is_own(node) and not node.kwargs and (operation := Operation.of_node(node)) is not None:
             found[node] = model.chain_seconds(_kernels(operation))
         elif isinstance(value, torch.Tensor):
             found[node] = model.moving_seconds(value.nbytes, value.nbytes)
     return found
+
+
+def _border_bytes(node: fx.Node, value: torch.Tensor) -> int:
+    """Of the rows that a patch at the image's border puts in place of a neighbour's: it is what the others wait for."""
+    _, dim, above, below, end, _ = cast(tuple[Any, ...], node.args)
+    return value.nbytes // value.shape[dim] * max(above, below, end)
 
 
 def _attention(node: fx.Node) -> fx.Node:
