@@ -56,6 +56,17 @@ class Links:
         ranks = range(self.grid.of_copy)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst).until_there
 
+    def to_columns(self, column: int, num_bytes: int) -> float:
+        """A prediction from every patch of a column to those of all others."""
+        groups, patches, others = range(self.grid.groups), range(self.grid.patches), range(self.grid.stages)
+        return self._at_once(
+            (self._rank(group, column, patch), self._rank(group, other, patch), num_bytes)
+            for group in groups
+            for patch in patches
+            for other in others
+            if other != column
+        ).until_there
+
     def of_groups(self, sizes: Sequence[int]) -> list[float]:
         """Until every group's prediction of so many bytes is at all others, where all are told at once."""
         groups, patches = range(self.grid.groups), range(self.grid.patches)

@@ -22,7 +22,8 @@ from fxpipe.costs.table import CostTable
 from fxpipe.plan import displaced_ops, ops, row_ops
 from passes.sampling import exchanges
 
-_VIEWS = (operator.getitem, ops.slice_batch, row_ops.edge_rows, displaced_ops.unpack, displaced_ops.done)
+_VIEWS = (operator.getitem, ops.slice_batch, row_ops.edge_rows, displaced_ops.unpack, displaced_ops.done,
+          exchanges.passed_on)  # fmt: skip
 _OWN = (row_ops.__name__, displaced_ops.__name__)
 _META = torch.device("meta")
 
