@@ -1,6 +1,6 @@
 """Columns of ranks, samples or patches one after the other through them: cells of the line, hops between them.
 
-Where ranks have different speeds, the slowest of all groups and copies counts for every rank of a group.
+Where a copy's ranks have different speeds, the slowest of all groups counts for each rank of a group.
 """
 
 from collections import Counter

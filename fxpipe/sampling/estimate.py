@@ -20,5 +20,8 @@ from fxpipe.sampling.planning import Choices
 def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
     """Of a call of so many steps on this cluster, whose ranks have these speeds; all the same where left out."""
     if made.spans is not None:
-        return Columns(case, made, cluster, speeds).estimate(steps)
+        size = made.grid.of_copy
+        copies = {tuple(speeds[first : first + size]) for first in range(0, len(speeds) or 1, size)}
+        found = [Columns(case, made, cluster, own).estimate(steps) for own in copies]
+        return max(found, key=lambda one: one.seconds)
     return estimated(case, made, cluster, steps, speeds)
