@@ -4,8 +4,9 @@
     attn 1     1.9 ms    1.1 ms     1.6 ms       -> ulysses
     attn 2     0.2 ms    3 heads    0.4 ms       -> gather: 4 patches cannot share 3 heads
 
-A layer's messages go right before it, so its time is that of its own graph, at the speed of every rank. Where patches are not alike a ring also
-hides what one waits for another, which only a whole step shows: a kind that is nearly as fast is tried for all layers.
+A layer's messages go right before it, so its time is that of its own graph, at the speed of every rank. Where patches
+are not alike a ring also hides what one waits for another, which only a whole step shows: a kind that is nearly as fast
+is tried for all layers.
 """
 
 from collections.abc import Sequence
@@ -101,9 +102,7 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence
     return [*found]
 
 
-def _seconds(
-    case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind, speeds: Sequence[float]
-) -> float:
+def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind, speeds: Sequence[float]) -> float:
     """Until the last patch has done a layer."""
     size, seen = _size(case, made), patches_seen(made, speeds)
     each = []

@@ -34,9 +34,7 @@ class Pace:
     held_bytes: int
 
 
-def estimated(
-    case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()
-) -> Estimate:
+def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
     """Of a call of so many steps, by the slowest copy; `speeds` are of all ranks."""
     grid, links, known = made.grid, Links(cluster, made.grid), dict[object, Pace]()
     sizes = [stop - start for start, stop in grid.spans(case.num_samples)]

@@ -45,7 +45,14 @@ def operation_seconds(
 
 def _call(node: fx.Node) -> object:
     """An operation, its numbers, and what its tensors are like."""
-    return node.target, _plain(node.args), _plain(tuple(node.kwargs.items())), _like(node.meta.get("val"))
+    given = _plain(node.args), _plain(tuple(node.kwargs.items()))
+    return node.target, *given, _like(node.meta.get("val")), _num_parts(node)
+
+
+def _num_parts(node: fx.Node) -> int:
+    """Of what is gathered, those that are joined one by one: text, rows, or several runs of rows; else 0."""
+    state = node.meta["exchange"].state if node.target is exchanges.gather else None
+    return 0 if state is None or state.plain is not None else len(state.parts)
 
 
 def _plain(value: Any) -> Any:
@@ -79,8 +86,11 @@ def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, f
             found[node] = own_seconds(model, row_ops.moments, operand.meta["val"], num_groups)  # type: ignore[union-attr]
             found[node] += own_seconds(model, row_ops.merge_moments, [value, value], [1, 1])
         elif node.target is exchanges.halo and not isinstance(node.args[-1], str):
-            border = _border_bytes(node, value)
-            found[node] = model.moving_seconds(value.nbytes, value.nbytes) + model.moving_seconds(0, border)
+            borders = (0, _border_bytes(node, value)), (0, 0)
+            found[node] = model.chain_seconds([*borders, (value.nbytes, value.nbytes)])
+        elif _num_parts(node) > 1:
+            each = value.nbytes // _num_parts(node)
+            found[node] = model.chain_seconds([(each, each)] * _num_parts(node) + [(value.nbytes, value.nbytes)])
         elif _is_own(node) and not node.kwargs and (operation := Operation.of_node(node)) is not None:
             found[node] = model.chain_seconds(_kernels(operation))
         elif isinstance(value, torch.Tensor):
