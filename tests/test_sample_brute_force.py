@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.cluster import Cluster
+from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.attention import with_attention
@@ -150,3 +153,24 @@ def test_so_are_all_choices(name: str, objective: Objective, world_size: int) ->
     for mode in HOWS:
         for on in CLUSTERS:
             check(name, world_size, objective, mode, on, 6)
+
+
+@settings(max_examples=6)
+@given(st.sampled_from([*MODELS]), st.integers(1, 3), st.integers(2, 6), st.integers(1, 8), st.sampled_from([*HOWS]),
+       st.sampled_from([(1.25e6, 1e-3), (1e8, 5e-5), (1e10, 2e-5), (2.4e11, 1e-5)]), st.booleans())  # fmt: skip
+def test_a_plan_keeps_what_it_promises(
+    name: str, samples: int, world_size: int, steps: int, mode: Any, wire: tuple[float, float], shared: bool
+) -> None:
+    """And is no slower than one device, on any wire, with few steps."""
+    link = Link("custom", *wire, duplex=not shared, shared=shared)
+    made = fxpipe.compile_sampler(
+        MODELS[name]().double(), world_size, example={"x": noise(samples, 3, 16, 8), "text": noise(samples, 5, 8)},
+        sample={"x": 2}, cost_model=planner.DEVICE, steps=steps, mode=mode, warmup=1,
+        cluster=Cluster("A100-80GB", (Level(world_size, link),)),
+    )  # fmt: skip
+    expects, channels = made.plan.expects, made.traffic(made.step.sequence(steps)[-1]).channels
+    assert expects is not None
+    assert expects.seconds <= expects.alone_seconds
+    assert expects.seconds == pytest.approx(made.simulate(steps).makespan_seconds, rel=0.05)
+    received = [sum(size for (_, dst), size in channels.items() if dst == rank) for rank in range(world_size)]
+    assert expects.wire_bytes == pytest.approx(max(received), rel=0.02)

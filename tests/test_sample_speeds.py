@@ -14,6 +14,7 @@ from fxpipe.errors import CompileError
 from fxpipe.sampler import Sampler
 from passes.sampling.patches import shared_bounds
 from tests.denoisers import noise
+from tests.test_sample_brute_force import TwoStreams
 from tests.test_sample_planner import DEVICE, model
 
 CALL = {"x": noise(2, 3, 64, 8), "text": noise(2, 5, 8)}
@@ -59,6 +60,22 @@ def test_what_is_left_open_is_chosen_by_speeds() -> None:
     assert slow.plan.expects is not None
     assert slow.plan.expects.seconds < compiled("4xA100*1,1,1,0.25", cfg=2).simulate(6).makespan_seconds
     assert Cluster.parse(slow.plan.cluster).speeds == (1, 1, 1, 0.25)
+
+
+def test_kinds_of_attention_are_chosen_by_speeds() -> None:
+    """Heads are shared evenly, so a slow rank is waited for: what is best among equal ranks is not."""
+    torch.manual_seed(0)
+    given = {"example": {"x": noise(2, 3, 16, 8), "text": noise(2, 5, 8)}, "sample": {"x": 2}, "cost_model": DEVICE}
+    given |= {"cfg": 1, "patches": 2, "steps": 4}
+    nets = TwoStreams().double()
+    alike, slow = (fxpipe.compile_sampler(nets, 2, cluster=f"2xA100{speeds}", **given) for speeds in ("", "*1,0.25"))
+    assert set(alike.plan.attention) == {"ulysses"}
+    assert set(slow.plan.attention) == {"gather"}
+    shared = fxpipe.compile_sampler(nets, 2, cluster="2xA100*1,0.25", attention="ulysses", **given)
+    assert slow.simulate(4).makespan_seconds < shared.simulate(4).makespan_seconds / 1.5
+    for made in (alike, slow, shared):
+        assert made.plan.expects is not None
+        assert made.plan.expects.seconds == pytest.approx(made.simulate(4).makespan_seconds, rel=0.03)
 
 
 def test_speeds_are_of_every_device_and_for_sampling() -> None:

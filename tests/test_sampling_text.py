@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.models.backbones import prediction_of
 from fxpipe.run.sampling import LocalRun
+from fxpipe.sampler import Sampler
 from passes.sampling.text import balanced_bounds
 from tests.denoisers import case, noise
 from tests.lockstep import Lockstep
@@ -66,8 +67,19 @@ def test_where_rows_read_text_otherwise_every_patch_has_it(
     sizes = [len(program.graph.nodes) for program in sampler.step.programs]
     assert (sizes[1] < sizes[0]) is not mixes
     assert ("text='first': other patches read it beside its keys" in str(sampler.plan)) is not is_seen
+    assert sampler.plan.expects is not None
+    simulated = sampler.simulate(sampler.plan.expects.steps).makespan_seconds
+    assert sampler.plan.expects.seconds == pytest.approx(simulated, rel=0.05)
+    assert sampler.plan.expects.wire_bytes == _received(sampler)
     everyone = fxpipe.compile_sampler(Joint(mixes).double(), 3, patches=3, example=example, sample=sample, text="all")
     assert len(everyone.step.programs[1].graph.nodes) == len(everyone.step.programs[0].graph.nodes)
+    assert (sampler.plan.expects == everyone.plan.expects) is mixes
+
+
+def _received(sampler: Sampler) -> int:
+    """Bytes of a step by the rank that gets the most."""
+    channels = sampler.traffic().channels
+    return max(sum(size for (_, dst), size in channels.items() if dst == rank) for rank in range(3))
 
 
 def test_the_first_patch_is_smaller_by_its_text() -> None:

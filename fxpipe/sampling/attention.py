@@ -4,8 +4,9 @@
     attn 1     1.9 ms    1.1 ms     1.6 ms       -> ulysses
     attn 2     0.2 ms    3 heads    0.4 ms       -> gather: 4 patches cannot share 3 heads
 
-A layer's messages go right before it, so its time is that of its own graph. Where patches are not alike a ring also
-hides what one waits for another, which only a whole step shows: a kind that is nearly as fast is tried for all layers.
+A layer's messages go right before it, so its time is that of its own graph, at the speed of every rank. Where patches
+are not alike a ring also hides what one waits for another, which only a whole step shows: a kind that is nearly as fast
+is tried for all layers.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ from torch import fx
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import IN_TURN, Kind
+from fxpipe.sampling.beside import at_speed
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import together
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.links import Links
-from fxpipe.sampling.planning import Choices, patches_seen
+from fxpipe.sampling.planning import Choices, patch_speeds, patches_seen
 from passes.rows import RowPlan
 from passes.sampling.attention import alike, layers, why_not
 from passes.sampling.patches import Patch, patches_of
@@ -46,7 +48,7 @@ def with_attention(
     if asked == "auto":
         if cluster is None or not nodes:
             return replace(made, attention=tuple(_GATHER for _ in nodes))
-        ways = [replace(made, attention=kinds) for kinds in _fastest(case, made, cluster)]
+        ways = [replace(made, attention=kinds) for kinds in _fastest(case, made, cluster, speeds)]
         return min(ways, key=lambda way: estimate(case, way, cluster, 1, speeds).seconds) if len(ways) > 1 else ways[0]
     refused = {node: reason for node in nodes if (reason := why_not(plan, node, asked, patches))}
     kinds = tuple(_GATHER if node in refused else asked for node in nodes)
@@ -78,8 +80,9 @@ def _size(case: SampleCase, made: Choices) -> int:
     return case.run_size(made.grid) if made.spans else case.group_size(made.grid)
 
 
-def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> list[tuple[Kind, ...]]:
+def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float]) -> list[tuple[Kind, ...]]:
     """The fastest of every layer by itself; then one of all that can be of it, where that is nearly as fast."""
+    speeds = patch_speeds(speeds, made.grid)
     plan, patches = _patches(case, made)
     links, known = Links(cluster, made.grid), dict[object, dict[Kind, float]]()
     taken: list[dict[Kind, float]] = []
@@ -87,22 +90,25 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster) -> list[tuple[Ki
         key = alike(plan, node)
         if key not in known:
             able = [kind for kind in _KINDS if why_not(plan, node, kind, patches) is None]
-            known[key] = {kind: _seconds(case, made, links, node.name, kind) for kind in able}
+            known[key] = {kind: _seconds(case, made, links, node.name, kind, speeds) for kind in able}
         taken.append(known[key])
     fastest = tuple(min(of, key=of.__getitem__) for of in taken)
     most = _NEARLY * sum(of[kind] for of, kind in zip(taken, fastest, strict=True))
     found = {fastest: None}
-    for kind in _KINDS if len(patches_seen(made)) > 1 else ():
+    for kind in _KINDS if len(patches_seen(made, speeds)) > 1 else ():
         kinds = tuple(kind if kind in of else one for of, one in zip(taken, fastest, strict=True))
         if sum(of[one] for of, one in zip(taken, kinds, strict=True)) <= most:
             found[kinds] = None
     return [*found]
 
 
-def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind) -> float:
-    size = _size(case, made)
-    seen = patches_seen(made)
-    each = [(case.layer(size, made.bounds, p, made.text_first, layer, kind).items, seen[p]) for p in seen]
+def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind, speeds: Sequence[float]) -> float:
+    """Until the last patch has done a layer."""
+    size, seen = _size(case, made), patches_seen(made, speeds)
+    each = []
+    for patch, count in seen.items():
+        work = case.layer(size, made.bounds, patch, made.text_first, layer, kind, for_all=not speeds)
+        each.append(([at_speed(item, speeds[patch] if speeds else 1.0) for item in work.items], count))
     return max(together(each, links, 0, lambda told: True)[0])
 
 

@@ -2,10 +2,12 @@
 
 exact        their work by a clock: what all tell travels from then on, who reads it waits
 displaced    nobody waits, but the links must keep up: max(compute, transfers)
+
+A group of samples begins a step when it has all groups' predictions: one with fewer samples, or on faster ranks, waits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpipe.cluster import Cluster
@@ -13,23 +15,78 @@ from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import clocked, together
 from fxpipe.sampling.layout import Estimate, Layout, of_bytes
+from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices, patches_seen
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP
-from passes.sampling.work import Item, PatchWork, Told
+from passes.sampling.work import Item, PatchWork, Told, received_bytes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of a group's ranks beside each other: seconds `once` in a call, of an exact step and of a displaced one, until
+    the group has its own prediction; bytes that the busiest rank receives of the others in a step, and that the fullest
+    one holds."""
+
+    once: float
+    exact: float
+    displaced: float
+    received_bytes: int
+    held_bytes: int
+
+
+def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
+    """Of a call of so many steps, by the slowest copy; `speeds` are of all ranks."""
+    grid, links, known = made.grid, Links(cluster, made.grid), dict[object, Pace]()
+    sizes = [stop - start for start, stop in grid.spans(case.num_samples)]
+
+    def pace(group: int) -> Pace:
+        size, own = sizes[group % grid.groups], tuple(speeds[group * grid.patches :][: grid.patches])
+        if (size, own) not in known:
+            known[size, own] = Beside(case, made, cluster, own, size).pace()
+        return known[size, own]
+
+    layout = Layout(case, made, cluster)
+    results = [layout.result_bytes(size) for size in sizes]
+    shown, warm = links.of_groups(results), steps if made.how.mode == "exact" else min(made.how.warmup, steps)
+    joined = layout.moving(sum(results)) if grid.groups > 1 else 0.0
+    seconds, received = 0.0, 0
+    for copy in range(grid.copies if speeds else 1):
+        groups = [pace(copy * grid.groups + group) for group in range(grid.groups)]
+        begun = [group.once for group in groups]
+        for step in range(steps):
+            ends = [at + (own.exact if step < warm else own.displaced) for at, own in zip(begun, groups, strict=True)]
+            begun = [at + joined for at in _with_others(ends, shown)]
+        seconds = max(seconds, *begun)
+        of_others = (own.received_bytes + sum(results) - size for own, size in zip(groups, results, strict=True))
+        received = max(received, *of_others)
+    return Estimate(seconds, received, max(one.held_bytes for one in known.values()))
+
+
+def _with_others(ends: Sequence[float], shown: Sequence[float]) -> list[float]:
+    """When every group has all predictions; its own ends then, and is so much later at all others."""
+    there = [end + way for end, way in zip(ends, shown, strict=True)]
+    *_, last = sorted(range(len(ends)), key=there.__getitem__)
+    before = max((at for group, at in enumerate(there) if group != last), default=0.0)
+    return [max(end, before if group == last else there[last]) for group, end in enumerate(ends)]
 
 
 class Beside(Layout):
-    """Patches on ranks of these speeds, one for each; where all are equal, seen from those that say what all take."""
+    """Patches of a group on ranks of these speeds, one for each; where all are equal, seen from those that say what all
+    take."""
 
-    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
+    def __init__(
+        self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = (), size: int | None = None
+    ) -> None:
         super().__init__(case, made, cluster)
-        self.seen = dict.fromkeys(range(len(speeds)), 1) or patches_seen(made)
+        self.size = size or self.size
+        self.seen = patches_seen(made, speeds)
         self.speeds = dict(enumerate(speeds)) or dict.fromkeys(self.seen, 1.0)
+        self.for_all = not speeds
 
     @cached_property
     def works(self) -> dict[int, PatchWork]:
-        made = self.made
-        return {p: self.case.work(self.size, made.bounds, p, made.text_first, made.attention) for p in self.speeds}
+        given = self.made.text_first, self.made.attention, self.for_all
+        return {p: self.case.work(self.size, self.made.bounds, p, *given) for p in self.speeds}
 
     @cached_property
     def items(self) -> list[tuple[list[Item], int]]:
@@ -38,7 +95,7 @@ class Beside(Layout):
 
         def own(patch: int) -> list[Item]:
             speed, items = self.speeds[patch], self.works[patch].items
-            return [_free(item) if item.name in once else _at_speed(item, speed) for item in items]
+            return [_free(item) if item.name in once else at_speed(item, speed) for item in items]
 
         return [(own(patch), count) for patch, count in self.seen.items()]
 
@@ -61,28 +118,25 @@ class Beside(Layout):
             return False
         return told.kind != "moments" or how.norms != "sync"
 
-    def estimate(self, steps: int) -> Estimate:
+    def pace(self) -> Pace:
         how, once, works = self.made.how, self.case.once(self.size), self.works
         first = max(
             sum(item.seconds for item in works[patch].items if item.name in once) / speed
             for patch, speed in self.speeds.items()
         )
-        last = self.links.of_groups(self.result_bytes(self.size))
-        exact = max(together(self.items, self.links, 0, lambda told: True)[0]) + last
+        exact = max(together(self.items, self.links, 0, lambda told: True)[0])
         held = max(sum(work.held_bytes(frozenset(work.owners.values()))) for work in works.values())
-        received = sum(item.told.received_bytes for item in self.items[-1][0] if item.told)
-        received += (self.grid.groups - 1) * self.result_bytes(self.size)
-        memory = held + self.inputs_bytes() + self.case.kept_bytes(self.size)
+        received = received_bytes(item.told for item in self.items[-1][0] if item.told)
+        held += self.inputs_bytes() + self.case.kept_bytes(self.size)
         if how.mode == "exact":
-            return Estimate(first + steps * exact, received, memory)
+            return Pace(first, exact, exact, received, held)
         computed, busy = together(self.items, self.links, 0, lambda told: not self.crosses(told))
         crossing = {patch: self._crossing(patch) for patch in works}
         copied = [sum(self._copies(patch, told)) / self.speeds[patch] for patch, told in crossing.items()]
-        step = max(*(sum(both) + last for both in zip(computed, copied, strict=True)), busy)
-        warm = min(how.warmup, steps)
+        displaced = max(*map(sum, zip(computed, copied, strict=True)), busy)
         exact += max(sum(self._packed(told)) for told in crossing.values())
         caches = max(map(self._cached_bytes, crossing.values()))
-        return Estimate(first + warm * exact + (steps - warm) * step, received, memory + caches)
+        return Pace(first, exact, displaced, received, held + caches)
 
     def _crossing(self, patch: int) -> list[Told]:
         """What is read of this patch a step later."""
@@ -136,7 +190,8 @@ def _free(item: Item) -> Item:
     return Item(item.name, 0.0, item.told, item.reads)
 
 
-def _at_speed(item: Item, speed: float) -> Item:
+def at_speed(item: Item, speed: float) -> Item:
+    """As a rank of this speed does it; what it tells travels as fast."""
     if speed == 1.0:
         return item
     told = item.told and replace(item.told, seconds=item.told.seconds / speed)

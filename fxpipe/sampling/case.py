@@ -178,12 +178,13 @@ class SampleCase:
         return found
 
     def work(
-        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None, kinds: Sequence[Kind] = ()
-    ) -> PatchWork:
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None,
+        kinds: Sequence[Kind] = (), for_all: bool = True,
+    ) -> PatchWork:  # fmt: skip
         """What the patch of that index does with so many samples, one of those between `bounds`.
 
         `text_first`: whether the first one has the text alone; None of patches in turn, which tell each other nothing.
-        `kinds`: of attention, which gathers where there are none.
+        `kinds`: of attention, which gathers where there are none; `for_all` as for `layer`.
         """
         plan, in_turn = self.rows(num_samples), text_first is None
         patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
@@ -209,7 +210,8 @@ class SampleCase:
             return found
         given = num_samples, bounds, index, bool(text_first)
         made: PatchWork = self._once(
-            (*key, *of.values()), lambda: with_layers(found, {n: self.layer(*given, *one) for n, one in of.items()})
+            (*key, *of.values(), for_all),
+            lambda: with_layers(found, {n: self.layer(*given, *one, for_all) for n, one in of.items()}),
         )
         return made
 
@@ -219,12 +221,13 @@ class SampleCase:
         return found
 
     def layer(
-        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind
-    ) -> PatchWork:
-        """What the patch of that index does in one layer of attention of this kind; where patches share its heads, what
-        the one does that has the most."""
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind,
+        for_all: bool = True,
+    ) -> PatchWork:  # fmt: skip
+        """What the patch of that index does in one layer of attention of this kind; where patches share its heads, and
+        it stands `for_all` of them, what the one does that has the most."""
         plan = self.rows(num_samples)
-        if kind == "ulysses":
+        if kind == "ulysses" and for_all:
             index = with_most_heads(plan.sized.nodes[name], len(bounds) - 1)
         patches = patches_of(plan, bounds, "first" if text_first else "all")
 

@@ -20,19 +20,32 @@ def together(
     patches: Sequence[tuple[Sequence[Item], int]], links: Links, column: int, waits: Waits
 ) -> tuple[Sequence[float], float]:
     """When each of some patches beside each other ends, and the seconds in which links are busy. Each is one of so many
-    alike; their exchanges are the same, and are there for one when the last of the others has come to them."""
-    walks = [_walked(items) for items, _ in patches]
+    alike; their exchanges are the same, and are there for one when the last of the others has come to them; where these
+    are all patches there are, those that come to them earlier send earlier."""
+    walks, every = [_walked(items) for items, _ in patches], len(patches) == links.grid.patches
     at, free, busy = [next(walk) for walk in walks], [0.0] * len(walks), 0.0
     while (told := at[0][1]) is not None:
         way, clocks = links.of_patches(told, column), [clock for clock, _ in at]
         busy += way.seconds
         if waits(told):
             for own, (_, count) in enumerate(patches):
+                if every:
+                    free[own] = _come(told, own, clocks, free[own], way)
+                    continue
                 others = (clock for place, clock in enumerate(clocks) if count > 1 or place != own)
                 free[own] = max(free[own], *others) + way.until_there
         at = [walk.send((there, way.taken)) for walk, there in zip(walks, free, strict=True)]
     assert all(told is None for _, told in at), "patches tell each other different things"
     return [clock for clock, _ in at], busy
+
+
+def _come(told: Told, own: int, clocks: Sequence[float], free: float, way: Busy) -> float:
+    """When all is there that others tell one patch, which takes one message after the other."""
+    sent = [(clocks[source], size) for source, target, size in told.sent if target == own and size]
+    total, there = sum(size for _, size in sent), free
+    for clock, size in sorted(sent):
+        there = max(there, clock) + way.seconds * size / total
+    return there + way.latency if sent else free
 
 
 def _walked(items: Sequence[Item]) -> Generator[tuple[float, Told | None], tuple[float, float]]:

@@ -1,21 +1,22 @@
 """Columns of ranks, samples or patches one after the other through them: cells of the line, hops between them.
 
-Where ranks have different speeds, a column's slowest counts; of patches beside each other in a column the first one.
+Where a copy's ranks have different speeds, the slowest of all groups counts for each rank of a group.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
+from fxpipe.sampling.beside import at_speed
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import alone, clocked, paced
+from fxpipe.sampling.clocks import alone, paced, together
 from fxpipe.sampling.layout import Estimate, Layout
 from fxpipe.sampling.links import Busy
-from fxpipe.sampling.planning import Choices
+from fxpipe.sampling.planning import Choices, patches_seen
 from passes.sampling.stages import Stage, line_of, num_blocks
-from passes.sampling.work import PatchWork
+from passes.sampling.work import Item, PatchWork
 
 _STEPS = 4
 """Of patches in turn that are paced: from the third on they are alike."""
@@ -25,9 +26,9 @@ class Columns(Layout):
     def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
         super().__init__(case, made, cluster)
         assert made.spans is not None
-        columns = range(self.grid.stages)
-        self.speeds = [min(speeds[column * self.grid.patches :: self.grid.stages * self.grid.patches])
-                       for column in columns] if speeds else [1.0] * len(columns)  # fmt: skip
+        places = self.grid.stages * self.grid.patches
+        self.speeds = [min(speeds[place::places]) for place in range(places)] if speeds else [1.0] * places
+        self.seen = patches_seen(made, speeds and self.speeds[: self.grid.patches]) if self.grid.patches > 1 else {0: 1}
         self.run = case.run_size(self.grid)
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
         self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
@@ -40,8 +41,17 @@ class Columns(Layout):
         return self.fresh_work if fresh or not self.in_turn else self.patch_works[turn // self.num_runs]
 
     @cached_property
+    def fresh_works(self) -> dict[int, PatchWork]:
+        """Of the patches that say what all beside each other take."""
+        given = False, self.made.attention, len(self.seen) < self.grid.patches
+        return {patch: self.case.work(self.run, self.fresh_bounds, patch, *given) for patch in self.seen}
+
+    @cached_property
     def fresh_work(self) -> PatchWork:
-        return self.case.work(self.run, self.fresh_bounds, 0, False, self.made.attention)
+        return [*self.fresh_works.values()][-1]
+
+    def speed(self, column: int, patch: int) -> float:
+        return self.speeds[column * self.grid.patches + patch]
 
     @cached_property
     def patch_works(self) -> list[PatchWork]:
@@ -62,16 +72,18 @@ class Columns(Layout):
         early = stage.index == first and turn < self.num_runs
         key = stage.index, work, early
         if key not in self._seconds:
-            places = [place for place, item in enumerate(work.items) if item.name in stage.nodes]
-            wait = fresh or not self.in_turn
-            taken = clocked(alone(work.items, places), self.links, stage.column, lambda told: wait)[0]
+            wait, column = fresh or not self.in_turn, stage.column
+            beside = [(work, 0, 2)] if not wait else [(self.fresh_works[p], p, count) for p, count in self.seen.items()]
+            each = [([at_speed(item, self.speed(column, p)) for item in _of(one, stage.nodes)], count)
+                    for one, p, count in beside]  # fmt: skip
+            taken = max(together(each, self.links, column, lambda told: wait)[0])
             if not wait:
-                kept = Counter((told.kind, told.own_bytes) for place in places if (told := work.items[place].told))
-                taken += sum(count * self._kept(*told) for told, count in kept.items())
+                kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0][0] if item.told)
+                taken += sum(count * self._kept(*told) for told, count in kept.items()) / self.speed(column, 0)
             if early:
-                names = self.column_names[stage.column] & self.line.early - self.case.once(self.run)
-                taken += sum(item.seconds for item in work.items if item.name in names)
-            self._seconds[key] = taken / self.speeds[stage.column]
+                names = self.column_names[column] & self.line.early - self.case.once(self.run)
+                taken += max(_seconds_of(one, names) / self.speed(column, p) for one, p, _ in beside)
+            self._seconds[key] = taken
         return self._seconds[key]
 
     def _kept(self, kind: str, own_bytes: int) -> float:
@@ -99,7 +111,9 @@ class Columns(Layout):
 
         def shown(stage: Stage, turn: int) -> float:
             result = self.work(turn, fresh).bytes_of(self.case.rows(self.run).sized.result.name)
-            return self.links.to_all(stage.column, result)
+            if self.in_turn:
+                return self.links.to_all(stage.column, result)
+            return self.links.to_columns(stage.column, self.result_bytes(self.run))
 
         def seconds(stage: Stage, turn: int) -> float:
             return self.seconds(stage, turn, fresh)
@@ -108,12 +122,14 @@ class Columns(Layout):
 
     def estimate(self, steps: int) -> Estimate:
         once = self.case.once(self.run)
-        first = 0.0
-        for names in self.column_names:
-            kept = once & names
-            first = max(first, sum(item.seconds for item in self.fresh_work.items if item.name in kept))
+        first = max(
+            _seconds_of(work, once & names) / self.speed(column, patch)
+            for column, names in enumerate(self.column_names)
+            for patch, work in self.fresh_works.items()
+        )
         (exact,) = self.ends(1, fresh=True)
         if not self.in_turn:
+            exact += self._joined()
             return Estimate(first + steps * exact, self._received(True), self._memory())
         warm = min(self.made.how.warmup, steps)
         ends = self.ends(_STEPS, fresh=False)
@@ -121,20 +137,34 @@ class Columns(Layout):
         later = ends[left - 1] if left <= len(ends) else ends[-1] + (left - len(ends)) * (ends[-1] - ends[-2])
         return Estimate(first + warm * exact + (later if left else 0.0), self._received(False), self._memory())
 
+    def _joined(self) -> float:
+        """Seconds to bring the predictions of all runs, then of all groups, together."""
+        size = self.result_bytes(self.case.num_samples)
+        own = self.moving(size / self.grid.groups) if self.num_runs > 1 else 0.0
+        if self.grid.groups == 1:
+            return own
+        return own + max(self.links.of_groups([self.result_bytes(self.size)] * self.grid.groups)) + self.moving(size)
+
     def _received(self, fresh: bool) -> int:
-        """Of the column that receives the most: hops, what patches beside it tell, the prediction."""
+        """Of the rank that receives the most: hops, what patches beside it tell, predictions of others."""
         turns = range(self.num_runs * (1 if fresh else len(self.made.bounds) - 1))
-        into = [0] * self.grid.stages
+        results, into = self.result_bytes(self.case.num_samples), Counter[tuple[int, int]]()
+        of_group = self.result_bytes(self.size)
+        for column in range(self.grid.stages):
+            own = of_group if column == self.line.stages[-1].column else 0
+            into.update({(column, patch): results - own for patch in range(self.grid.patches)})
         for turn in turns:
-            work = self.work(turn, fresh)
             for stage in self.line.stages:
-                for value in stage.returns:
-                    for column in self.line.readers(value):
-                        into[column] += work.bytes_of(value) if column != stage.column else 0
+                for patch in range(self.grid.patches):
+                    work = self.fresh_works.get(patch, self.fresh_work) if fresh else self.work(turn, fresh)
+                    for value in stage.returns:
+                        for column in self.line.readers(value):
+                            into[column, patch] += work.bytes_of(value) if column != stage.column else 0
                 if self.grid.patches > 1:
-                    told = (item.told for item in work.items if item.told and item.name in stage.nodes)
-                    into[stage.column] += sum(one.received_bytes for one in told)
-        return max(into) + self.result_bytes(self.case.num_samples)
+                    for told in (item.told for item in _of(self.fresh_work, stage.nodes) if item.told):
+                        for _, target, size in told.sent:
+                            into[stage.column, target] += size
+        return max(into.values())
 
     def _memory(self) -> int:
         """Of the fullest column: weights, activations of the first turn, what crosses, what it keeps of all patches."""
@@ -152,3 +182,12 @@ class Columns(Layout):
             between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)
             found.append(weights + alive + between + caches * self.num_runs)
         return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
+
+
+def _of(work: PatchWork, names: Collection[str]) -> list[Item]:
+    """A stage's items alone."""
+    return alone(work.items, [place for place, item in enumerate(work.items) if item.name in names])
+
+
+def _seconds_of(work: PatchWork, names: Collection[str]) -> float:
+    return sum(item.seconds for item in work.items if item.name in names)

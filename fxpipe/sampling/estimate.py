@@ -10,15 +10,18 @@ message under way at a time.
 from collections.abc import Sequence
 
 from fxpipe.cluster import Cluster
-from fxpipe.sampling.beside import Beside
+from fxpipe.sampling.beside import estimated
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.columns import Columns
 from fxpipe.sampling.layout import Estimate
-from fxpipe.sampling.planning import Choices, patch_speeds
+from fxpipe.sampling.planning import Choices
 
 
 def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
     """Of a call of so many steps on this cluster, whose ranks have these speeds; all the same where left out."""
     if made.spans is not None:
-        return Columns(case, made, cluster, speeds).estimate(steps)
-    return Beside(case, made, cluster, patch_speeds(speeds, made.grid)).estimate(steps)
+        size = made.grid.of_copy
+        copies = {tuple(speeds[first : first + size]) for first in range(0, len(speeds) or 1, size)}
+        found = [Columns(case, made, cluster, own).estimate(steps) for own in copies]
+        return max(found, key=lambda one: one.seconds)
+    return estimated(case, made, cluster, steps, speeds)

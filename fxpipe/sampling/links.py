@@ -1,7 +1,7 @@
 """Seconds of what ranks of a grid tell each other at once: every group of samples, and every copy, does the same."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
@@ -56,16 +56,29 @@ class Links:
         ranks = range(self.grid.of_copy)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst).until_there
 
-    def of_groups(self, num_bytes: int) -> float:
-        """Every group's prediction to the others."""
-        groups, patches = range(self.grid.groups), range(self.grid.patches)
+    def to_columns(self, column: int, num_bytes: int) -> float:
+        """A prediction from every patch of a column to those of all others."""
+        groups, patches, others = range(self.grid.groups), range(self.grid.patches), range(self.grid.stages)
         return self._at_once(
-            (self._rank(a, 0, patch), self._rank(b, 0, patch), num_bytes)
-            for a in groups
-            for b in groups
-            if a != b
+            (self._rank(group, column, patch), self._rank(group, other, patch), num_bytes)
+            for group in groups
             for patch in patches
+            for other in others
+            if other != column
         ).until_there
+
+    def of_groups(self, sizes: Sequence[int]) -> list[float]:
+        """Until every group's prediction of so many bytes is at all others, where all are told at once."""
+        groups, patches = range(self.grid.groups), range(self.grid.patches)
+        if len(set(sizes)) == 1:  # all end at once
+            pairs = [(a, b) for a in groups for b in groups if a != b]
+            way = self._at_once(
+                (self._rank(a, 0, patch), self._rank(b, 0, patch), sizes[0]) for a, b in pairs for patch in patches
+            )
+            return [way.until_there] * len(sizes)
+        told = [(a, b) for a in groups for b in groups if a != b]
+        ends = self.cluster.concurrent_seconds([(self._rank(a, 0, 0), self._rank(b, 0, 0), sizes[a]) for a, b in told])
+        return [max(end for end, (source, _) in zip(ends, told, strict=True) if source == group) for group in groups]
 
     def _rank(self, group: int, column: int, patch: int) -> int:
         return (group * self.grid.stages + column) * self.grid.patches + patch

@@ -25,6 +25,7 @@ from fxpipe.plan.unroll import in_sequence, require_sequence
 from fxpipe.sampling.attention import require_attention, with_attention
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import Ranked, Setting, ranked
+from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
@@ -114,10 +115,18 @@ class SampleLowering:
             found = self.looked_at
             if found is None or not any(found.fallbacks(case.num_samples)):
                 found = ranked(case, self.request, replace(self.setting, objective="latency"))
-            for one in found.fallbacks(case.num_samples):
-                self.observe("layouts", tuple(found.outcomes(one)))
+            todo = [*found.fallbacks(case.num_samples)]
+            while todo:
+                one = todo.pop(0)
                 made = self._chosen(case, one.request, self.setting.cluster)
-                plan, line = planned(case, made, self.cluster, self.priced)
+                if made.text_first != (one.made is not None and one.made.text_first):
+                    told = estimate(case, made, self.setting.cluster, self.setting.steps, one.request.speeds)
+                    other = replace(one, request=replace(one.request, text="all"), made=made, found=told)
+                    found = replace(found, candidates=tuple(other if c is one else c for c in found.candidates))
+                    todo = sorted([other, *todo], key=lambda one: one.seconds)
+                    continue
+                self.observe("layouts", tuple(found.outcomes(one)))
+                plan, line = planned(case, one.made or made, self.cluster, self.priced)
                 notes = *plan.notes, *found.notes(case, one)
                 yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one)), line
 

@@ -192,9 +192,12 @@ def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
     return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
 
 
-def patches_seen(made: Choices) -> dict[int, int]:
-    """Those among equal ranks whose work says what all take, and how many each stands for: one with neighbours on both
-    sides, where there is one, and the first or last that has the text alone or more rows."""
+def patches_seen(made: Choices, speeds: Sequence[float] = ()) -> dict[int, int]:
+    """Those whose work says what all take, and how many each stands for: every patch where these are their `speeds`. Of
+    equal ranks one with neighbours on both sides, where there is one, and the first or last that has the text alone or
+    more rows."""
+    if speeds:
+        return dict.fromkeys(range(len(speeds)), 1)
     sizes = [stop - start for start, stop in pairwise(made.bounds)]
     inner = max(range(1, len(sizes) - 1) or range(len(sizes)), key=sizes.__getitem__)
     ends = {0, len(sizes) - 1} - {inner}

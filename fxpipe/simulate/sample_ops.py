@@ -123,7 +123,8 @@ class _Walk(fx.Interpreter):
         if node.target is ops.wait:
             return args[0]
         if node.target is _ATTENTION:  # without data it would be computed step by step, as by no device
-            return args[0].new_empty((*args[0].shape[:-1], args[2].shape[-1]))
+            query, width = args[0], args[2].shape[-1]  # torch's kernels write the result in the order of the queries
+            return torch.empty_like(query) if query.shape[-1] == width else query.new_empty((*query.shape[:-1], width))
         if node.target is row_ops.attend:
             wide = torch.promote_types(args[0].dtype, torch.float32)
             result = args[0].new_empty((*args[0].shape[:-1], args[2].shape[-1]))

@@ -8,7 +8,8 @@ All patches have the same exchanges, so what each tells of them follows from one
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -41,10 +42,16 @@ class Told:
     @cached_property
     def received_bytes(self) -> int:
         """By the patch that gets the most."""
-        into: dict[int, int] = {}
-        for _, dst, size in self.sent:
-            into[dst] = into.get(dst, 0) + size
-        return max(into.values(), default=0)
+        return received_bytes([self])
+
+
+def received_bytes(told: Iterable[Told]) -> int:
+    """Of some exchanges, by the patch that gets the most of all."""
+    into = Counter[int]()
+    for one in told:
+        for _, dst, size in one.sent:
+            into[dst] += size
+    return max(into.values(), default=0)
 
 
 @dataclass(frozen=True)
