@@ -103,7 +103,7 @@ def _linear(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     if input.ndim <= 2:
         return func(input, weight, bias)  # type: ignore[no-any-return]
     rows: torch.Tensor = func(input.flatten(0, -2), weight, bias)
-    return rows.unflatten(0, input.shape[:-1])
+    return rows.reshape(*input.shape[:-1], -1)
 
 
 def exact_transforms() -> AbstractContextManager[None]:
