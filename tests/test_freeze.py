@@ -1,6 +1,7 @@
 """Which operations train: by dataflow, on steps of a few lines and on whole models."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -95,9 +96,12 @@ def test_a_large_product_is_frozen_even_without_weights() -> None:
     assert (found["matmul"], found["matmul_1"], found["matmul_2"]) == ("frozen", "local", "frozen")
 
 
-def test_trainable_weights_read_under_no_grad_only_are_frozen() -> None:
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+def test_trainable_weights_read_without_grad_only_are_frozen(
+    region: Callable[[], AbstractContextManager[None]],
+) -> None:
     def body(step: Step, x: Tensor) -> Tensor:
-        with torch.no_grad():
+        with region():
             return step.trained(x).sin()
 
     found = split_of(body)

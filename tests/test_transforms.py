@@ -53,6 +53,14 @@ def energy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(gradient + grad(lambda z: net.run(z, y[:, 1]).cos().sum())(x), y)
 
 
+def tokens(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """On more than rows, and of views: what torch decides there by sizes and offsets holds for any batch."""
+    rows = torch.stack([x, y], 1)
+    gradient = grad(lambda z: net.last(z).cos().sum())(rows)
+    _, change = jvp(lambda z, time: net.last(z * time[:, None, None]), (gradient, x[:, 0]), (rows, y[:, 0]))
+    return change.square().mean()
+
+
 def by_sample(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     rows = torch.vmap(lambda a, b: F.mse_loss(net.run(a[None], b[:1]), b[None]), randomness="different")(x, y)
     jacobians = torch.vmap(jacrev(lambda a: net.last(a).sin()))(x)
@@ -64,7 +72,7 @@ def scaled_weights(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(functional_call(net.last, weights, (net.run(x, y[:, 0]),)), y)
 
 
-@pytest.mark.parametrize("loss", [mean_flow, sliced_scores, energy, by_sample, scaled_weights])
+@pytest.mark.parametrize("loss", [mean_flow, sliced_scores, energy, tokens, by_sample, scaled_weights])
 def test_transforms_are_exact(loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
     program = exact(Net(loss), batch(4), microbatches=2, schedule="1f1b")
     assert program.capture.batch

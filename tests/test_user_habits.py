@@ -1,9 +1,11 @@
 """What scripts do around a model: attention in slices, a generator of their own, adapters that come late."""
 
+import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, SlicedAttnProcessor
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import CaptureError, RunError
@@ -123,3 +125,24 @@ def test_adapters_that_come_after_compiling_are_refused() -> None:
     step.model[2] = Adapter(model[2])  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"parameters of the model have come, gone.*as with adapters"):
         engine.step((x,))
+
+
+class Quantised(nn.Module):
+    """Takes channels as rows for its codebook: `contiguous` copies only where the layout before it asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = diffusers.VQModel(block_out_channels=(8,), norm_num_groups=4, num_vq_embeddings=12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.net(x, return_dict=False)[0], x)
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor]:
+        return (torch.randn(batch_size, 3, 8, 8, dtype=torch.float64),)
+
+
+def test_a_view_that_another_ranks_layout_does_not_allow_is_a_copy() -> None:
+    torch.manual_seed(0)
+    model = Quantised().double()
+    found = fxpipe.compile(model, 3, batch_size=6, schedule="gpipe", microbatches=2).verify(*model.example_inputs(6))
+    assert found.ok, found

@@ -27,7 +27,7 @@ from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, FxpipeError
 
 ResultOf = Callable[[Any], torch.Tensor]
 ResultsOf = Callable[[Any], torch.Tensor | tuple[torch.Tensor, ...]]
@@ -265,7 +265,7 @@ def _traced_once(
                     stack.enter_context(step.surroundings.checked())
                     examples = stack.enter_context(step.surroundings.moved(step.model, examples))
                 return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
-        except CaptureError as error:
+        except FxpipeError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None
         except private.VALUE_ERRORS as error:
             raise CaptureError(

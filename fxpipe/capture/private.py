@@ -272,6 +272,22 @@ def plain_checkpoints() -> AbstractContextManager[None]:
 
 
 # Functions that run a transform, and those that return a function which runs it later.
+@contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """`torch.inference_mode` entered inside is `no_grad`, which a trace records: of the mode itself it sees nothing."""
+    kind = torch.autograd.grad_mode.inference_mode
+
+    def enter(mode: Any) -> None:
+        mode.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(not mode.mode)
+
+    def leave(mode: Any, *error: Any) -> None:
+        torch._C._set_grad_enabled(mode.before)
+
+    with replaced(kind, "__enter__", enter), replaced(kind, "__exit__", leave):
+        yield
+
+
 TRANSFORMS = (
     (apis, "vmap_impl"),
     (eager_transforms, "grad_impl"),

@@ -23,6 +23,11 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxpipe.capture.private import first_tensor
 
+_NUMBER = (
+    "forward makes it a number (take x.shape[0], not len(x) or int(), and transforms of torch.func of one sample, "
+    "under torch.vmap)"
+)
+
 
 def general_sizes() -> AbstractContextManager[None]:
     """Torch's own operations decide nothing by sizes that are symbols, but take the way that is right for all.
@@ -81,14 +86,14 @@ def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None
     for guard in env.guards:
         free = guard.expr.free_symbols
         if fixed and isinstance(guard.expr, sympy.Eq) and len(free) == 1:
-            return f"forward makes it a number (take x.shape[0], not len(x) or int()), {_place(guard)}"
+            return f"{_NUMBER}, {_place(guard)}"
         if not fixed and free and free <= symbols:
             if guard.expr.xreplace(dict.fromkeys(free, sympy.Integer(batch_size))) == sympy.false:
                 return f"forward has another form where {sympy.Not(guard.expr)}, {_place(guard)}"
     bounds = [env.var_to_range[symbol] for symbol in symbols if symbol in env.var_to_range]
     if any(batch_size < bound.lower or batch_size > bound.upper for bound in bounds):
         return f"forward has another form at {batch_size} samples"
-    return "forward makes it a number (take x.shape[0], not len(x) or int())" if fixed else None
+    return _NUMBER if fixed else None
 
 
 def fewest_samples(values: Sequence[torch.Tensor], batch_size: int) -> int:

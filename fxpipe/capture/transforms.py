@@ -98,6 +98,14 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 
+def _linear(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """On rows alone: of more dimensions torch's own takes the sizes of a wrapped tensor for numbers."""
+    if input.ndim <= 2:
+        return func(input, weight, bias)  # type: ignore[no-any-return]
+    rows: torch.Tensor = func(input.flatten(0, -2), weight, bias)
+    return rows.reshape(*input.shape[:-1], -1)
+
+
 def exact_transforms() -> AbstractContextManager[None]:
     """Transforms called inside see layer normalisation as its formula.
 
@@ -134,6 +142,7 @@ _LAYER_NORM: Table = {F.layer_norm: _layer_norm}
 _WITHIN: Table = {
     **dict.fromkeys((torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch._C._set_grad_enabled), _refuse_cut),
     torch.Tensor.data.__get__: _refuse_cut,  # type: ignore[attr-defined]
+    F.linear: _linear,
     torch.cat: _cat,
     torch.concat: _cat,
 }
@@ -155,7 +164,8 @@ def _traced_apart(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     tensors = [leaves[place] for place in places]
     with private.outside_trace(), Calls(RANDOM_CALLS, WRITTEN_OUT, _LAYER_NORM, _WITHIN):
-        module = make_fx(run, _DECOMPOSED)(*tensors)
+        # A view has an offset, which forward derivatives ask for and no symbolic size has.
+        module = make_fx(run, _DECOMPOSED)(*[t.clone() if t._is_view() else t for t in tensors])
     _join(module.graph)
     _drop_zeros(module.graph)
     return pytree.tree_unflatten(list(fx.Interpreter(module).run(*tensors)), shape[-1])

@@ -36,6 +36,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_no_python_random())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(private.inference_without_gradients())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(private.user_frames())
         stack.enter_context(private.plain_regions())
