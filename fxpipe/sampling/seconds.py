@@ -102,7 +102,7 @@ def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, f
 def _border_bytes(node: fx.Node, value: torch.Tensor) -> int:
     """Of the rows that a patch at the image's border puts in place of a neighbour's: it is what the others wait for."""
     _, dim, above, below, end, _ = cast(tuple[Any, ...], node.args)
-    return value.nbytes // value.shape[dim] * int(max(above, below, end))
+    return int(value.nbytes // value.shape[dim] * max(above, below, end))
 
 
 def _attention(node: fx.Node) -> fx.Node:
