@@ -1,6 +1,7 @@
 """Columns of ranks, samples or patches one after the other through them: cells of the line, hops between them.
 
-Where a copy's ranks have different speeds, the slowest of all groups counts for each rank of a group.
+Of equal patches beside each other in a column the first one says what all take. Where a copy's
+ranks have different speeds, the slowest of all groups counts for each rank of a group.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ class Columns(Layout):
         assert made.spans is not None
         places = self.grid.stages * self.grid.patches
         self.speeds = [min(speeds[place::places]) for place in range(places)] if speeds else [1.0] * places
-        self.seen = patches_seen(made, speeds and self.speeds[: self.grid.patches]) if self.grid.patches > 1 else {0: 1}
+        self.seen = patches_seen(made, self.speeds[: self.grid.patches]) if speeds else {0: self.grid.patches}
         self.run = case.run_size(self.grid)
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
         self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
@@ -73,7 +74,7 @@ class Columns(Layout):
         key = stage.index, work, early
         if key not in self._seconds:
             wait, column = fresh or not self.in_turn, stage.column
-            beside = [(work, 0, 2)] if not wait else [(self.fresh_works[p], p, count) for p, count in self.seen.items()]
+            beside = [(work, 0, 1)] if not wait else [(self.fresh_works[p], p, count) for p, count in self.seen.items()]
             each = [([at_speed(item, self.speed(column, p)) for item in _of(one, stage.nodes)], count)
                     for one, p, count in beside]  # fmt: skip
             taken = max(together(each, self.links, column, lambda told: wait)[0])

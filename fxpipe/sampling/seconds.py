@@ -20,6 +20,7 @@ from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.operations import Operation
 from fxpipe.costs.table import CostTable
 from fxpipe.plan import displaced_ops, ops, row_ops
+from passes.rows.layout import Rows
 from passes.sampling import exchanges
 
 _VIEWS = (operator.getitem, ops.slice_batch, row_ops.edge_rows, displaced_ops.unpack, displaced_ops.done,
@@ -51,7 +52,7 @@ def _call(node: fx.Node) -> object:
 
 def _num_parts(node: fx.Node) -> int:
     """Of what is gathered, those that are joined one by one: text, rows, or several runs of rows; else 0."""
-    state = node.meta["exchange"].state if node.target is exchanges.gather else None
+    state: Rows | None = node.meta["exchange"].state if node.target is exchanges.gather else None
     return 0 if state is None or state.plain is not None else len(state.parts)
 
 
@@ -85,12 +86,12 @@ def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, f
             operand, num_groups = node.args
             found[node] = own_seconds(model, row_ops.moments, operand.meta["val"], num_groups)  # type: ignore[union-attr]
             found[node] += own_seconds(model, row_ops.merge_moments, [value, value], [1, 1])
-        elif node.target is exchanges.halo and not isinstance(node.args[-1], str):
+        elif isinstance(value, torch.Tensor) and node.target is exchanges.halo and not isinstance(node.args[-1], str):
             borders = (0, _border_bytes(node, value)), (0, 0)
             found[node] = model.chain_seconds([*borders, (value.nbytes, value.nbytes)])
-        elif _num_parts(node) > 1:
-            each = value.nbytes // _num_parts(node)
-            found[node] = model.chain_seconds([(each, each)] * _num_parts(node) + [(value.nbytes, value.nbytes)])
+        elif isinstance(value, torch.Tensor) and (parts := _num_parts(node)):
+            each = value.nbytes // parts
+            found[node] = model.chain_seconds([(each, each)] * parts + [(value.nbytes, value.nbytes)])
         elif _is_own(node) and not node.kwargs and (operation := Operation.of_node(node)) is not None:
             found[node] = model.chain_seconds(_kernels(operation))
         elif isinstance(value, torch.Tensor):
@@ -101,7 +102,7 @@ def _seconds(model: CostModel, operations: Sequence[fx.Node]) -> dict[fx.Node, f
 def _border_bytes(node: fx.Node, value: torch.Tensor) -> int:
     """Of the rows that a patch at the image's border puts in place of a neighbour's: it is what the others wait for."""
     _, dim, above, below, end, _ = cast(tuple[Any, ...], node.args)
-    return value.nbytes // value.shape[dim] * max(above, below, end)
+    return int(value.nbytes // value.shape[dim] * max(above, below, end))
 
 
 def _attention(node: fx.Node) -> fx.Node:
