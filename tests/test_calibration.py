@@ -1,5 +1,6 @@
 """Exchanges that stay fresh in displaced steps: none, all, and those that a call's measurement picks; and quality."""
 
+import gc
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.run.sampling import BoundProgram
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.quality import psnr, values_of
 from tests.distributed import run_processes
@@ -187,7 +190,7 @@ def test_refusals(what: str) -> None:
         call()
 
 
-def test_quality_is_measured_and_drawn(tmp_path: Path) -> None:
+def test_quality_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("plotly", reason="reports are an extra")
     sampler = compiled()
     sampler.calibrate(loop, SOME)
@@ -200,8 +203,12 @@ def test_quality_is_measured_and_drawn(tmp_path: Path) -> None:
         predict.stream_name = None
         return found
 
+    bound, made = WeakSet[BoundProgram](), BoundProgram.__init__
+    monkeypatch.setattr(BoundProgram, "__init__", lambda self, *given: (made(self, *given), bound.add(self))[0])
     quality = sampler.measure(named)
     assert streams == [None, *("prompt" for _ in quality.ways)]  # one device first
+    gc.collect()
+    assert len(bound) == 2  # its own, of two ranks: no other way that was measured keeps any
     assert [one.chosen for one in quality.ways].count(True) == 1
     by_way = {("kept fresh" in one.way, one.exact): one.decibels for one in quality.ways}
     wanted = loop(model())

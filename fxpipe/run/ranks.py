@@ -82,6 +82,10 @@ class Ranks(ABC):
         finally:
             self._num_steps = None
 
+    @abstractmethod
+    def forget(self, step: Programs) -> None:
+        """Let go of what is held to run these programs, which no call is made by any more, or not soon."""
+
     def predict(self, step: Programs, state: Tensors, tensors: Tensors, stream: str | None = None) -> torch.Tensor:
         """The whole prediction.
 
@@ -172,6 +176,9 @@ class LocalRanks(Ranks):
         run = self._runs.setdefault(len(step.programs), LocalRun(len(step.programs)))
         return run.predict(known[2], tensors, form, stream)[0]
 
+    def forget(self, step: Programs) -> None:
+        self._bound.pop(id(step), None)
+
     @contextmanager
     def _ended(self) -> Iterator[None]:
         try:
@@ -232,6 +239,9 @@ class LaunchedRank(Ranks):
         self._transport.set_action("the loop around predictions")
         self._num_made += 1
         return found
+
+    def forget(self, step: Programs) -> None:
+        self._bound.pop(id(step), None)
 
     @contextmanager
     def _ended(self) -> Iterator[None]:

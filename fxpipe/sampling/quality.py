@@ -39,9 +39,8 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
         raise CompileError("the call predicts nothing, or returns no tensors and no images: nothing is measured")
     if not wanted.isfinite().all():
         raise CompileError("the call's result on one device has values that are no finite numbers: nothing is near it")
-    ways = [*_ways(spread, alone.step, most)]
     found = []
-    for name, seconds, exact, chosen, step in ways:
+    for name, seconds, exact, chosen, step in _ways(spread, alone.step, most):
         with spread.by(step):
             decibels = psnr(values_of(run(_Again(spread, alone))), wanted)
         found.append(Measured(name, seconds, decibels, exact, chosen))

@@ -136,7 +136,10 @@ class Spread:
         """Run the calls that these programs are for by them from now on."""
         lowering: Any = self.lowering
         self.lowering = replace(lowering, plan=made.plan)
-        self._steps[id(made.traced), made.batch_size] = made
+        key = id(made.traced), made.batch_size
+        if (before := self._steps.get(key)) is not None:
+            self.ranks.forget(before)
+        self._steps[key] = made
 
     @contextmanager
     def by(self, made: SampleStep) -> Iterator[None]:
@@ -151,6 +154,8 @@ class Spread:
             self._steps.pop(key)
             if before is not None:
                 self._steps[key] = before
+            if made is not before:
+                self.ranks.forget(made)
 
     def state(self, traced: Traced) -> dict[str, torch.Tensor]:
         """The module's tensors and the graph's constants, by the programs' names."""
