@@ -21,9 +21,9 @@ from torch import fx, nn
 from fxpipe.capture import private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.same import computation
-from fxpipe.capture.settings import Written, written_settings
 from fxpipe.capture.size_reads import sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
+from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
@@ -74,7 +74,7 @@ class Step(nn.Module):
         with (
             buffers_kept(self.model),
             _arguments_kept(self._inputs.signature, args, kwargs),
-            written_settings(self.model, self.written),
+            state_written(self.model, leaves, self.written),
         ):
             with nullcontext() if self.surroundings is None else self.surroundings.autocast():
                 output = self.model(*args, **kwargs)
@@ -230,7 +230,7 @@ class _Failed(CaptureError):
 def _trace(
     step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
-    """A trace, and where forward has set attributes, another one after that: a graph has every call alike.
+    """A trace, and where forward has kept something, another one after that: a graph has every call alike.
 
     Raises:
         CaptureError: it computes something else then; names the attribute.
@@ -239,18 +239,18 @@ def _trace(
     exported = _traced_once(step, inputs, examples, dynamic, any_size)
     if not written or any_size:  # of any size: compared with one of which this is known
         return exported
-    with private.attributes_kept([one.module for one in written]):
-        for one in written:
-            one.module.__dict__[one.key] = one.after
+    with carried_on(written):
         try:
             again = computation(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size)
         except CaptureError:
             again = []
-    if again != computation(exported.graph, inputs.batch_size):
+    if any(one.is_read for one in written) or again != computation(exported.graph, inputs.batch_size):
+        told = next((one for one in written if one.is_read), written[0])
         raise CaptureError(
-            f"{written[0]}, and computes something else the next time, but a graph has every call alike; pass what "
-            "changes as an input, or set it outside of forward"
+            f"{told}, and computes something else the next time, but a graph has every call alike; pass what changes "
+            "as an input, or set it outside of forward"
         )
+    warn_of_tensors(written)
     return exported
 
 

@@ -36,7 +36,6 @@ from fxpipe.capture.inputs import InputSpec
 
 _FORMAT = 3  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
-_BY_FILE = ("torch", "fxpipe", "passes", "cost_models")  # wherever they are
 _UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
 _MADE = ("_CAN_RECORD_REGISTRY", "_can_set_experts_implementation_cached_value")  # notes of transformers, by class
 _NOT_FORWARD = ("example_inputs", "__repr__", "extra_repr", "_abc_impl", *_MADE)
@@ -62,7 +61,7 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any, purpose: tupl
     """
     private.require_no_modes(Unknowable)
     digest = _Digest({type(module).__module__ for module in model.modules()})
-    digest.value((_FORMAT, sys.version, sys.flags.optimize, platform.machine()), "python")
+    digest.value((_FORMAT, __file__, torch.__file__, sys.version, sys.flags.optimize, platform.machine()), "python")
     digest.value(private.switches(), "torch")
     leaves = [(leaf.name, leaf.is_tensor, leaf.batched, leaf.shape, leaf.dtype) for leaf in inputs.leaves]
     digest.value((leaves, [leaf.constant for leaf in inputs.leaves], inputs.batch_size, inputs.rows, devices), "inputs")
@@ -331,7 +330,7 @@ class _Digest:
         """Whether code of a module counts with what it names, not by its file alone."""
         if module is None or module in self._libraries:
             return True
-        return module.partition(".")[0] not in _BY_FILE and not is_installed(module)
+        return not is_installed(module)
 
 
 def _ordered(name: Any, value: Any) -> Any:

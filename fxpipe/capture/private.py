@@ -5,7 +5,7 @@ Checked on torch 2.11, 2.12 and 2.13."""
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import count, islice
@@ -30,7 +30,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
@@ -164,16 +164,28 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-@contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules' attributes, as they are; they are so again afterwards."""
-    before = {module: dict(module.__dict__) for module in modules}
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+def moving_values(
+    sources: Iterable[torch.Tensor], constants: Sequence[torch.Tensor]
+) -> tuple[Callable[[torch.Tensor], bool], list[torch.Tensor]]:
+    """Whether a value of the trace that is going on depends on any of `sources`, on random numbers, or on one of these
+    constants; and which of these the trace has read."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return lambda tensor: False, []
+    tracer: Any = mode.tracer
+
+    def node_of(tensor: torch.Tensor) -> fx.Node | None:
+        found = get_proxy_slot(tensor, tracer, None)
+        return None if found is None else found.proxy.node
+
+    moving, read = {node_of(tensor) for tensor in sources}, list[torch.Tensor]()
+    for node in tracer.graph.nodes:
+        held = getattr(tracer.root, node.target) if node.op == "get_attr" and node.users else None
+        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        read += [one for one in constants if one is held]
+        if drawn or any(held is one for one in constants) or any(one in moving for one in node.all_input_nodes):
+            moving.add(node)
+    return lambda tensor: node_of(tensor) in moving, read
 
 
 @contextmanager

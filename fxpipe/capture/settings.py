@@ -7,23 +7,18 @@ to compare, and mean the same graph.
 
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpipe.capture.holders import NOT_STATE, PLAIN
 from fxpipe.errors import CaptureError
 
 Settings = list[Any]
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_NOT_READ = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_LIBRARY = "transformers."
-"""Its modules note what they have installed at their first call, and compute alike in the next."""
 _DEPTH = 4  # of objects and containers in each other
 
 
@@ -65,47 +60,13 @@ def require_stateless(model: nn.Module) -> None:
                 )
 
 
-@contextmanager
-def written_settings(model: nn.Module, found: list["Written"]) -> Iterator[None]:
-    """Leaves in `found` what runs inside writes of the numbers and texts among its modules' attributes.
-
-    None of a module that is also given tensors or objects there: such numbers say what it has kept of them.
-    """
-    parts = model.named_modules()
-    modules = {name: part for name, part in parts if not type(part).__module__.startswith(_LIBRARY)}
-    before = {name: dict(module.__dict__) for name, module in modules.items()}
-    yield
-    found.clear()
-    for name, module in modules.items():
-        own, nothing = before[name], object()
-        new = {key: value for key, value in module.__dict__.items() if own.get(key, nothing) is not value}
-        if all(type(value) in _PLAIN for value in new.values()):
-            was = [(key, own.get(key), value) for key, value in new.items() if key not in _NOT_READ]
-            found += [Written(name, module, *one) for one in was if one[1] != one[2]]
-
-
-@dataclass(frozen=True, eq=False)
-class Written:
-    """An attribute that was written, of the module of this name."""
-
-    name: str
-    module: nn.Module
-    key: str
-    before: Any
-    after: Any
-
-    def __str__(self) -> str:
-        where = f"module {self.name or '(the model itself)'}"
-        return f"{where}: forward sets its attribute {self.key!r}, {self.before!r} before, to {self.after!r}"
-
-
 def _add_attributes(found: Settings, values: Mapping[Any, Any], depth: int) -> None:
     for key, value in values.items():
         kind = type(value)
-        if ((kind is dict or kind is OrderedDict) and not value) or key in _NOT_READ:
+        if ((kind is dict or kind is OrderedDict) and not value) or key in NOT_STATE:
             continue
         found.append(key)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             found.append(value)
         else:
             _add(found, value, depth)
@@ -113,7 +74,7 @@ def _add_attributes(found: Settings, values: Mapping[Any, Any], depth: int) -> N
 
 def _add(found: Settings, value: Any, depth: int) -> None:
     """A value in depth: containers by what is in them, objects by class and attributes, modules and tensors as such."""
-    if type(value) in _PLAIN or isinstance(value, _NAMED):
+    if type(value) in PLAIN or isinstance(value, _NAMED):
         found.append(value)
     elif isinstance(value, nn.Module | torch.Tensor) or depth == 0:
         found.append(_Same(value) if depth else type(value))

@@ -18,7 +18,9 @@ from torch.distributions import Distribution
 from fxpipe.capture import private
 from fxpipe.capture.attention import whole_attention
 from fxpipe.capture.calls import Calls, Table, own_generators
+from fxpipe.capture.holders import holders_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
+from fxpipe.capture.state import state_kept
 from fxpipe.capture.transforms import plain_transforms
 from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
@@ -26,14 +28,14 @@ from fxpipe.errors import CaptureError
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
-    """Trace inside: gradients on, checkpoints run plainly, the modules' attributes as before on leaving."""
+    """Trace inside: gradients on, checkpoints run plainly, what the model keeps in Python as before on leaving."""
     refuse_outside(model)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         for message in ("The tensor attribute", "Using `torch.compile"):  # both are dealt with here
             warnings.filterwarnings("ignore", message=message)
-        stack.enter_context(_attributes_kept(model))
-        stack.enter_context(_no_python_random())
+        stack.enter_context(state_kept(model))
+        stack.enter_context(_no_python_random(model))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(private.inference_without_gradients())
@@ -96,23 +98,6 @@ def refuse_outside(model: nn.Module) -> None:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Some models keep what they once computed, such as rotary factors; they must not keep the trace's fake tensors.
-
-    Hooks that a first forward installs go with the attribute that says they are there: the next would add them twice.
-    """
-    kept = [value for m in model.modules() for n, value in m.__dict__.items() if "_hooks" in n]
-    hooks = [(held, dict(held)) for held in kept if isinstance(held, dict)]
-    with private.attributes_kept(model.modules()):
-        try:
-            yield
-        finally:
-            for held, entries in hooks:
-                held.clear()
-                held.update(entries)
-
-
-@contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Refuse a forward that puts other tensors in its buffers' places."""
     before = dict(model.named_buffers())
@@ -123,19 +108,38 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _no_python_random() -> Iterator[None]:
-    python, array = random.getstate(), numpy.random.get_state(legacy=False)
+def _no_python_random(model: nn.Module) -> Iterator[None]:
+    """Raises CaptureError where what runs inside draws from Python's or numpy's generators, or the model's own ones."""
+    entries = [value for holder in holders_of(model)[0] for value in holder.entries().values()]
+    own = [one for one in entries if isinstance(one, random.Random | numpy.random.Generator | numpy.random.RandomState)]
+    generators = [random, numpy.random, *own]
+    before = [_drawn(one) for one in generators]
     try:
         yield
-        now = numpy.random.get_state(legacy=False)
-        if random.getstate() != python or str(now) != str(array):
+        if str([_drawn(one) for one in generators]) != str(before):
             raise CaptureError(
                 "forward draws from Python's or numpy's random, which a graph would fix to one outcome; draw with "
                 "torch and choose with torch.where"
             )
     finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
+        for one, state in zip(generators, before, strict=True):
+            _draw_again(one, state)
+
+
+def _drawn(generator: Any) -> Any:
+    """How far one of Python's or numpy's generators is, or the one of the module itself."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def _draw_again(generator: Any, state: Any) -> None:
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
 
 
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"

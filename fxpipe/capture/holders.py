@@ -1,0 +1,151 @@
+"""Where Python keeps a model's state: attributes of its modules, of the objects on them and of their own classes, lists
+and dicts among those, and the globals that the model's own code names. Own is what no installed package has made."""
+
+import functools
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture.code_names import names_in
+from fxpipe.capture.files import is_installed
+
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_WEIGHTS = ("_parameters", "_buffers", "_modules")
+NOT_STATE = frozenset({"training", *_WEIGHTS, "_non_persistent_buffers_set"})
+_OPAQUE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module)
+_WRAPPERS = (
+    staticmethod, classmethod, property, functools.partial, functools.cached_property, functools._lru_cache_wrapper,
+    types.MethodType,
+)  # fmt: skip
+_DEPTH = 4  # of objects and containers in each other
+_ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Holder:
+    """A dict, a list or a class whose entries can be put back.
+
+    Args:
+        owner: name of the module that it was found in.
+        path: of it there, empty for the module's own attributes.
+        values: the dict (of attributes: an object's `__dict__`), list or class.
+        of_attributes: whether entries are attributes, not items.
+        keys: the entries looked at, of globals; all where None.
+    """
+
+    owner: str
+    path: str
+    values: Any
+    of_attributes: bool = False
+    keys: set[str] | None = None
+
+    def entries(self) -> dict[Any, Any]:
+        """All by name, or by index."""
+        if isinstance(self.values, list):
+            return dict(enumerate(self.values))
+        inside = vars(self.values) if isinstance(self.values, type) else self.values
+        return {key: inside[key] for key in (inside if self.keys is None else self.keys & inside.keys())}
+
+    def restore(self, entries: dict[Any, Any]) -> None:
+        """Have these entries and no others."""
+        now, values = self.entries(), self.values
+        changed = {key: value for key, value in entries.items() if now.get(key, _ABSENT) is not value}
+        extra = [key for key in now if key not in entries]
+        if isinstance(values, list):
+            if changed or extra:
+                values[:] = entries.values()
+        elif isinstance(values, type):
+            for key in extra:
+                delattr(values, key)
+            for key, value in changed.items():
+                setattr(values, key, value)
+        else:
+            for key in extra:
+                del values[key]
+            if changed:  # some refuse to be updated
+                values.update(changed)
+
+    def name(self, key: Any) -> str:
+        """Of an entry, as code in its module would write it."""
+        return f"{self.path}.{key}".lstrip(".") if self.of_attributes else f"{self.path}[{key!r}]"
+
+
+def holders_of(model: nn.Module) -> tuple[list[Holder], list[Any]]:
+    """Every holder of a model, and its functions under `functools.lru_cache`."""
+    walk = _Walk()
+    for name, module in model.named_modules():
+        walk.module(name, module)
+    return list(walk.found.values()), walk.caches
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether nothing is looked for inside."""
+    return type(value) in PLAIN or isinstance(value, _OPAQUE)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: dict[int, Holder] = {}
+        self.caches: list[Any] = []
+        self._seen: set[Any] = set()  # classes and functions
+
+    def module(self, name: str, module: nn.Module) -> None:
+        self._add(Holder(name, "", module.__dict__, of_attributes=True), _DEPTH)
+        self._class(name, type(module))
+
+    def _add(self, holder: Holder, depth: int) -> None:
+        known = self.found.setdefault(id(holder.values), holder)
+        if known is not holder:
+            if known.keys is None or holder.keys is None:
+                return
+            holder.keys.difference_update(known.keys)
+            known.keys.update(holder.keys)
+        for key, value in holder.entries().items():
+            if not (isinstance(key, str) and key in _WEIGHTS):
+                self._value(holder.owner, holder.name(key), value, depth - 1)
+
+    def _value(self, owner: str, path: str, value: Any, depth: int) -> None:
+        if type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
+            return
+        if isinstance(value, type):
+            self._class(owner, value)
+        elif not is_opaque(value) and depth:
+            self._inside(owner, path, value, depth)
+        self._code(owner, value)
+
+    def _inside(self, owner: str, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, dict | list):
+            self._add(Holder(owner, path, value), depth)
+        elif isinstance(value, tuple):
+            for index, one in enumerate(value):
+                self._value(owner, f"{path}[{index}]", one, depth - 1)
+        elif isinstance(inside := getattr(value, "__dict__", None), dict):
+            self._add(Holder(owner, path, inside, of_attributes=True), depth)
+            self._class(owner, type(value))
+
+    def _class(self, owner: str, kind: type) -> None:
+        """Attributes of own classes, and what their code names."""
+        for one in kind.__mro__:
+            if one not in self._seen and not is_installed(one.__module__):
+                self._seen.add(one)
+                self._add(Holder(owner, one.__name__, one, of_attributes=True), _DEPTH)
+
+    def _code(self, owner: str, value: Any) -> None:
+        """The globals that own code names, and what is in its closures."""
+        if isinstance(value, functools._lru_cache_wrapper) and all(value is not one for one in self.caches):
+            self.caches.append(value)
+        if isinstance(value, _WRAPPERS):
+            for name in ("func", "__func__", "__wrapped__", "fget"):
+                self._code(owner, getattr(value, name, None))
+        if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
+            return
+        self._seen.add(value)
+        named = set(names_in(value.__code__)) & value.__globals__.keys()
+        self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), _DEPTH)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not yet filled
+                self._value(owner, f"{value.__name__}.{name}", cell.cell_contents, _DEPTH)

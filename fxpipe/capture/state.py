@@ -1,0 +1,137 @@
+"""What forward keeps in Python from one call to the next, which a graph does not: it has every call alike.
+
+self.freqs = cos(arange(n))                            of constants alone: the graph computes it in every call
+self.n += 1; self.mean = 0.9 * self.mean + h.mean()    refused, where the next call reads it
+self.last = loss.detach()                              read by nobody in forward: said, and left as it was
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture import private
+from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder, holders_of, is_opaque
+
+_LIBRARIES = ("transformers.", "torch.")
+"""Their modules note what they have installed at their first call, and compute alike in the next."""
+_ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """An entry that forward gave another value; `_ABSENT` is none.
+
+    `is_read`: forward has read a tensor of what was there before.
+    """
+
+    holder: Holder
+    key: Any
+    before: Any
+    after: Any
+    is_read: bool = False
+
+    def __str__(self) -> str:
+        where = f"module {self.holder.owner or '(the model itself)'}"
+        before = "new" if self.before is _ABSENT else f"{_shown(self.before)} before"
+        return f"{where}: forward sets its attribute {self.holder.name(self.key)!r}, {before}, to {_shown(self.after)}"
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """All of it, as it is; it is so again afterwards.
+
+    Hooks that a first forward installs go with the attribute that says they are there: the next would add them twice.
+    """
+    holders, caches = holders_of(model)
+    before = [holder.entries() for holder in holders]
+    sizes = [cache.cache_info().currsize for cache in caches]
+    try:
+        yield
+    finally:
+        for holder, entries in zip(holders, before, strict=True):
+            holder.restore(entries)
+        for cache, size in zip(caches, sizes, strict=True):
+            if cache.cache_info().currsize != size:
+                cache.cache_clear()
+
+
+@contextmanager
+def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[Written]) -> Iterator[None]:
+    """Leaves in `found` what the trace inside gives other values that may differ from call to call: numbers, and
+    tensors made of the inputs, of trained weights, of random numbers or of what was kept before.
+
+    Nothing of a module that also keeps a tensor made of constants: such numbers say what it has kept of them.
+    """
+    holders, _ = holders_of(model)
+    before = [holder.entries() for holder in holders]
+    yield
+    found.clear()
+    changed = [
+        Written(holder, key, entries.get(key, _ABSENT), value)
+        for holder, entries in zip(holders, before, strict=True)
+        for key, value in holder.entries().items()
+        if not (isinstance(key, str) and key in NOT_STATE) and _is_other(entries.get(key, _ABSENT), value)
+    ]
+    if not changed:
+        return
+    replaced = [tensor for one in changed for tensor in _tensors(one.before)]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    moves, read = private.moving_values([*inputs, *weights], replaced)
+    caches = {one.holder.owner for one in changed if any(not moves(tensor) for tensor in _tensors(one.after))}
+    for one in changed:
+        if one.holder.owner not in caches and not _is_of(model, one, _LIBRARIES):
+            is_read = any(tensor is other for tensor in _tensors(one.before) for other in read)
+            found.append(replace(one, is_read=is_read))
+
+
+@contextmanager
+def carried_on(written: Sequence[Written]) -> Iterator[None]:
+    """Inside, state is as forward left it."""
+    holders = {id(one.holder): one.holder for one in written}
+    before = {key: holder.entries() for key, holder in holders.items()}
+    try:
+        for key, holder in holders.items():
+            holder.restore(before[key] | {one.key: one.after for one in written if one.holder is holder})
+        yield
+    finally:
+        for key, holder in holders.items():
+            holder.restore(before[key])
+
+
+def warn_of_tensors(written: Sequence[Written]) -> None:
+    """Of those that forward does not read itself, somebody else may."""
+    for one in written:
+        if _tensors(one.after):
+            warnings.warn(
+                f"{one}, which engines leave as it is; return what is read later beside the loss", stacklevel=2
+            )
+
+
+def _shown(value: Any) -> str:
+    if type(value) in PLAIN:
+        return repr(value)
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _is_of(model: nn.Module, written: Written, libraries: tuple[str, ...]) -> bool:
+    return type(model.get_submodule(written.holder.owner)).__module__.startswith(libraries)
+
+
+def _is_other(before: Any, after: Any) -> bool:
+    return before is not after and not (type(after) in PLAIN and type(before) is type(after) and before == after)
+
+
+def _tensors(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """In containers and objects, too."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth == 0 or is_opaque(value):
+        return []
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    inside = getattr(value, "__dict__", {}).values() if inside is None else inside
+    return [tensor for one in inside for tensor in _tensors(one, depth - 1)]

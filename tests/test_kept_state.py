@@ -1,0 +1,154 @@
+"""What forward keeps in Python between calls: seen wherever it is, refused where the next call would compute something
+else, and as it was before once the model is compiled."""
+
+import functools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture import Capture
+from fxpipe.errors import CaptureError
+from tests.captured import captured
+
+CALLS = 0
+GENERATOR = numpy.random.RandomState(0)
+
+
+class Keeper(nn.Module):
+    """Calls a function between two layers, which finds `kept` and keeps it."""
+
+    calls = 0
+
+    def __init__(self, kept: Any, between: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept, self.between = kept, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.between(self, self.first(x))).square().mean()
+        return loss
+
+    def example_inputs(self, batch_size: int) -> tuple[Tensor, ...]:
+        return (torch.ones(batch_size, 4),)
+
+
+def attribute(s: Keeper, h: Tensor) -> Tensor:
+    s.kept = s.kept + h.detach().mean()
+    return h * s.kept
+
+
+def of_object(s: Keeper, h: Tensor) -> Tensor:
+    s.kept.calls += 1
+    return h * s.kept.calls
+
+
+def of_class(s: Keeper, h: Tensor) -> Tensor:
+    Keeper.calls += 1
+    return h * Keeper.calls
+
+
+def of_globals(s: Keeper, h: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return h * CALLS
+
+
+def in_dict(s: Keeper, h: Tensor) -> Tensor:
+    s.kept["calls"] = s.kept.get("calls", 0) + 1
+    return h * s.kept["calls"]
+
+
+def in_list(s: Keeper, h: Tensor) -> Tensor:
+    s.kept.append(h.detach().mean())
+    return h + s.kept[0]
+
+
+def of_weights(s: Keeper, h: Tensor) -> Tensor:
+    if s.kept is None:
+        s.kept = s.first.weight.detach()[0]
+    return h * s.kept
+
+
+def drawn(s: Keeper, h: Tensor) -> Tensor:
+    if s.kept is None:
+        s.kept = torch.rand(4)
+    return h * s.kept
+
+
+@pytest.mark.parametrize(
+    ("kept", "between", "says"),
+    [
+        (torch.ones(()), attribute, "'kept', a tensor before, to a tensor, and computes something else the next"),
+        (SimpleNamespace(calls=0), of_object, "'kept.calls', 0 before, to 1, and computes"),
+        (None, of_class, "'Keeper.calls', 0 before, to 1, and computes"),
+        (None, of_globals, "'tests.test_kept_state.CALLS', 0 before, to 1, and computes"),
+        ({}, in_dict, r"\"kept\['calls'\]\", new, to 1, and computes"),
+        ([], in_list, r"'kept\[0\]', new, to a tensor, and computes"),
+        (None, of_weights, "'kept', None before, to a tensor, and computes"),
+        (None, drawn, "'kept', None before, to a tensor, and computes"),
+        (random.Random(0), lambda s, h: h * s.kept.random(), "draws from Python's or numpy's random"),
+        (numpy.random.default_rng(0), lambda s, h: h * s.kept.random(), "draws from Python's or numpy's random"),
+        (None, lambda s, h: h * float(GENERATOR.rand()), "draws from Python's or numpy's random"),
+    ],
+)  # fmt: skip
+def test_what_the_next_call_would_read_is_refused_and_put_back(kept: Any, between: Any, says: str) -> None:
+    before = repr(kept)
+    with pytest.raises(CaptureError, match=says):
+        captured(Keeper(kept, between))
+    assert (Keeper.calls, CALLS, repr(kept)) == (0, 0, before)
+
+
+def cosines(s: Keeper, h: Tensor) -> Tensor:
+    if h.shape[-1] not in s.kept:
+        s.kept[h.shape[-1]] = torch.arange(h.shape[-1]).cos()
+    return h * s.kept[h.shape[-1]]
+
+
+def factors(s: Keeper, h: Tensor) -> Tensor:
+    """As rotary factors are kept, with the length that they are for."""
+    if s.kept.length < h.shape[-1]:
+        s.kept.length, s.kept.tables = h.shape[-1], [torch.arange(h.shape[-1]).cos()]
+    return h * s.kept.tables[0]
+
+
+@functools.lru_cache
+def table(size: int) -> Tensor:
+    return torch.arange(size).cos()
+
+
+@pytest.mark.parametrize(
+    ("kept", "between"),
+    [
+        ({}, cosines),
+        (SimpleNamespace(length=0, tables=[]), factors),
+        (None, lambda s, h: h * table(h.shape[-1])),
+        (functools.cache(lambda size: torch.arange(size).cos()), lambda s, h: h * s.kept(h.shape[-1])),
+    ],
+)
+def test_what_constants_make_is_computed_in_every_call_and_not_kept(kept: Any, between: Any) -> None:
+    model = Keeper(kept, between)
+    graph, again = captured(model), captured(model)
+    assert _targets(graph) == _targets(again)
+    assert sum("cos" in target for target in _targets(graph)) == 1
+    assert type(model(torch.ones(2, 4))) is Tensor
+
+
+def last_loss(s: Keeper, h: Tensor) -> Tensor:
+    s.kept = h.detach().mean()
+    return h
+
+
+def test_what_only_others_read_is_told() -> None:
+    model = Keeper(None, last_loss)
+    with pytest.warns(UserWarning, match="'kept', None before, to a tensor, which engines leave as it is; return what"):
+        captured(model)
+    assert model.kept is None
+
+
+def _targets(graph: Capture) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes]
