@@ -80,7 +80,7 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     ),
     "an attribute that counts": (
         Denoiser(counting), 2, {},
-        r"module conv: forward sets its attribute 'calls', None before, to 1, and computes something else the next",
+        r"module conv: forward sets its attribute 'calls', new, to 1, and computes something else the next",
     ),
     "a list that keeps": (
         Denoiser(), 2, {"example": {**GIVEN, "kept": [None]}}, "changes its input kept.0 in place",

@@ -17,8 +17,8 @@ from torch import nn
 from fxpipe.capture import private
 from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder, holders_of, is_opaque
 
-_LIBRARIES = ("transformers.", "torch.")
-"""Their modules note what they have installed at their first call, and compute alike in the next."""
+_LIBRARY = "transformers."
+"""Its modules note what they have installed at their first call, and compute alike in the next."""
 _ABSENT = object()
 
 
@@ -71,11 +71,12 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
     before = [holder.entries() for holder in holders]
     yield
     found.clear()
+    own = {id(weight) for weight in model.parameters()}
     changed = [
         Written(holder, key, entries.get(key, _ABSENT), value)
         for holder, entries in zip(holders, before, strict=True)
         for key, value in holder.entries().items()
-        if not (isinstance(key, str) and key in NOT_STATE) and _is_other(entries.get(key, _ABSENT), value)
+        if not (isinstance(key, str) and key in NOT_STATE) and _is_other(entries.get(key, _ABSENT), value, own)
     ]
     if not changed:
         return
@@ -84,7 +85,7 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
     moves, read = private.moving_values([*inputs, *weights], replaced)
     caches = {one.holder.owner for one in changed if any(not moves(tensor) for tensor in _tensors(one.after))}
     for one in changed:
-        if one.holder.owner not in caches and not _is_of(model, one, _LIBRARIES):
+        if one.holder.owner not in caches and not _is_of(model, one, _LIBRARY):
             is_read = any(tensor is other for tensor in _tensors(one.before) for other in read)
             found.append(replace(one, is_read=is_read))
 
@@ -118,12 +119,16 @@ def _shown(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _is_of(model: nn.Module, written: Written, libraries: tuple[str, ...]) -> bool:
-    return type(model.get_submodule(written.holder.owner)).__module__.startswith(libraries)
+def _is_of(model: nn.Module, written: Written, library: str) -> bool:
+    return type(model.get_submodule(written.holder.owner)).__module__.startswith(library)
 
 
-def _is_other(before: Any, after: Any) -> bool:
-    return before is not after and not (type(after) in PLAIN and type(before) is type(after) and before == after)
+def _is_other(before: Any, after: Any, weights: set[int]) -> bool:
+    """Whether a value is new, and no list of the model's own weights."""
+    if before is after or (type(after) in PLAIN and type(before) is type(after) and before == after):
+        return False
+    tensors = _tensors(after)
+    return not tensors or any(id(tensor) not in weights for tensor in tensors)
 
 
 def _tensors(value: Any, depth: int = 4) -> list[torch.Tensor]:
