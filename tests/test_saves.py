@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 import fxpipe
 from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
-from fxpipe.run.saves import engine_saves, parts
+from fxpipe.run.saves import engine_saves, folders, parts
 from fxpipe.run.saves.values import decode, encode
 from fxpipe.run.transport import run_ranks
 from tests.distributed import start_processes
@@ -233,6 +233,24 @@ def test_what_ranks_had_apart_is_loaded_into_their_layout_alone(tmp_path: Path) 
         fxpipe.RunError, match=r"extra.where was not the same in rank-0-of-2.* does not go by the names"
     ):
         fxpipe.load_checkpoint(tmp_path, Adapted())
+
+
+def test_a_part_is_written_when_another_rank_completes_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the last part has its name, whoever looks gives the folder its own."""
+    partial, rename = folders.begin(tmp_path, 3), Path.rename
+
+    def renamed(path: Path, name: Path) -> Path:
+        moved = rename(path, name)
+        if moved.suffix == ".safetensors":
+            folders.complete(partial, 1, keep=1)
+        return moved
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    parts.write_part(partial / parts.part_name(0, 1), {"a": torch.ones(2)}, {})
+    assert [path.name for path in folders.checkpoints(tmp_path)] == ["step-3"]
+    folders.complete(partial, 1, keep=1)  # by the rank itself, which has nothing left to do
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

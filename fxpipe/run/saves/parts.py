@@ -29,14 +29,16 @@ def part_name(rank: int, num_ranks: int) -> str:
 
 
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor], body: Mapping[str, Any]) -> None:
-    """On the disk, whole, when the file has its name; OSError or SafetensorError where it cannot be."""
+    """On the disk, whole, when the file has its name; OSError or SafetensorError where it cannot be.
+
+    From then on another rank may find all parts, and give the folder another name.
+    """
     packed = _packed(tensors)
     text = json.dumps({**body, "sums": {key: tensor_sum(tensor) for key, tensor in packed.items()}})
     unnamed = path.with_suffix(".unfinished")
     save_file(packed, unnamed, {"fxpipe": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
     sync(unnamed)
     unnamed.rename(path)
-    sync(path.parent)
 
 
 def sync(path: Path) -> None:
