@@ -8,8 +8,10 @@
 Between ranks 0 and 1 by gloo. Latency is half a round trip of 4 bytes; bandwidth is by what a message of 32 MiB takes
 longer than one of 16: what a link lets through at once counts for nothing, which was 12 % through 100 Mbit/s of tc, by
 messages of 256 KiB. It is taken one direction at a time, and both at once, which shows whether they share the link;
-where they do not, that of both at once counts, as programs use it. Both beside matrix products show what messages take
-from computation. Each is the tenth percentile of many, so that other work on the machine counts little. Rank 0 prints.
+where they do not, that of both at once counts, as programs use it. Both beside matrix products show what the bytes of
+messages take from computation. Each is the tenth percentile of many, so that other work on the machine counts little.
+What every message takes, whatever its bytes, is the median of many of 4 bytes beside products: where threads of the
+network share their cores with computation it is 0.05 or 1 ms as the system places them. Rank 0 prints.
 """
 
 import os
@@ -27,7 +29,8 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 
 SMALL, LARGE = 4, 1 << 24
-SMALL_ROUNDS, LARGE_ROUNDS = 300, 30
+SMALL_ROUNDS, LARGE_ROUNDS, MANY_ROUNDS = 300, 30, 20
+MANY, MANY_SECONDS = 32, 0.1  # small messages beside work of so long, as a step has them
 PRODUCT = 384  # rows and columns of a matrix: in a core's cache
 
 
@@ -64,7 +67,11 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     beside = usual_seconds(lambda: exchange(rank, num_bytes, work), rounds)
     taken = beside - usual_seconds(lambda: exchange(rank, SMALL, work), rounds)
     alone, shared = num_bytes / (larger - large), num_bytes / (more - both)
-    return cluster(small, alone, shared, taken * alone / (2 * num_bytes), world_size)
+    each = products(MANY_SECONDS / MANY)
+    alone_or_many = (lambda: [each() for _ in range(MANY)].clear()), (lambda: exchange_many(rank, each))
+    products_alone, with_messages = (usual_seconds(run, MANY_ROUNDS, share=5) for run in alone_or_many)
+    overhead = (with_messages - products_alone) / (2 * MANY)
+    return cluster(small, alone, shared, taken * alone / (2 * num_bytes), overhead, world_size)
 
 
 def ping_pong(rank: int, num_bytes: int) -> None:
@@ -94,7 +101,20 @@ def exchange(rank: int, num_bytes: int, work: Callable[[], None] = lambda: None)
             request.wait()
 
 
-def usual_seconds(run: Callable[[], object], rounds: int) -> float:
+def exchange_many(rank: int, work: Callable[[], None]) -> None:
+    """A message of each after every piece of work."""
+    requests = []
+    for tag in range(MANY):
+        requests += [dist.irecv(torch.zeros(SMALL, dtype=torch.uint8), 1 - rank, tag=tag)]
+        requests += [dist.isend(torch.zeros(SMALL, dtype=torch.uint8), 1 - rank, tag=tag)]
+        work()
+    for request in requests:
+        if request is not None:
+            request.wait()
+
+
+def usual_seconds(run: Callable[[], object], rounds: int, share: int = 1) -> float:
+    """The time that so many tenths of the rounds do not exceed."""
     for _ in range(rounds // 2):
         run()
     seconds = []
@@ -102,21 +122,23 @@ def usual_seconds(run: Callable[[], object], rounds: int) -> float:
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
-    return statistics.quantiles(seconds, n=10, method="inclusive")[0]
+    return statistics.quantiles(seconds, n=10, method="inclusive")[share - 1]
 
 
-def cluster(latency: float, alone: float, shared: float, taken: float, world_size: int) -> Cluster:
-    """Bytes per second of a direction `alone` and of each of both at once, of which a message takes `taken`."""
+def cluster(latency: float, alone: float, shared: float, taken: float, overhead: float, world_size: int) -> Cluster:
+    """Bytes per second of a direction `alone` and of each of both at once, of which a message takes `taken`; it takes
+    `overhead` seconds beside, whatever its bytes."""
     print(
         f"latency {latency * 1e6:.1f} us, bandwidth {alone / 1e9:.4f} GB/s, {shared / 1e9:.4f} each of both directions "
-        f"at once; a message takes {taken:.2f} of its time from what its ends compute",
+        f"at once; a message takes {taken:.2f} of its time, and {overhead * 1e6:.1f} us, from what its ends compute",
         file=sys.stderr,
     )
     duplex = alone < 1.5 * shared
     bandwidth = shared if duplex else alone
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
     bus = one_machine and not duplex
-    link = Link("measured", round(bandwidth), round(latency, 9), duplex, bus, round(max(taken, 0.0), 3))
+    costs = round(max(taken, 0.0), 3), round(max(overhead, 0.0), 9)
+    link = Link("measured", round(bandwidth), round(latency, 9), duplex, bus, *costs)
     return Cluster("CPU", (Level(world_size, link),))
 
 

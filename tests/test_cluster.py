@@ -222,6 +222,7 @@ def test_collectives_are_no_faster_than_their_bytes(ranks: set[int], num_bytes: 
 def test_a_measured_link_is_what_a_direction_reaches_beside_the_other(
     both: float, bandwidth: float, duplex: bool
 ) -> None:
-    (level,) = measuring.cluster(1e-4, GIGABIT, both * GIGABIT, 0.25, 2).levels
+    (level,) = measuring.cluster(1e-4, GIGABIT, both * GIGABIT, 0.25, 5e-4, 2).levels
     assert level.link.bandwidth_bytes_per_second == pytest.approx(bandwidth * GIGABIT)
     assert (level.link.duplex, level.link.shared, level.link.taken_share) == (duplex, not duplex, 0.25)
+    assert level.link.overhead_seconds == 5e-4

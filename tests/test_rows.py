@@ -73,6 +73,43 @@ def test_a_rank_program_is_a_few_lines_of_messages(golden: Golden) -> None:
     golden("passes/fresh.txt", "\n".join(map(str, programs.programs[0].graph.nodes)) + f"\n\n{programs.traffic()}\n")
 
 
+class Resnet(nn.Module):
+    """A norm whose result is read around each row; `also` reads it, too, so that it is there without these rows."""
+
+    def __init__(self, padding_mode: str = "zeros", also: bool = False) -> None:
+        super().__init__()
+        self.norm, self.scale, self.also = nn.GroupNorm(2, 4), nn.Linear(4, 4), also
+        self.conv = nn.Conv2d(4, 4, 5, padding=2, padding_mode=padding_mode)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        h = F.silu(self.norm(x) * self.scale(time)[:, :, None, None])
+        return x + self.conv(h) + (h if self.also else 0)  # type: ignore[no-any-return]
+
+
+def resnet_example(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 4, 7, 6, dtype=dtype), "time": torch.randn(2, 4, dtype=dtype)}
+
+
+def test_a_norms_halo_travels_with_its_moments(golden: Golden) -> None:
+    plan = plan_of(Resnet(), resnet_example(), {"x": 2})
+    first, second = patches_of(plan, [0, 3, 7])
+    golden("passes/norms_halo.txt", ARROW.join(listed(patch_graph(plan, patch)) for patch in (first, second)) + "\n")
+    also = plan_of(Resnet(also=True), resnet_example(), {"x": 2})
+    names = [node.name for node in patch_graph(also, first).nodes if "exchange" in node.meta]
+    assert names == ["group_norm_moments", "conv2d_halo", "add_1_whole"]
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("bounds", [(0, 3, 7), (0, 4, 7), (0, 3, 4, 7)])
+def test_a_norms_halo_is_normalised_as_its_patch_does(padding_mode: str, bounds: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, call = Resnet(padding_mode).double(), resnet_example(torch.float64)
+    with torch.no_grad():
+        wanted = model(**call)
+    for found in row_programs(model, call, bounds, sample={"x": 2}).predict(**call):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_what_is_known_when() -> None:
     plan = plan_of(Denoiser(), example(), {"x": 2})
     times = binding_times(plan.sized, {"x": PATCH, "text": CALL, "time": STEP})

@@ -183,7 +183,7 @@ def _from_toml(text: str) -> Cluster:
 
 
 def _level(table: Mapping[str, Any]) -> Level:
-    given = {"bandwidth_bytes_per_second", "latency_seconds", "duplex", "shared", "taken_share"}
+    given = {"bandwidth_bytes_per_second", "latency_seconds", "duplex", "shared", "taken_share", "overhead_seconds"}
     _known(table, {"size", "link"} | given, "a level")
     name, own = table.get("link", "custom"), {key: table[key] for key in given & set(table)}
     if not own:
@@ -215,6 +215,6 @@ def _toml(cluster: Cluster) -> str:
             f"latency_seconds = {link.latency_seconds!r}",
             f"duplex = {str(link.duplex).lower()}",
             f"shared = {str(link.shared).lower()}",
-            *([f"taken_share = {link.taken_share!r}"] if link.taken_share else []),
+            *(f"{what} = {taken!r}" for what in ("taken_share", "overhead_seconds") if (taken := getattr(link, what))),
         ]
     return "\n".join(lines)

@@ -26,7 +26,8 @@ class Link:
     `bandwidth_bytes_per_second` is a port's, each way where `duplex`, both ways together where not. `shared`: there is
     one bus for all members instead. `taken_share`: seconds of computation that a second of a message's bytes costs its
     sender, and as many its receiver: what copies take from a CPU core, caches included, or from a GPU's
-    multiprocessors.
+    multiprocessors. `overhead_seconds`: those that every message costs either, whatever its bytes (o of Culler et al.,
+    "LogP", PPoPP 1993).
     """
 
     name: str
@@ -35,10 +36,12 @@ class Link:
     duplex: bool = True
     shared: bool = False
     taken_share: float = 0.0
+    overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.taken_share < float("inf"):
-            raise CompileError(f"link {self.name}: taken_share {self.taken_share} must be finite and not negative")
+        for what in ("taken_share", "overhead_seconds"):
+            if not 0 <= getattr(self, what) < float("inf"):
+                raise CompileError(f"link {self.name}: {what} {getattr(self, what)} must be finite and not negative")
         if not 0 < self.bandwidth_bytes_per_second < float("inf") or not 0 <= self.latency_seconds < float("inf"):
             raise CompileError(
                 f"link {self.name}: bandwidth {self.bandwidth_bytes_per_second} bytes/s must be positive, latency "

@@ -66,10 +66,10 @@ def transfer_seconds(cluster: Cluster, source: int, target: int, num_bytes: floa
 
 def taken_seconds(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
     """Seconds of computation that a message costs its sender, and its receiver as much."""
-    if source == target:
+    if source == target or not num_bytes:
         return 0.0
     link, _ = route(cluster, source, target)
-    return link.taken_share * num_bytes / link.bandwidth_bytes_per_second
+    return link.overhead_seconds + link.taken_share * num_bytes / link.bandwidth_bytes_per_second
 
 
 def fair_rates(routes: Mapping[int, tuple[Link, tuple[Port, ...]]]) -> dict[int, float]:

@@ -47,18 +47,22 @@ def with_halo(
 
     `fill`: a number, or how these are made of the rows that are here: "reflect" or "replicate".
     """
-    rows = [*up, value, *down]
-    if isinstance(fill, str) and (above or below):
-        rows = [torch.cat(rows, dim)]
-        last = rows[0].shape[dim] - 1
-        top = [0] * above if fill == "replicate" else list(range(above, 0, -1))
-        bottom = [last] * below if fill == "replicate" else list(range(last - 1, last - 1 - below, -1))
-        borders = [rows[0].index_select(dim, torch.tensor(at, device=value.device).long()) for at in (top, bottom)]
-    else:
-        number = 0.0 if isinstance(fill, str) else fill
-        shapes = ([*value.shape[:dim], count, *value.shape[dim + 1 :]] for count in (above, below))
-        borders = [value.new_full(shape, number) for shape in shapes]
-    return torch.cat([part for part in (borders[0], *rows, borders[1]) if part.shape[dim]], dim)
+    borders = (value.new_empty([*value.shape[:dim], n, *value.shape[dim + 1 :]]) for n in (above, below))
+    top, bottom = borders
+    wider = torch.cat([part for part in (top, *up, value, *down, bottom) if part.shape[dim]], dim)
+    return set_border(wider, dim, above, below, fill)
+
+
+def set_border(value: torch.Tensor, dim: int, above: int, below: int, fill: float | str) -> torch.Tensor:
+    """A value of this rank alone, its first `above` and last `below` rows made what the image's border is: in place."""
+    last = value.shape[dim] - 1 - below
+    for row in (*range(above), *range(last + 1, last + 1 + below)):
+        if isinstance(fill, str):
+            border = above if row < above else last
+            value.select(dim, row).copy_(value.select(dim, border if fill == "replicate" else 2 * border - row))
+        else:
+            value.select(dim, row).fill_(fill)
+    return value
 
 
 def join_rows(

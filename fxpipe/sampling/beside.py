@@ -150,14 +150,15 @@ class Beside(Layout):
         return sum(told.received_bytes for told in crossing) * (2 + advance) + 2 * own * advance
 
     def _packed(self, crossing: Sequence[Told]) -> Iterator[float]:
-        """Seconds to put what goes to every other patch into buckets."""
+        """Seconds to put what goes to every other patch into buckets, and to send these."""
         peers = self.grid.patches - 1
         of_moments = [told for told in crossing if told.kind == "moments"]
         size = sum(told.received_bytes for told in crossing if told.kind != "moments") / max(peers, 1)
         each = min(max(size // PER_STEP, LEAST_BYTES), MOST_BYTES)
         count = -int(-size // each)
-        yield peers * count * self.moving(size / count) if count else 0.0
-        yield peers * self.moving(sum(told.own_bytes for told in of_moments)) if of_moments else 0.0
+        sending = self.links.overhead_seconds(2)  # and receiving
+        yield peers * count * (self.moving(size / count) + sending) if count else 0.0
+        yield peers * (self.moving(sum(told.own_bytes for told in of_moments)) + sending) if of_moments else 0.0
 
     def _copies(self, patch: int, crossing: Sequence[Told]) -> Iterator[float]:
         """Seconds of what this patch computes more in a displaced step than in an exact one."""

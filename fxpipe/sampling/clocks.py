@@ -27,14 +27,16 @@ def together(
     while (told := at[0][1]) is not None:
         way, clocks = links.of_patches(told, column), [clock for clock, _ in at]
         busy += way.seconds
+        taken = way.taken_by_bytes  # many that nobody waits for are one message
         if waits(told):
+            taken = way.taken
             for own, (_, count) in enumerate(patches):
                 if every:
                     free[own] = _come(told, own, clocks, free[own], way)
                     continue
                 others = (clock for place, clock in enumerate(clocks) if count > 1 or place != own)
                 free[own] = max(free[own], *others) + way.until_there
-        at = [walk.send((there, way.taken)) for walk, there in zip(walks, free, strict=True)]
+        at = [walk.send((there, taken)) for walk, there in zip(walks, free, strict=True)]
     assert all(told is None for _, told in at), "patches tell each other different things"
     return [clock for clock, _ in at], busy
 

@@ -11,11 +11,13 @@ from passes.sampling.work import Sent, Told
 
 
 class Busy(NamedTuple):
-    """Seconds in which links are busy, the latency after them, and those that the busiest rank loses."""
+    """Seconds in which links are busy, the latency after them, and those that the busiest rank loses: to the messages,
+    and to their bytes alone."""
 
     seconds: float
     latency: float
     taken: float
+    taken_by_bytes: float
 
     @property
     def until_there(self) -> float:
@@ -80,6 +82,11 @@ class Links:
         ends = self.cluster.concurrent_seconds([(self._rank(a, 0, 0), self._rank(b, 0, 0), sizes[a]) for a, b in told])
         return [max(end for end, (source, _) in zip(ends, told, strict=True) if source == group) for group in groups]
 
+    def overhead_seconds(self, num_messages: float) -> float:
+        """Those that a rank loses to so many messages of patches, whatever their bytes."""
+        last = self._rank(0, 0, self.grid.patches - 1)
+        return num_messages * route(self.cluster, 0, last)[0].overhead_seconds if last else 0.0
+
     def _rank(self, group: int, column: int, patch: int) -> int:
         return (group * self.grid.stages + column) * self.grid.patches + patch
 
@@ -89,8 +96,10 @@ class Links:
         if sent not in self._known:
             latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
             seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
-            taken = Counter[int]()
+            taken, overhead = Counter[int](), Counter[int]()
             for src, dst, size in sent:
                 taken.update(dict.fromkeys((src, dst), self.cluster.taken_seconds(src, dst, size)))
-            self._known[sent] = Busy(seconds, latency, max(taken.values(), default=0.0))
+                overhead.update(dict.fromkeys((src, dst), route(self.cluster, src, dst)[0].overhead_seconds))
+            by_bytes = (taken[rank] - overhead[rank] for rank in taken)
+            self._known[sent] = Busy(seconds, latency, max(taken.values(), default=0.0), max(by_bytes, default=0.0))
         return self._known[sent]

@@ -7,8 +7,8 @@
 Every rank is one compute stream that keeps the order of its ops; one without any is not there. Sends never block, nor
 does the issue of a collective; a wait ends when its message has arrived, or its collective is over. `wires` says how
 long messages take that share links, `collectives` when a collective runs. Where messages take time from computation
-(`Link.taken_share`), a rank owes it from a send, or the wait for a receive, on; it pays while it waits, or else with
-what it computes next.
+(`Link.taken_share`, `overhead_seconds`), a rank owes it from a send, or the wait for a receive, on; it pays while it
+waits, or else with what it computes next.
 """
 
 import heapq
@@ -30,7 +30,7 @@ class Machine:
 
     def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
         self._ops, self._seconds, self._cluster = op_lists, seconds, cluster
-        self._takes = any(level.link.taken_share for level in cluster.levels)
+        self._takes = any(level.link.taken_share or level.link.overhead_seconds for level in cluster.levels)
         self._owed = [0.0] * len(op_lists)
         absent = {rank for rank, ops in enumerate(op_lists) if not ops}
         self._wires, self._collectives = Wires(cluster), Collectives(cluster, absent)

@@ -41,6 +41,7 @@ from passes.rows.sized import Sized
 from passes.sampling import attention, exchanges
 from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
+from passes.sampling.halos import early_halos
 from passes.sampling.patch_writer import PatchWriter, meta
 from passes.sampling.patches import Patch
 
@@ -78,8 +79,8 @@ def patch_graph(
     """
     plan = whole_plan(plan) if patch.is_whole else plan
     shared = shared if piece is None else piece.shared
-    writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early)
     made = None if piece is None else piece.nodes | piece.early
+    writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made))
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             if made is None or any(user.name in made for user in node.users):
@@ -186,12 +187,10 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     assert isinstance(rows, Rows)
     if how.fill == "reflect":
         _require_reflected(writer.patch, node, how, rows)
-    if how.above or how.below or how.end:
-        args = (operand, rows.dim, how.above, how.below, how.end, how.fill)
-        shape = writer.patch.shape(value, rows)
-        shape[rows.dim] += how.above + (how.end if writer.patch.stop == writer.patch.count else how.below)
-        operand = writer.add(node, exchanges.halo, args, "halo", shape)
-        operand.meta["exchange"] = Exchange(node.name, "halo", value, rows)
+    if value in writer.more_rows:
+        operand = _with_border(writer, node, how, operand, rows)
+    elif how.above or how.below or how.end:
+        operand = _with_halo(writer, node, how, operand, value, how.fill)
     call = call_arguments(how.target, {**arguments, name: operand, **how.changes})
     if not how.skip and not how.target.__name__.startswith("conv_transpose"):
         writer.emit(node, how.target, *call)
@@ -199,6 +198,34 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     wider = writer.graph.create_node("call_function", how.target, *call, name=f"{node.name}_wider")
     wider.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     writer.emit(node, aten.narrow.default, (wider, state.dim, how.skip, writer.patch.size(state)))
+
+
+def _with_halo(
+    writer: PatchWriter, node: fx.Node, how: Window, operand: fx.Node, value: fx.Node, fill: float | str
+) -> fx.Node:
+    """A captured value, or what it is here, with the rows around it that a window reads."""
+    rows = writer.plan.state(value)
+    assert isinstance(rows, Rows)
+    shape = writer.patch.shape(value, rows)
+    shape[rows.dim] += _more_rows(writer.patch, how)
+    found = writer.add(node, exchanges.halo, (operand, rows.dim, how.above, how.below, how.end, fill), "halo", shape)
+    found.meta["exchange"] = Exchange(node.name, "halo", value, rows)
+    return found
+
+
+def _more_rows(patch: Patch, how: Window) -> int:
+    return how.above + (how.end if patch.stop == patch.count else how.below)
+
+
+def _with_border(writer: PatchWriter, node: fx.Node, how: Window, operand: fx.Node, rows: Rows) -> fx.Node:
+    """What has its rows around it already, but at the image's border."""
+    (start, stop), total = writer.patch.span(rows), rows.size(writer.patch.count)
+    above = max(0, how.above - start)
+    below = how.end if writer.patch.stop == writer.patch.count else max(0, stop + how.below - total)
+    if not above and not below:
+        return operand
+    args = operand, rows.dim, above, below, how.fill
+    return writer.add(node, row_ops.set_border, args, "border", operand.meta["val"].shape)
 
 
 def _require_reflected(patch: Patch, node: fx.Node, how: Window, state: Rows) -> None:
@@ -218,10 +245,17 @@ def _moments(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
     assert isinstance(found.state, Rows)
     operand, groups = arguments["input"], found.how.num_groups
     shape = (2, shape_of(node)[0], groups)
+    early = writer.early_halos.get(node)
+    wider = operand
+    if early is not None:
+        how = writer.plan.found[early.window.name].how
+        assert isinstance(how, Window)
+        wider = _with_halo(writer, early.window, how, operand, node.all_input_nodes[0], 0.0)
+        writer.more_rows |= dict.fromkeys(early.between, _more_rows(writer.patch, how))
     merged = writer.add(node, exchanges.merged_moments, (operand, groups), "moments", shape)
     merged.meta["val"] = meta(shape, torch.promote_types(node.meta["val"].dtype, torch.float32))
     merged.meta["exchange"] = Exchange(node.name, "moments", node.all_input_nodes[0], found.state)
-    writer.emit(node, row_ops.normalise, (operand, merged, arguments["weight"], arguments["bias"], arguments["eps"]))
+    writer.emit(node, row_ops.normalise, (wider, merged, arguments["weight"], arguments["bias"], arguments["eps"]))
 
 
 def _summed(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:

@@ -17,15 +17,20 @@ from passes.rows import RowPlan
 from passes.rows.layout import Place, Rows, shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
+from passes.sampling.halos import Early
 from passes.sampling.patches import Patch
 
 
 class PatchWriter:
     """The graph as it grows; `here` has the node of each captured value as this patch holds it."""
 
-    def __init__(self, plan: RowPlan, patch: Patch, early: Collection[str] = ()) -> None:
+    def __init__(
+        self, plan: RowPlan, patch: Patch, early: Collection[str], early_halos: Mapping[fx.Node, Early]
+    ) -> None:
         self.plan, self.patch, self.early, self.graph = plan, patch, early, fx.Graph()
+        self.early_halos = early_halos
         self.here: dict[fx.Node, fx.Node] = {}
+        self.more_rows: dict[fx.Node, int] = {}  # than a patch has, of the others' around it
         self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
         self.heads: dict[fx.Node, fx.Node] = {}
@@ -81,7 +86,10 @@ class PatchWriter:
         values, state = node.meta["val"], self.plan.state(node)
         if not isinstance(values, list | tuple):
             assert not isinstance(state, tuple)
-            return meta(self.patch.shape(node, state), values.dtype)
+            shape = self.patch.shape(node, state)
+            if state is not None:
+                shape[state.dim] += self.more_rows.get(node, 0)
+            return meta(shape, values.dtype)
         states = state if isinstance(state, tuple) else (state,) * len(values)
         return [_local(value, one, self.patch) for value, one in zip(values, states, strict=True)]
 
