@@ -218,7 +218,8 @@ def _cut(case: SampleCase, size: int, plan: SamplePlan) -> Cut:
     if not plan.text_first:
         patches = patches_of(case.rows(size), plan.bounds)
         attended = Shared.of(case.rows(size), patches, plan.attention)
-        return patches, [patch_graph(case.rows(size), patch, attended=attended) for patch in patches]
+        exact = plan.how.mode == "exact"
+        return patches, [patch_graph(case.rows(size), patch, attended=attended, exact=exact) for patch in patches]
     cut = case.first_has_text(size, plan.bounds, plan.attention)
     if cut is None:
         raise CompileError(

@@ -67,20 +67,23 @@ class Piece:
 
 def patch_graph(
     plan: RowPlan, patch: Patch, piece: Piece | None = None, shared: frozenset[str] = frozenset(),
-    attended: Shared | None = None,
+    attended: Shared | None = None, exact: bool = False,
 ) -> fx.Graph:  # fmt: skip
     """The graph of one patch: placeholders as captured, inputs whole; it returns the whole prediction.
 
     Of a piece: what it reads of other stages comes as further placeholders, of the kind "read"; it returns a tuple.
     A patch of all rows is the captured graph. One that does not own what belongs to no row has placeholders of the kind
-    "read" for what of it is `shared`. Attention gathers keys and values unless `attended` says otherwise.
+    "read" for what of it is `shared`. Attention gathers keys and values unless `attended` says otherwise. Where all
+    steps are `exact` norms' halos travel with their moments: in displaced ones that is 0.1 to 0.6 dB worse.
 
     `meta`: "val" as it is in this patch, "path", of exchanges "exchange", of what no patch changes "early".
     """
     plan = whole_plan(plan) if patch.is_whole else plan
     shared = shared if piece is None else piece.shared
     made = None if piece is None else piece.nodes | piece.early
-    writer = PatchWriter(plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made))
+    writer = PatchWriter(
+        plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made) if exact else {}
+    )
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             if made is None or any(user.name in made for user in node.users):

@@ -73,7 +73,8 @@ def staged_programs(staged: Staged) -> tuple[tuple[SampleProgram, ...], tuple[Me
     """One program per rank, and all messages in the order of every channel."""
     graphs = {
         (stage.index, size): [
-            patch_graph(plan, patch, piece_of(staged.line, stage.index), attended=attended) for patch in of_size
+            patch_graph(plan, patch, piece_of(staged.line, stage.index), attended=attended, exact=True)
+            for patch in of_size
         ]
         for size, plan in staged.plans.items()
         for of_size in [patches_of(plan, staged.bounds)]
