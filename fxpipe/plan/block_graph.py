@@ -19,6 +19,8 @@ from torch import fx
 
 from fxpipe.capture.sizes import concrete
 
+_WIDTH = 56  # of a name in a listing
+
 Owner = int | str
 """Who computes a value: a block's index or a component's name."""
 
@@ -151,8 +153,8 @@ def _here(faults: Sequence[Fault], place: Owner | None) -> str:
     return "".join(f"  <-- HERE: {fault.message}" for fault in faults if fault.place == place)
 
 
-def _elide(name: str, width: int = 56) -> str:
-    return name if len(name) <= width else "…" + name[1 - width :]
+def _elide(name: str) -> str:
+    return name if len(name) <= _WIDTH else "…" + name[1 - _WIDTH :]
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -92,12 +92,14 @@ class Explanation:
 
 _LEAST = 5e-4
 """Of a step: what is less is nothing, on either side."""
+_RIVALS = 4
+"""Ways that lost, of which is told."""
 
 
-def rivals(outcomes: Sequence[Outcome], most: int = 4) -> tuple[Outcome, ...]:
+def rivals(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """Of the ways that lost, the best of each number of pipelines and schedule, in the order of the ranking."""
     found: dict[tuple[int, str], Outcome] = {}
     for outcome in outcomes[1:]:
         if outcome.why and str(outcome) != str(outcomes[0]):
             found.setdefault((outcome.pipelines, outcome.schedule), outcome)
-    return tuple(found.values())[:most]
+    return tuple(found.values())[:_RIVALS]

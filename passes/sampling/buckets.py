@@ -22,19 +22,12 @@ def key_of(message: Message) -> Key:
     return message.value, message.kind
 
 
-def displaced_messages(
-    messages: Sequence[Message], fresh: Collection[Key], bytes_each: int | None = None
-) -> tuple[Message, ...]:
-    """The messages of a displaced step from those of a fresh one, in the order of every channel.
-
-    Args:
-        fresh: the exchanges that stay in this step.
-        bytes_each: the most that a bucket holds; a single message may be larger. Where left out, an eighth of what one
-            channel sends in a step, between 256 KiB and 16 MiB.
-    """
+def displaced_messages(messages: Sequence[Message], fresh: Collection[Key]) -> tuple[Message, ...]:
+    """The messages of a displaced step from those of a fresh one, in the order of every channel; what is `fresh` stays
+    in this step."""
     kept = [message for message in messages if key_of(message) in fresh]
     crossing = sorted((message for message in messages if key_of(message) not in fresh), key=_group)
-    members = [bucket for _, group in groupby(crossing, _group) for bucket in _filled([*group], bytes_each)]
+    members = [bucket for _, group in groupby(crossing, _group) for bucket in _filled([*group])]
     members.sort(key=lambda bucket: bucket[-1].edge)
     numbers: dict[tuple[int, int], int] = {}
     first = 1 + max((message.edge for message in messages), default=-1)
@@ -49,9 +42,9 @@ def _group(message: Message) -> tuple[tuple[int, int], str, bool]:
     return message.channel, str(message.dtype), message.kind == "moments"
 
 
-def _filled(messages: list[Message], most: int | None) -> Iterator[list[Message]]:
-    if most is None:
-        most = min(max(sum(message.num_bytes for message in messages) // PER_STEP, LEAST_BYTES), MOST_BYTES)
+def _filled(messages: list[Message]) -> Iterator[list[Message]]:
+    """A bucket holds an eighth of what one channel sends, within bounds; a single message may be larger."""
+    most = min(max(sum(message.num_bytes for message in messages) // PER_STEP, LEAST_BYTES), MOST_BYTES)
     bucket, size = list[Message](), 0
     for message in messages:
         if bucket and size + message.num_bytes > most:

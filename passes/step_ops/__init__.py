@@ -45,7 +45,6 @@ def step_ops(
     sizes: Sequence[int],
     *,
     relayed: bool = False,
-    optimizer_bytes: int = ADAMW_BYTES,
     only: Collection[int] | None = None,
 ) -> StepOps:
     """One step of all ranks.
@@ -55,7 +54,6 @@ def step_ops(
             then what frozen work makes is there when the step begins.
         sizes: samples of every micro-batch.
         relayed: whether what a later stage reads is handed on from stage to stage; else it is sent there.
-        optimizer_bytes: of optimizer state, per element of a weight that is trained.
         only: ranks of some of equal pipelines: the others, whose schedules are empty, have no ops, and what goes to
             them and comes from them at the end of the step is left out, but for sums over replicas.
     """
@@ -71,7 +69,7 @@ def step_ops(
         num_bytes -= sum(closing.others_bytes(stage, rank) for kind, stage in step.units_of[rank] if kind == "F")
         own = [w for w in trained if closing.owners.get(w.name, rank) == rank]
         elements = sum(w.num_elements for w in own)
-        held[rank] = {"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * optimizer_bytes}
+        held[rank] = {"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * ADAMW_BYTES}
         if staged.offloaded:
             update = host_update(case.cluster.device, elements, sum(w.num_bytes for w in own))
             ranks[rank] = [*ranks[rank], update]
