@@ -32,6 +32,7 @@ from fxpipe.capture import functionalise, private, private_sizes
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
+from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
@@ -48,7 +49,8 @@ class Capture:
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
-    Smaller batches than the call's, down to `fewest` samples, are computed by the same graph.
+    `fingerprint` tells the step, as it was captured, from others. Smaller batches than the call's, down to
+    `fewest` samples, are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -63,6 +65,7 @@ class Capture:
     notes: tuple[str, ...]
     fewest: int
     left_out: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -203,7 +206,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        tuple(left_out),
+        tuple(left_out), step_fingerprint(graph, draws),
     )  # fmt: skip
 
 

@@ -270,7 +270,7 @@ def _traced_once(
         except private.VALUE_ERRORS as error:
             raise CaptureError(
                 f"{_where(trail)}: forward decides by the value of a tensor{_line(error)}; keep it a tensor "
-                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())"
+                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())" + _in_eval(trail)
             ) from error
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
@@ -306,6 +306,11 @@ def _module_trail() -> Iterator[list[nn.Module]]:
     module = nn.modules.module
     with module.register_module_forward_pre_hook(enter), module.register_module_forward_hook(leave):
         yield trail
+
+
+def _in_eval(trail: Sequence[nn.Module]) -> str:
+    """A remedy where it may be training alone that decides, as whether an adapter is dropped."""
+    return ", or call .eval() on the module if it decides in training alone" if trail and trail[-1].training else ""
 
 
 def _where(trail: Sequence[nn.Module]) -> str:
