@@ -196,6 +196,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
         if not node.users:
             graph.erase_node(node)
     _mark_requires_grad(graph, wanted, tensors)
+    _unmark_detached(graph)
     used = {tensors[n.name] for n in graph.find_nodes(op="placeholder") if n.name in tensors}
     state = [*parameters, *dict(model.named_buffers())]
     unused = tuple(n for n in state if n not in used and tied.get(n, n) not in used)
@@ -316,6 +317,18 @@ def _mark_requires_grad(graph: fx.Graph, trainable: set[str], tensors: Mapping[s
         blocked = node.meta.get("no_grad", False) or node.target is torch.ops.aten.detach.default
         differentiable = floats and not blocked
         node.meta["requires_grad"] = differentiable and any(a.meta["requires_grad"] for a in node.all_input_nodes)
+
+
+def _unmark_detached(graph: fx.Graph) -> None:
+    """What reaches the result by detached values alone, as a target that the model itself makes, gets no gradient, and
+    is computed under no_grad."""
+    (output,) = graph.find_nodes(op="output")
+    reached = {node for node in output.all_input_nodes[:1] if node.meta["requires_grad"]}
+    for node in reversed(graph.nodes):
+        if node in reached:
+            reached |= {argument for argument in node.all_input_nodes if argument.meta["requires_grad"]}
+        elif node.op == "call_function" and node.meta["requires_grad"]:
+            node.meta["requires_grad"], node.meta["no_grad"] = False, True
 
 
 def _batch(graph: fx.Graph, exported: Exported) -> tuple[sympy.Symbol, ...]:
