@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import RunError
+from fxpipe.errors import CaptureError, RunError
 from fxpipe.run.local_engine import LocalEngine
 
 SCALE = 1.0
@@ -121,3 +121,22 @@ def test_a_model_that_is_compiled_again_goes_on_with_its_optimizer(batch: tuple[
     expected = trained(False)
     for name, value in trained(True).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+
+
+class Dropped(nn.Module):
+    """Adds a layer's result unless it is dropped at random, as some adapters do in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return (h + self.last(h) if not self.training or torch.rand(1) > 0 else h).square().mean()
+
+
+def test_what_decides_by_chance_in_training_alone_is_told_to_be_put_into_eval(batch: tuple[Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"or call .eval\(\) on the module if it decides in training alone"):
+        engine_of(Dropped().double())
+    model = Dropped().double().eval()
+    torch.testing.assert_close(engine_of(model).step(batch), model(*batch).detach())

@@ -309,8 +309,10 @@ def _module_trail() -> Iterator[list[nn.Module]]:
 
 
 def _in_eval(trail: Sequence[nn.Module]) -> str:
-    """A remedy where it may be training alone that decides, as whether an adapter is dropped."""
-    return ", or call .eval() on the module if it decides in training alone" if trail and trail[-1].training else ""
+    """A remedy where a module's code asks for its mode, as adapters do that are dropped at random."""
+    code = getattr(type(trail[-1]).forward, "__code__", None) if trail else None
+    decides = code is not None and "training" in code.co_names and trail[-1].training
+    return ", or call .eval() on the module if it decides in training alone" if decides else ""
 
 
 def _where(trail: Sequence[nn.Module]) -> str:
