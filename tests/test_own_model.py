@@ -116,7 +116,11 @@ def test_what_needs_all_gradients_is_refused_where_they_are_not(given: Callable[
             torch.nn.utils.clip_grad_norm_(given(model, engine), 1.0)
         with pytest.raises(fxpipe.RunError, match=r"LBFGS computes with all gradients .*shard='none'"):
             torch.optim.LBFGS(given(model, engine)).step(lambda: 0.0)  # type: ignore[arg-type, return-value]
-        return engine.clip_grad_norm_(1.0)
+        norm = engine.clip_grad_norm_(1.0)
+        engine.sync_model()
+        model(**batch(0, ROWS[0])).backward()  # without an engine all gradients are here
+        torch.nn.utils.clip_grad_norm_(given(model, engine), 1.0)
+        return norm
 
     def by_torch(model: nn.Module, engines: Any) -> Tensor:
         engine = engines[0]()

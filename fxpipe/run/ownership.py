@@ -132,8 +132,9 @@ def is_released(tensor: torch.Tensor) -> bool:
 def watch(model: nn.Module, rank: int) -> None:
     """Refuse to run or save the parts of a model that hold outdated parameters; layers of torch alone go unwatched."""
     foreign = [p for p in model.parameters() if owners(p) and rank not in owners(p)]
-    if any(p.requires_grad for p in foreign):
-        trained_in_parts(p for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if elsewhere := [p for p in foreign if p.requires_grad]:
+        trained_in_parts(trained, elsewhere)
     _watch(model, {id(p) for p in foreign})
 
 
