@@ -31,6 +31,7 @@ from fxpipe.analysis import (
 )
 from fxpipe.back_end import BackEnd
 from fxpipe.capture.cache import cache_folder
+from fxpipe.capture.snapshot import Snapshot
 from fxpipe.cluster import Cluster
 from fxpipe.costs import uncosted_ops
 from fxpipe.costs.model import CostModel
@@ -173,8 +174,10 @@ def compile(
     back = BackEnd(step, chosen, asked.device, asked.example.conditioning, backend)
     back.require_schedules()
     known = Shapes(lambda example: _another(model, world_size, example, given), shapes == "fixed")
-    again = asked.replanned(step)
-    program = Program(step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known, again)
+    again, settings = asked.replanned(step), Snapshot(step.example.step)
+    program = Program(
+        step, chosen, asked.cluster, back.lower, None if rank is None else (rank,), known, again, settings
+    )
     known.add(program)
     see("programs", program.step.programs)
     see("stage graphs", back.graphs)

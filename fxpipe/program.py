@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from fxpipe.capture import Capture
+from fxpipe.capture import Capture, capture
 from fxpipe.capture.randomness import SeededDraws
+from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -30,6 +32,7 @@ from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.nearness import Distance, Nearness
 from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
+from fxpipe.run.unchanged import Unchanged
 from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, tolerance_of
 from fxpipe.run.weights import Weights, readers, without_memory
 from fxpipe.shapes import Shapes
@@ -51,7 +54,8 @@ class Program:
     """The result of `fxpipe.compile`; a batch is passed to its methods as to the model's own forward.
 
     `ranks` are those whose programs this process holds, all where None; what needs the others makes them. `shapes` has
-    the programs for batches of other shapes; what is given a batch takes the one for it. `again` makes other plans.
+    the programs for batches of other shapes; what is given a batch takes the one for it. `again` makes other plans,
+    `settings` are the model's when it was captured.
     """
 
     costed: "CostedStep"
@@ -61,6 +65,7 @@ class Program:
     ranks: tuple[int, ...] | None = None
     shapes: Shapes | None = None
     again: Replanned | None = None
+    settings: Snapshot | None = None
 
     @cached_property
     def step(self) -> StepPlan:
@@ -219,7 +224,7 @@ class Program:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
         whole = self.whole
         given = whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling, whole.smaller
-        return self._traced(LocalEngine(*given, self._kinds(whole=True)))
+        return self._completed(LocalEngine(*given, self._kinds(whole=True)))
 
     def engine(
         self,
@@ -258,12 +263,27 @@ class Program:
             if found is not None:
                 without_memory(self._own_model, found, where)
             given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
-        return self._traced(Engine(*given, self.smaller, self._kinds(whole=False), weights=found))
+        return self._completed(Engine(*given, self.smaller, self._kinds(whole=False), weights=found))
 
-    def _traced(self, engine: AnEngine) -> AnEngine:
-        """It can write what is predicted beside what it measures."""
+    def _completed(self, engine: AnEngine) -> AnEngine:
+        """It can write what is predicted beside what it measures, and sees whether the model is as it was."""
         engine.write_trace = lambda measured, path, filled: self.trace(path, filled, measured)
+        read = {*self.capture.tensors.values()}
+        used = {name: tensor for name, tensor in self.state.items() if name in read}
+        engine.unchanged = Unchanged(self.model, used, self.settings, self._is_as_captured)
         return engine
+
+    def _is_as_captured(self) -> bool:
+        """Whether forward, traced again for every shape, makes the steps that it made."""
+        return all(program._makes_the_same() for program in (self.shapes.programs.values() if self.shapes else [self]))
+
+    def _makes_the_same(self) -> bool:
+        example, before = self.costed.example, self.capture
+        surroundings = Surroundings(self.step.device, example.autocast)
+        now = capture(self.model, before.inputs, example.tensors, surroundings=surroundings)
+        both = now.constants.keys() & before.constants.keys()
+        alike = all(_equal(now.constants[name], before.constants[name]) for name in both)
+        return alike and (now.fingerprint, now.tensors) == (before.fingerprint, before.tensors)
 
     def _kinds(self, whole: bool) -> Kinds | None:
         """How an engine finds the programs for batches of other shapes."""
@@ -351,3 +371,7 @@ class Program:
     def _shown(self, name: str) -> str:
         """A parameter's name as the user knows it: without the step that wraps a bare backbone."""
         return name.removeprefix(self.costed.example.prefix)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))

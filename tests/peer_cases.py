@@ -102,6 +102,14 @@ class NoGradTrainable(NoGradEncoder):
         self.encoder.requires_grad_(True)
 
 
+class OwnTarget(Case):
+    """A target that the trained layers make themselves, detached at its end, as in consistency distillation: a stage
+    may have the end of one pass and the start of the other."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.run(x), (self.run(target) + target).detach())
+
+
 class FrozenStart(Case):
     """The first layers are frozen: no gradient goes there, none may be sent."""
 
@@ -314,6 +322,7 @@ _CASES: dict[str, Callable[[], Case]] = {
     "loss_weighted_sum": lambda: Loss(lambda losses, weights: (weights * losses).sum()),
     "loss_weighted_mean": lambda: Loss(lambda losses, weights: (weights * losses).mean()),
     "loss_normalised": lambda: Loss(lambda losses, weights: (weights * losses).sum() / weights.sum()),
+    "own_target": OwnTarget,
 }
 
 

@@ -1,5 +1,6 @@
 """The user's own script on several ranks: the model's own parameters are trained, exactly as on one device."""
 
+import copy
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.plan.schedule import Schedule
@@ -16,11 +18,12 @@ from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
 from fxpipe.run.transport import run_ranks
 from tests.distributed import run_processes
-from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
+from tests.own_models import SEED, WIDTH, Adapted, OneDevice, Trained, assert_same, batch, script
 
 Layout = dict[str, Any]
 ROWS = (5, 3)
 WAVE, LINE = {"schedule": "wave"}, {"schedule": "1f1b"}
+COPIES = {"schedule": "gpipe", "data_parallel": 2, "shard": "none"}
 
 
 def program(model: nn.Module, world_size: int, rows: int, layout: Layout) -> fxpipe.Program:
@@ -64,7 +67,7 @@ def one_device(trained: str, num_buckets: int) -> Trained:
             [{"schedule": "wave", "data_parallel": 2}, {"schedule": "gpipe", "data_parallel": 4, "microbatches": 4}],
             "all",
         ),
-        (2, [{"schedule": "gpipe", "data_parallel": 2, "shard": "none"}, LINE], "all"),
+        (2, [COPIES, LINE], "all"),
     ],
 )
 def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
@@ -102,6 +105,79 @@ def test_what_other_ranks_train_is_neither_run_nor_saved_before_it_is_here() -> 
 
     first, second = on_threads(2, [LINE], body)
     torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("given", [lambda model, engine: model.parameters(), lambda model, engine: engine.parameters()])
+def test_what_needs_all_gradients_is_refused_where_they_are_not(given: Callable[..., Any]) -> None:
+    def body(model: nn.Module, engines: Any) -> Tensor:
+        engine = engines[0]()
+        engine.step(batch(0, ROWS[0]))
+        with pytest.raises(fxpipe.RunError, match=r"norm of the gradients on this rank.*call engine.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(given(model, engine), 1.0)
+        with pytest.raises(fxpipe.RunError, match=r"LBFGS computes with all gradients .*shard='none'"):
+            torch.optim.LBFGS(given(model, engine)).step(lambda: 0.0)  # type: ignore[arg-type, return-value]
+        norm = engine.clip_grad_norm_(1.0)
+        engine.sync_model()
+        model(**batch(0, ROWS[0])).backward()  # without an engine all gradients are here
+        torch.nn.utils.clip_grad_norm_(given(model, engine), 1.0)
+        return norm
+
+    def by_torch(model: nn.Module, engines: Any) -> Tensor:
+        engine = engines[0]()
+        engine.step(batch(0, ROWS[0]))
+        return torch.nn.utils.clip_grad_norm_(given(model, engine), 1.0)
+
+    norms = on_threads(2, [LINE], body)
+    torch.testing.assert_close(on_threads(2, [COPIES], by_torch), norms, rtol=1e-10, atol=0.0)
+
+
+class Averaged(nn.Module):
+    """A target that is an average of the backbone: frozen, and written to between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.net(x) + x, self.target(target))
+
+    @torch.no_grad()
+    def average(self) -> None:
+        for mine, of in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.lerp_(of, 0.5)
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_frozen_weights_that_are_written_between_steps(synced: bool) -> None:
+    batches = [batch(number, ROWS[0]) for number in range(3)]
+
+    def trained(model: Averaged, step: Callable[..., Tensor], sync: Callable[[], None]) -> list[Tensor]:
+        optimizer, losses = torch.optim.SGD(model.net.parameters(), lr=0.1), []
+        for one, following in zip(batches, [*batches[1:], None], strict=True):
+            losses.append(step(one, following))  # its frozen work is not what it was by the next step
+            optimizer.step()
+            optimizer.zero_grad()
+            sync()
+            model.average()
+        return losses
+
+    def of_rank(transport: Transport) -> list[Tensor]:
+        model = models[transport.rank]
+        engine = as_rank(programs[transport.rank], transport)
+        return trained(model, engine.step, engine.sync_model if synced else lambda: None)
+
+    models = [Averaged() for _ in range(2)]
+    programs = [fxpipe.compile(m, 2, example_inputs=batches[0], schedule="1f1b", fill="idle") for m in models]
+    if not synced:
+        with pytest.raises(fxpipe.RunError, match=r"target.* differs between ranks 0 and 1; call engine.sync_model"):
+            run_ranks(2, of_rank)
+        return
+    model = Averaged()
+    expected = trained(model, lambda one, _: [loss := model(**one), loss.backward()][0].detach(), lambda: None)
+    for losses in run_ranks(2, of_rank):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0.0)
 
 
 @pytest.mark.parametrize(

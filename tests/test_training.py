@@ -248,7 +248,14 @@ def change_frozen_weights(runs: Runs, engine: Training, batch: Batch) -> None:
         runs.model.encoder[0].weight.mul_(0.5)
 
 
-@pytest.mark.parametrize("change", [overwrite_batch, change_seed, set_back, change_frozen_weights])
+def change_frozen_data(runs: Runs, engine: Training, batch: Batch) -> None:
+    runs.model.encoder[0].weight.data.mul_(0.5)
+
+
+CHANGES = [overwrite_batch, change_seed, set_back, change_frozen_weights, change_frozen_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_has_become_stale_is_made_again(change: Callable[..., None], runs: Runs, batches: list[Batch]) -> None:
     results = []
     for ahead in (True, False):
@@ -331,7 +338,7 @@ def disagree(what: str) -> None:
     ("what", "message"),
     [
         ("step", r"ranks \[1\] have another seed or step index than rank 0"),
-        ("weights", r"ranks \[1\] have another state of frozen work"),
+        ("weights", r"encoder.* differs between ranks 0 and 1; call engine.sync_model"),
         ("loader", "this rank's loader raised OSError"),
     ],
 )

@@ -32,6 +32,7 @@ from fxpipe.capture import functionalise, private, private_sizes
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
+from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
@@ -48,7 +49,8 @@ class Capture:
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
-    Smaller batches than the call's, down to `fewest` samples, are computed by the same graph.
+    `fingerprint` tells the step, as it was captured, from others. Smaller batches than the call's, down to
+    `fewest` samples, are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -63,6 +65,7 @@ class Capture:
     notes: tuple[str, ...]
     fewest: int
     left_out: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -193,6 +196,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
         if not node.users:
             graph.erase_node(node)
     _mark_requires_grad(graph, wanted, tensors)
+    _unmark_detached(graph)
     used = {tensors[n.name] for n in graph.find_nodes(op="placeholder") if n.name in tensors}
     state = [*parameters, *dict(model.named_buffers())]
     unused = tuple(n for n in state if n not in used and tied.get(n, n) not in used)
@@ -203,7 +207,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        tuple(left_out),
+        tuple(left_out), step_fingerprint(graph, draws),
     )  # fmt: skip
 
 
@@ -313,6 +317,18 @@ def _mark_requires_grad(graph: fx.Graph, trainable: set[str], tensors: Mapping[s
         blocked = node.meta.get("no_grad", False) or node.target is torch.ops.aten.detach.default
         differentiable = floats and not blocked
         node.meta["requires_grad"] = differentiable and any(a.meta["requires_grad"] for a in node.all_input_nodes)
+
+
+def _unmark_detached(graph: fx.Graph) -> None:
+    """What reaches the result by detached values alone, as a target that the model itself makes, gets no gradient, and
+    is computed under no_grad."""
+    (output,) = graph.find_nodes(op="output")
+    reached = {node for node in output.all_input_nodes[:1] if node.meta["requires_grad"]}
+    for node in reversed(graph.nodes):
+        if node in reached:
+            reached |= {argument for argument in node.all_input_nodes if argument.meta["requires_grad"]}
+        elif node.op == "call_function" and node.meta["requires_grad"]:
+            node.meta["requires_grad"], node.meta["no_grad"] = False, True
 
 
 def _batch(graph: fx.Graph, exported: Exported) -> tuple[sympy.Symbol, ...]:

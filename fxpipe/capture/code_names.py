@@ -1,6 +1,7 @@
 """What the code of a function names: globals, attributes, modules that it imports; and what it must not ask for."""
 
 import dis
+import functools
 import types
 from collections.abc import Iterator
 
@@ -27,6 +28,13 @@ def names_in(code: types.CodeType) -> list[str]:
         if isinstance(constant, types.CodeType):
             names |= dict.fromkeys(names_in(constant))
     return list(names)
+
+
+@functools.lru_cache(4096)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Every global that code reads or writes, that of functions inside too; attributes of that name are none."""
+    kinds = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+    return frozenset(one.argval for one in _instructions(code) if one.opname in kinds)
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:

@@ -270,7 +270,7 @@ def _traced_once(
         except private.VALUE_ERRORS as error:
             raise CaptureError(
                 f"{_where(trail)}: forward decides by the value of a tensor{_line(error)}; keep it a tensor "
-                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())"
+                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())" + _in_eval(trail)
             ) from error
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
@@ -306,6 +306,13 @@ def _module_trail() -> Iterator[list[nn.Module]]:
     module = nn.modules.module
     with module.register_module_forward_pre_hook(enter), module.register_module_forward_hook(leave):
         yield trail
+
+
+def _in_eval(trail: Sequence[nn.Module]) -> str:
+    """A remedy where a module's code asks for its mode, as adapters do that are dropped at random."""
+    code = getattr(type(trail[-1]).forward, "__code__", None) if trail else None
+    decides = code is not None and "training" in code.co_names and trail[-1].training
+    return ", or call .eval() on the module if it decides in training alone" if decides else ""
 
 
 def _where(trail: Sequence[nn.Module]) -> str:

@@ -4,18 +4,29 @@ add 'call_function' aten.add.Tensor (x, y) {} (s77, 64) torch.float32     ->    
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpipe.capture.randomness import Draw
+
 _DIGITS = 16  # 64 bits: two graphs of one user that share them by chance are out of the question
+_MARKS = ("kind", "state", "input", "requires_grad", "no_grad", "autocast", "checkpoint", "output")
 
 
 def graph_fingerprint(graph: fx.Graph) -> str:
     """Equal for graphs of equal nodes in equal order, in any process; weights and inputs count by shape and type."""
     lines = (f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {_shape(n.meta.get('val'))}" for n in graph.nodes)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_DIGITS]
+
+
+def step_fingerprint(graph: fx.Graph, draws: Mapping[str, Draw]) -> str:
+    """Of all that a captured step computes: operations, where gradients flow, which state is read, what is drawn."""
+    marks = (f"{n.name} {[(key, n.meta.get(key)) for key in _MARKS]}" for n in graph.nodes)
+    drawn = (f"{name} {d.index} {d.target} {graph_fingerprint(d.graph)}" for name, d in sorted(draws.items()))
+    return hashlib.sha256("\n".join([graph_fingerprint(graph), *marks, *drawn]).encode()).hexdigest()[:_DIGITS]
 
 
 def _shape(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.capture.code_names import names_in
+from fxpipe.capture.code_names import globals_in
 from fxpipe.capture.files import is_installed
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
@@ -144,7 +144,7 @@ class _Walk:
         if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
             return
         self._seen.add(value)
-        named = set(names_in(value.__code__)) & value.__globals__.keys()
+        named = set(globals_in(value.__code__)) & value.__globals__.keys()
         self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), _DEPTH)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # not yet filled

@@ -409,6 +409,18 @@ def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> Ab
     return replaced(torch.autograd.Function, "apply", classmethod(apply))
 
 
+def on_clipping(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """From now on calls `check` with the parameters whose gradients torch's own `clip_grad_norm_` is about to scale."""
+    module: Any = torch.nn.utils.clip_grad
+    original = module._clip_grads_with_norm_
+
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        check([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        original(parameters, *args, **kwargs)
+
+    module._clip_grads_with_norm_ = checked  # what torch.nn.utils offers by itself stays the original
+
+
 def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
     """Whether someone changes gradients at a parameter or module."""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")

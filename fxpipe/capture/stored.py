@@ -63,6 +63,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         "notes": list(captured.notes),
         "fewest": captured.fewest,
         "left_out": list(captured.left_out),
+        "fingerprint": captured.fingerprint,
     }
 
 
@@ -84,6 +85,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         notes=tuple(data["notes"]),
         fewest=int(data["fewest"]),
         left_out=tuple(data["left_out"]),
+        fingerprint=data["fingerprint"],
     )
 
 

@@ -16,7 +16,7 @@ from fxpipe.costs.polynomials import Polynomials
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter, buffer or constant by its state's name, with the blocks and components (by index) that read it;
-    `kind` is which of these it is."""
+    `kind` is which of these it is, `gives` are the blocks in which a gradient of it arises."""
 
     name: str
     num_bytes: int
@@ -25,6 +25,7 @@ class Weight:
     blocks: tuple[int, ...]
     components: tuple[int, ...]
     kind: str = "parameter"
+    gives: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

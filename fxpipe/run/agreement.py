@@ -1,6 +1,8 @@
 """What the ranks of a launch must have alike: compared over all of them, so that a difference is told by name."""
 
+import functools
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +11,8 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import T, Transport
+
+_ALIKE = "seed every process alike before building the model, or load the same checkpoint on all"
 
 
 @contextmanager
@@ -21,17 +25,17 @@ def told(transport: Transport) -> Iterator[None]:
         raise
 
 
-def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine_is: bool = False) -> bool:
+def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine: int = 0) -> int:
     """Raise RunError unless every rank has these values, in a call of the same method; names the first that differs.
 
-    Where all agree, ranks exchange sixteen bytes each, and it returns whether `mine_is` true on any of them.
+    Where all agree, ranks exchange sixteen bytes each, and it returns the bits that `mine` has on any of them.
     """
-    mine = torch.tensor([digest_of((method, parts)), mine_is])
+    told = torch.tensor([digest_of((method, parts)), mine])
     what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
-    numbers = transport.all_gather(mine, what).wait()
+    numbers = transport.all_gather(told, what).wait()
     digests, others = torch.stack(numbers).unbind(1)
-    if bool((digests == mine[0]).all()):
-        return bool(others.any())
+    if bool((digests == told[0]).all()):
+        return int(functools.reduce(operator.or_, others.tolist()))
     values = everyones(transport, (method, parts))
     if len({called for called, _ in values}) > 1:
         calls = ", ".join(f"rank {rank} calls {called}" for rank, (called, _) in enumerate(values))
@@ -41,7 +45,7 @@ def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine
         different = [rank for rank, (_, other) in enumerate(values) if other.get(what) != first.get(what)]
         if different:
             raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
-    return True
+    return -1
 
 
 def digest_of(values: object) -> int:
@@ -49,7 +53,7 @@ def digest_of(values: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little", signed=True)
 
 
-def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> None:
+def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor], remedy: str = _ALIKE) -> None:
     """State that several ranks hold (frozen modules, tied parameters) must be the same on all of them."""
     sums = everyones(transport, {name: checksum(tensor) for name, tensor in state.items()})
     first: dict[str, tuple[int, Any]] = {}
@@ -57,10 +61,7 @@ def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor]) -> N
         for name, found in of_rank.items():
             other, expected = first.setdefault(name, (rank, found))
             if expected != found:
-                raise RunError(
-                    f"{name} differs between ranks {other} and {rank}; seed every process alike "
-                    "before building the model, or load the same checkpoint on all"
-                )
+                raise RunError(f"{name} differs between ranks {other} and {rank}; {remedy}")
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, ...]:

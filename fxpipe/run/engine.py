@@ -4,7 +4,7 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from fxpipe.run.accumulation import Accumulation
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
+from fxpipe.run.marks import marks_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.ownership import empty, is_outdated, owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
@@ -30,6 +31,9 @@ from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.shared_samples import agree_on_samples
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.weights import Readers, read_own
+
+_WROTE_TRAINED, _NOTHING_MADE, _WROTE_FROZEN = 1, 2, 4  # what one rank does to all
+_WRITTEN = "call engine.sync_model() before frozen weights are computed of trained ones, and write the same on all"
 
 
 class Engine(Training):
@@ -79,6 +83,10 @@ class Engine(Training):
 
     def _agree_on_state(self) -> None:
         agree_on_state(self._transport, {name: t for name, t in self._state.items() if not is_outdated(t)})
+        self._frozen_marks = marks_of(self._frozen())
+
+    def _frozen(self) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in self._state.values() if not _is_trained(tensor))
 
     def _open(self, channels: Mapping[Channel, int], groups: Iterable[tuple[int, ...]]) -> None:
         """Those that no engine on this transport has opened."""
@@ -122,10 +130,13 @@ class Engine(Training):
             self._own_samples = samples_read(forms, self.rank)
         return self._own_samples
 
-    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
+    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> bool:
+        """Work for this batch counts where all ranks have it; what they hold alike must still be so once written."""
         self._as_left = False
+        frozen = marks_of(self._frozen())
+        mine = _NOTHING_MADE * (not has_made) + _WROTE_FROZEN * (frozen != self._frozen_marks)
         if not self.check_batches:
-            return
+            return not self._agree("step", {}, mine) & _NOTHING_MADE if self._make_filled is not None else has_made
         scale = None if self._loss_scale is None else float(self._loss_scale)
         parts: dict[str, Any] = {"shape of the batch": self._kind}
         parts |= {"seed or step index": (self.seed, self.step_index), "scale of losses": scale}
@@ -133,10 +144,15 @@ class Engine(Training):
         parts["number of batches"] = 1 if following is None else 2
         if following is not None:
             parts |= self._told_of("next batch", following)
-        written = not self._accumulation.goes_on(self._trained())
-        self._as_left = not self._agree("step", parts | {"state of frozen work": has_made}, written)
+        mine += _WROTE_TRAINED * (not self._accumulation.goes_on(self._trained()))
+        found = self._agree("step", parts, mine)
+        self._as_left = not found & _WROTE_TRAINED
+        if found & _WROTE_FROZEN:
+            agree_on_state(self._transport, {n: t for n, t in self._state.items() if not _is_trained(t)}, _WRITTEN)
+            self._frozen_marks = frozen
         if batch.part is not None:
             self._agree_on_samples(batch)
+        return not found & _NOTHING_MADE
 
     def _told_of(self, what: str, batch: ReadBatch) -> dict[str, Any]:
         """What all ranks must have alike of a batch."""
@@ -160,9 +176,9 @@ class Engine(Training):
         names, batched = self._plan.input_names, batched_inputs(self._plan)
         agree_on_samples(self._transport, reads, batch.tensors, names, batched)
 
-    def _agree(self, call: str, parts: Mapping[str, Any], mine_is: bool = False) -> bool:
+    def _agree(self, call: str, parts: Mapping[str, Any], mine: int = 0) -> int:
         self._transport.set_action(call)
-        return agree(self._transport, parts, call, mine_is)
+        return agree(self._transport, parts, call, mine)
 
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         return self._shared.trained_here
@@ -333,3 +349,8 @@ def _at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device != device:
         tensor.data = tensor.data.to(device)
     return tensor
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Or held by some ranks alone, as what is shared out."""
+    return tensor.requires_grad or (isinstance(tensor, nn.Parameter) and bool(owners(tensor)))

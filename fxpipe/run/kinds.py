@@ -16,6 +16,7 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.run.engine_data import EngineData
 from fxpipe.run.local_batch import LocalBatch, bound
 from fxpipe.run.read_ahead import ReadBatch
+from fxpipe.run.unchanged import Unchanged
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class EngineKinds(EngineData, ABC):
     _kinds: Kinds | None
     _kind: str
     _others: "dict[str, EngineKinds]"
+    unchanged: Unchanged
     _carried: Any  # what its last step has made for the next one
 
     def _bind(self, batch: Batch) -> ReadBatch:
@@ -80,7 +82,7 @@ class EngineKinds(EngineData, ABC):
         if kind not in self._others:
             self._alike("step", {"shape of the batch": kind})
             other = self._others[kind] = self._another(self._kinds.made(args, kwargs))
-            other._kind = kind
+            other._kind, other.unchanged = kind, self.unchanged
         return self._others[kind]
 
     @abstractmethod

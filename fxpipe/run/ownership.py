@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import RunError
+from fxpipe.run.partial_sums import trained_in_parts
 from fxpipe.run.read_ahead import version
 
 _owners = WeakTensorKeyDictionary()  # parameter -> ranks
@@ -130,7 +131,11 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 def watch(model: nn.Module, rank: int) -> None:
     """Refuse to run or save the parts of a model that hold outdated parameters; layers of torch alone go unwatched."""
-    _watch(model, {id(p) for p in model.parameters() if owners(p) and rank not in owners(p)})
+    foreign = [p for p in model.parameters() if owners(p) and rank not in owners(p)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if elsewhere := [p for p in foreign if p.requires_grad]:
+        trained_in_parts(trained, elsewhere)
+    _watch(model, {id(p) for p in foreign})
 
 
 def _watch(model: nn.Module, outdated: Collection[int]) -> None:

@@ -82,27 +82,6 @@ class TrainedModel(EngineBase, ABC):
         """By the names the user knows."""
 
 
-class Unchanged:
-    """Whether a model is still the one that was compiled: adapters that are put into it later would train nothing.
-
-    It is looked at in every step, which takes a millisecond for a thousand parameters.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._trained = model, _trained(model)
-
-    def require(self) -> None:
-        """Raises RunError where it has other parameters by now, or others that are trained."""
-        now = _trained(self._model)
-        if now != self._trained:
-            other = sorted(n for n in now.keys() | self._trained.keys() if now.get(n) != self._trained.get(n))
-            raise RunError(
-                f"{len(other)} parameters of the model have come, gone, or are trained otherwise since it was compiled "
-                f"({other[0]}, ...), as with adapters that were added later: no program knows them; put them in first, "
-                "then compile"
-            )
-
-
 def require_own(optimizer: Any, model: nn.Module) -> None:
     """Refuse an optimizer that would train nothing of the model, as far as it says what it trains."""
     if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
@@ -114,7 +93,3 @@ def require_own(optimizer: Any, model: nn.Module) -> None:
             f"the optimizer has none of the {len(own)} parameters of {type(model).__name__} that are trained, and "
             "would train nothing; make it over model.parameters()"
         )
-
-
-def _trained(model: nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}

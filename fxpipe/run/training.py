@@ -30,12 +30,14 @@ from fxpipe.run.host_states import keep_on_host, put_back
 from fxpipe.run.kinds import EngineKinds, Kinds
 from fxpipe.run.live import Live
 from fxpipe.run.loader import Loader
+from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.observe import Observe, Recording, both, shifted
-from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch, version
+from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
 from fxpipe.run.step_outputs import StepOutputs
-from fxpipe.run.trained_model import TrainedModel, Unchanged, require_own
+from fxpipe.run.trained_model import TrainedModel, require_own
+from fxpipe.run.unchanged import Unchanged
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class _Carried:
 
     step: int
     seed: int
-    weights: tuple[tuple[int, int], ...]
+    weights: Marks
     given: ReadBatch
     made: Any
 
@@ -89,7 +91,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
-        self.num_samples, self._unchanged = 0, Unchanged(model)
+        self.num_samples, self.unchanged = 0, Unchanged(model)
         self.write_trace: Callable[[Timeline, str | Path, bool], object] | None = None  # beside the predicted step
         self.check_batches, self._closed = True, False
         self._loaders, self._positions = [], []
@@ -111,7 +113,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
 
         With `next_batch` its frozen work is done in this step's idle time, and the next step, on that batch, begins
         with its training. Should that step be on another batch, or frozen weights be written to in between, it is done
-        again (writes through `.data` go unseen: use `step(batch)` where frozen weights change).
+        again (writes through `.data` are told by 16 entries of a tensor: use `step(batch)` where they change fewer).
 
         With `scaler`, of `engine.scaler()`, the gradients are those of `scaler.scale(loss)`.
         """
@@ -225,12 +227,12 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
-        self._unchanged.require()
+        self.unchanged.require()
         if following is not None and min(batch.size, following.size) < self._plan.batch_size:
             following = None  # frozen work is done a step early for whole batches alone, and beside those
         carried, self._carried, self._parts = self._carried, None, {}
         made = carried.made if carried and self._serves(carried, batch) else None
-        self._check(batch, following, made is not None)
+        made = made if self._check(batch, following, made is not None) else None
         plan = self._of_size(batch.size)
         self._bring_values(plan)
         if self._make_filled is None or (made is None and following is None):
@@ -260,11 +262,10 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         now = self.step_index, self.seed, self._weights()
         return (carried.step, carried.seed, carried.weights) == now and carried.given.equals(batch)
 
-    def _weights(self) -> tuple[tuple[int, int], ...]:
-        """Where the frozen weights are, and how often they were written to."""
+    def _weights(self) -> Marks:
+        """The frozen weights as they are."""
         names = {name for program in self._forms().prologue.programs for name in program.state}
-        held = (self._state[name] for name in sorted(names & self._state.keys()))
-        return tuple((tensor.data_ptr(), version(tensor)) for tensor in held)
+        return marks_of(self._state[name] for name in sorted(names & self._state.keys()))
 
     def _forms(self) -> FilledPlan:
         if self._filled is None:
@@ -302,8 +303,10 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> None:
-        """Called before a step with what it will run on, and whether its frozen work is done already."""
+    def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> bool:
+        """Called before a step with what it will run on, and whether its frozen work is done already; whether it is so
+        on all ranks."""
+        return has_made
 
     def _bring_values(self, plan: StepPlan) -> None:
         """Called before a program runs: of what others have trained, it needs today's values."""

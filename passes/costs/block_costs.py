@@ -135,7 +135,7 @@ def _weights(captured: Capture, graph: BlockGraph) -> tuple[Weight, ...]:
         value = nodes[0].meta["val"]
         sizes = int(value.numel()) * value.dtype.itemsize, int(value.numel())
         trained, kind = bool(nodes[0].meta["requires_grad"]), nodes[0].meta["kind"]
-        weights.append(Weight(name, *sizes, trained, *_readers(nodes, graph), kind))
+        weights.append(Weight(name, *sizes, trained, *_readers(nodes, graph), kind, _giving(nodes, graph)))
     return tuple(weights)
 
 
@@ -162,6 +162,19 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
         readers = _readers([node], graph, {n for n in captured.graph.nodes if n.name in inner})
         found.append(Given(node.name, formula(node.meta["val"]), *readers, kind, target, made_from, copied, shared))
     return tuple(found)
+
+
+def _giving(nodes: Sequence[fx.Node], graph: BlockGraph) -> tuple[int, ...]:
+    """The blocks whose backward gives a gradient of any of these."""
+    found, values = set[int](), [*nodes]
+    for value in values:
+        for user in value.users:
+            owner = graph.owners.get(user.name)
+            if user.meta.get("requires_grad") and isinstance(owner, int):
+                found.add(owner)
+            elif user.meta.get("requires_grad") and owner is None and user not in values:
+                values.append(user)
+    return tuple(sorted(found))
 
 
 def _readers(

@@ -110,7 +110,7 @@ class Closing:
         found, ranks_of = [], self.step.schedule.stage_ranks
         for weight, stages in sorted(self.step.tied, key=lambda tied: tied[0].name):
             holders = {rank for stage in stages for rank in ranks_of[stage]}
-            givers = {rank for stage in stages & {*self.step.with_backward} for rank in ranks_of[stage]}
+            givers = {rank for stage in self.step.giving(weight) for rank in ranks_of[stage]}
             if len(holders) > 1 and givers:  # a stage may read it under no_grad alone
                 found.append(TiedGradient(weight.name, weight.num_bytes, tuple(sorted(givers)), tuple(sorted(holders))))
         return found

@@ -168,5 +168,9 @@ class Step:
         return [tied for tied in found if len(tied[1]) > 1]
 
     def tied_of(self, stage: int) -> dict[str, int]:
-        """Bytes by name of a stage's trained weights that other stages have, too."""
-        return {weight.name: weight.num_bytes for weight, stages in self.tied if stage in stages}
+        """Bytes by name of a stage's gradients of weights that other stages have, too."""
+        return {weight.name: weight.num_bytes for weight, _ in self.tied if stage in self.giving(weight)}
+
+    def giving(self, weight: Weight) -> set[int]:
+        """The stages in which a gradient of it arises: others may read it under no_grad alone."""
+        return {self.units.staged.stage_of_block[block] for block in weight.gives} & self.with_backward

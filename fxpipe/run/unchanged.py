@@ -1,0 +1,97 @@
+"""Whether a model is still the one that was compiled: what is set otherwise later would change nothing of its programs.
+
+unet.train(); step.note = 3         traced again: the same step, which goes on
+step.kl_weight = 0.1                another one: refused, and told what it is
+layer.weight = nn.Parameter(...)    the programs train the one before: refused
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture import private
+from fxpipe.capture.snapshot import Snapshot
+from fxpipe.errors import CaptureError, RunError
+from fxpipe.run.ownership import as_is
+
+_log = logging.getLogger(__name__)
+_AGAIN = "compile again: engines of one model share its weights, and its optimizer goes on (set step_index, too)"
+
+
+class Unchanged:
+    """Looked at before every step, which takes some milliseconds for a thousand modules.
+
+    Args:
+        used: the model's tensors that programs read, by name.
+        settings: as the model was set when it was captured.
+        is_same: whether it is still captured as the same step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        used: Mapping[str, torch.Tensor] | None = None,
+        settings: Snapshot | None = None,
+        is_same: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._model, self._settings, self._is_same = model, settings, is_same
+        self._trained = _trained(model)
+        self._used = {name: (tensor, tensor.dtype) for name, tensor in (used or {}).items()}
+
+    def require(self) -> None:
+        """Raises RunError where it has other parameters by now, others that are trained, or makes another step."""
+        now = _trained(self._model)
+        if now != self._trained:
+            other = sorted(n for n in now.keys() | self._trained.keys() if now.get(n) != self._trained.get(n))
+            raise RunError(
+                f"{len(other)} parameters of the model have come, gone, or are trained otherwise since it was compiled "
+                f"({other[0]}, ...), as with adapters that were added later, or layers that were frozen: no program "
+                f"knows them; put them in first, then compile, or {_AGAIN}"
+            )
+        self._require_same_tensors()
+        changes = [] if self._settings is None else self._settings.changes()
+        if changes:
+            self._require_same_step(changes)
+
+    def _require_same_tensors(self) -> None:
+        if not self._used:
+            return
+        held: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
+        held |= dict(self._model.named_buffers(remove_duplicate=False))
+        for name, (tensor, dtype) in self._used.items():
+            now = held.get(name)
+            if now is not tensor:
+                raise RunError(
+                    f"{name} of the model is another tensor than the one that is trained or read since this engine was "
+                    "made, as after load_state_dict(assign=True), or with a layer in another's place; copy values into "
+                    f"the one that was there, under torch.no_grad(), or {_AGAIN}"
+                )
+            if now.dtype != dtype:
+                raise RunError(f"{name} of the model was {dtype}, and is now {now.dtype}; {_AGAIN}")
+            if now.requires_grad and private.has_gradient_hooks(now):
+                raise RunError(f"parameter {name} has a gradient hook, which steps do not run; change .grad after them")
+
+    def _require_same_step(self, changes: list[str]) -> None:
+        told = changes[0] + (f", and {len(changes) - 1} more changes" if len(changes) > 1 else "")
+        _log.warning("%s: forward is traced again, to see whether that makes another step", told)
+        try:
+            with as_is():
+                same = self._is_same()
+        except CaptureError as error:
+            raise RunError(
+                f"{told}, since the model was compiled, and forward cannot be captured so: {error}"
+            ) from None
+        if not same:
+            raise RunError(
+                f"{told}, since the model was compiled, and forward computes something else so, which no program does; "
+                f"put it back, give forward what changes as an input, or {_AGAIN}"
+            )
+        assert self._settings is not None
+        self._settings.renew()
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,142 @@
+"""A model that is set otherwise after it was compiled: seen before the next step, refused where it makes another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CaptureError, RunError
+from fxpipe.run.local_engine import LocalEngine
+
+SCALE = 1.0
+loss = 0.0  # a global of that name is none of forward's, which names an attribute
+
+
+class Layers(nn.Module):
+    """Two layers and a dropout, weighted by numbers that are kept in several places."""
+
+    wide = False
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
+        self.register_buffer("shift", torch.zeros(4))
+        self.weight, self.options, self.step, self.loss = 1.0, {"power": 2}, 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.tanh(self.first(x) + self.shift))
+        h = self.last(h) * (2 if self.wide else 1) * SCALE
+        return self.weight * h.pow(self.options["power"]).mean() if self.loss is None else self.loss
+
+
+def engine_of(model: nn.Module) -> LocalEngine:
+    batch = (torch.randn(4, 4, dtype=torch.float64),)
+    return fxpipe.compile(model, 2, example_inputs=batch, schedule="1f1b", cache=False).local_engine()
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor]:
+    torch.manual_seed(1)
+    return (torch.randn(4, 4, dtype=torch.float64),)
+
+
+def set_global(model: Layers) -> None:
+    global SCALE
+    SCALE = 2.0
+
+
+def set_data(model: Layers) -> None:
+    model.first = model.first.float()
+
+
+CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
+    (lambda m: setattr(m, "weight", 0.5), r"\(the model itself\): weight was 1.0 and is 0.5, since .* something else"),
+    (lambda m: m.options.update(power=4), r"options\['power'\] was 2 and is 4"),
+    (lambda m: setattr(Layers, "wide", True), r"Layers.wide was False and is True"),
+    (set_global, r"tests.test_unchanged.SCALE was 1.0 and is 2.0"),
+    (lambda m: m.eval(), r"training was True and is False, and 3 more changes"),
+    (lambda m: setattr(m.drop, "p", 0.1), r"module drop: p was 0.5 and is 0.1"),
+    (lambda m: setattr(m, "drop", nn.Identity()), r"drop was a Dropout and is a Identity"),
+    (lambda m: m.last.register_forward_hook(lambda *a: 2 * a[-1]), r"module last: _forward_hooks.* is a function"),
+    (lambda m: m.last.register_full_backward_hook(lambda *a: None), "forward cannot be captured so: .*backward hook"),
+    (lambda m: m.last.weight.register_hook(lambda g: 2 * g), "last.weight has a gradient hook"),
+    (lambda m: setattr(m.last, "bias", nn.Parameter(m.last.bias.detach().clone())), "last.bias .* another tensor"),
+    (lambda m: m.load_state_dict({**m.state_dict(), "shift": torch.ones(4)}, assign=True), "is another tensor"),
+    (lambda m: setattr(m, "shift", torch.ones(4)), "shift of the model is another tensor"),
+    (set_data, "first.weight of the model was torch.float64, and is now torch.float32"),
+    (lambda m: m.first.requires_grad_(False), "2 parameters .* trained otherwise .* frozen.* or compile again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES)
+def test_a_model_that_makes_another_step_is_refused(
+    change: Callable[[Layers], Any], says: str, batch: tuple[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layers, "wide", False)
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    model = Layers(0.5).double()
+    engine = engine_of(model)
+    engine.step(batch)
+    change(model)
+    with pytest.raises(RunError, match=says):
+        engine.step(batch)
+    assert engine.step_index == 1
+
+
+def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:
+    global loss
+    model = Layers().double()
+    engine = engine_of(model)
+    for number in range(3):
+        model.train(number % 2 == 0)  # its dropout drops nothing
+        model.step = number  # which forward does not read
+        loss = engine.step(batch).item()
+    model.weight = 0.5
+    torch.testing.assert_close(engine_of(model).step(batch), model(*batch).detach())
+    model.weight = 1.0
+    engine.step(batch)
+
+
+def test_a_model_that_is_compiled_again_goes_on_with_its_optimizer(batch: tuple[Tensor]) -> None:
+    def trained(compiled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Layers().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for frozen in (False, True):
+            model.first.requires_grad_(not frozen)
+            model.weight = 0.5 if frozen else 1.0
+            engine = engine_of(model) if compiled else None
+            for _ in range(2):
+                if engine is None:
+                    model(*batch).backward()
+                else:
+                    engine.step(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    expected = trained(False)
+    for name, value in trained(True).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+
+
+class Dropped(nn.Module):
+    """Adds a layer's result unless it is dropped at random, as some adapters do in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return (h + self.last(h) if not self.training or torch.rand(1) > 0 else h).square().mean()
+
+
+def test_what_decides_by_chance_in_training_alone_is_told_to_be_put_into_eval(batch: tuple[Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"or call .eval\(\) on the module if it decides in training alone"):
+        engine_of(Dropped().double())
+    model = Dropped().double().eval()
+    torch.testing.assert_close(engine_of(model).step(batch), model(*batch).detach())
