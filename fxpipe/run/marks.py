@@ -30,6 +30,7 @@ class Marks:
     __hash__ = None  # type: ignore[assignment]
 
 
+@torch.no_grad()
 def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
     """As they are now."""
     held = list(tensors)
@@ -43,8 +44,8 @@ def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
 
 def _some(tensor: torch.Tensor) -> torch.Tensor | None:
     """Entries all over a tensor, in the order of memory; none of one whose entries share it."""
-    tensor = tensor.detach()
-    if not tensor.numel() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+    count = tensor.numel()
+    if not count or not (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)):
         return None
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat[:: -(-len(flat) // _ENTRIES)]
+    each = -(-count // _ENTRIES)
+    return tensor.as_strided((-(-count // each),), (each,), tensor.storage_offset())
