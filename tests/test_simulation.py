@@ -87,6 +87,22 @@ def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
     assert walked.op_seconds[1][4] == (3.0, 3.0)
 
 
+def test_messages_take_from_what_their_ends_compute() -> None:
+    """A quarter of their seconds and half a second each: the sender pays with what follows, a waiting receiver not."""
+    link = Link("busy", 4.0, 0.0, taken_share=0.25, overhead_seconds=0.5)
+    ranks = [
+        [begin("0F0"), send(0, 0, 1), send(1, 0, 1), RUN, begin(END)],
+        [begin("1F0"), RUN, RUN, RUN, wait(0, 0, 1), wait(1, 0, 1), RUN, begin(END)],
+        [begin("2F0"), wait(2, 0, 2), RUN, begin(END)],
+    ]
+    ranks[0].insert(3, send(2, 0, 2))
+    walked = walk(ranks, ONE_SECOND, Cluster("toy", (Level(3, link),)))
+    assert walked.op_seconds[0][-1] == (1 + 3 * 0.75, 1 + 3 * 0.75)
+    assert walked.op_seconds[1][-1] == (4 + 2 * 0.75, 4 + 2 * 0.75)
+    assert walked.arrival_seconds[2] > 0.75
+    assert walked.op_seconds[2][-1] == pytest.approx([walked.arrival_seconds[2] + 1] * 2)
+
+
 def test_a_deadlock_is_an_error() -> None:
     with pytest.raises(ScheduleError, match=r"wait forever for edges \[0\]"):
         walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, A_SECOND)
