@@ -78,10 +78,11 @@ class Resnet(nn.Module):
 
     def __init__(self, padding_mode: str = "zeros", also: bool = False) -> None:
         super().__init__()
-        self.norm, self.scale, self.also = nn.GroupNorm(2, 4), nn.Linear(4, 4), also
+        self.first, self.norm, self.scale, self.also = nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Linear(4, 4), also
         self.conv = nn.Conv2d(4, 4, 5, padding=2, padding_mode=padding_mode)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = self.first(x)
         h = F.silu(self.norm(x) * self.scale(time)[:, :, None, None])
         return x + self.conv(h) + (h if self.also else 0)  # type: ignore[no-any-return]
 
@@ -99,7 +100,7 @@ def test_a_norms_halo_travels_with_its_moments(golden: Golden) -> None:
     )
     also = plan_of(Resnet(also=True), resnet_example(), {"x": 2})
     names = [node.name for node in patch_graph(also, first, exact=True).nodes if "exchange" in node.meta]
-    assert names == ["group_norm_moments", "conv2d_halo", "add_1_whole"]
+    assert names == ["group_norm_moments", "conv2d_1_halo", "add_1_whole"]
 
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
@@ -169,7 +170,8 @@ def test_what_would_need_all_rows_in_one_unit_is_gathered() -> None:
 
 
 def test_sdxl_sends_what_was_worked_out_by_hand() -> None:
-    """At 1024, of one sample in float16: 32 keys and values, 40 convolutions with halos, 46 norms.
+    """At 1024, of one sample in float16: 32 keys and values, 39 convolutions with halos, 46 norms; of the input a rank
+    has all rows.
 
     With one layer in each of the inmost transformers, where SDXL has ten that are alike.
     """
@@ -190,10 +192,10 @@ def test_sdxl_sends_what_was_worked_out_by_hand() -> None:
     programs = row_programs(model, call, 2, sample={"sample": 2})
     assert (programs.rows.units.count, programs.rows.units.each, programs.rows.notes) == (32, 4, ())
     kinds = ("gather", "halo", "moments")
-    assert [len({m.value for m in programs.messages if m.kind == kind}) for kind in kinds] == [32, 40, 46]
+    assert [len({m.value for m in programs.messages if m.kind == kind}) for kind in kinds] == [32, 39, 46]
     sent = programs.traffic().kinds
     assert sent["gather"] == 136_314_880  # both have all in the end, each had a half
-    assert sent["halo"] == 8_030_208  # over one border
+    assert sent["halo"] == 8_028_160  # over one border
 
 
 class Noisy(nn.Module):

@@ -82,8 +82,9 @@ def patch_graph(
     shared = shared if piece is None else piece.shared
     made = None if piece is None else piece.nodes | piece.early
     writer = PatchWriter(
-        plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made) if exact else {}
-    )
+        plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made) if exact else {},
+        has_inputs=piece is None,
+    )  # fmt: skip
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
             if made is None or any(user.name in made for user in node.users):
@@ -206,11 +207,20 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
 def _with_halo(
     writer: PatchWriter, node: fx.Node, how: Window, operand: fx.Node, value: fx.Node, fill: float | str
 ) -> fx.Node:
-    """A captured value, or what it is here, with the rows around it that a window reads."""
+    """A captured value, or what it is here, with the rows around it that a window reads: of an input there are all."""
     rows = writer.plan.state(value)
     assert isinstance(rows, Rows)
     shape = writer.patch.shape(value, rows)
     shape[rows.dim] += _more_rows(writer.patch, how)
+    if writer.has_inputs and value.meta.get("kind") == "input":
+        (start, stop), total = writer.patch.span(rows), rows.size(writer.patch.count)
+        above, below = _at_border(writer.patch, how, rows)
+        first, last = start - how.above + above, min(total, stop + how.below)
+        args = operand.args[0], rows.dim, [(0, 1, total, first, last - first)]
+        own = writer.add(
+            node, row_ops.cut_rows, args, "rows", [*shape[: rows.dim], last - first, *shape[rows.dim + 1 :]]
+        )
+        return writer.add(node, row_ops.with_halo, (own, [], [], rows.dim, above, below, fill), "halo", shape)
     found = writer.add(node, exchanges.halo, (operand, rows.dim, how.above, how.below, how.end, fill), "halo", shape)
     found.meta["exchange"] = Exchange(node.name, "halo", value, rows)
     return found
@@ -220,11 +230,15 @@ def _more_rows(patch: Patch, how: Window) -> int:
     return how.above + (how.end if patch.stop == patch.count else how.below)
 
 
+def _at_border(patch: Patch, how: Window, rows: Rows) -> tuple[int, int]:
+    """Rows that a window reads above and below the image."""
+    (start, stop), total = patch.span(rows), rows.size(patch.count)
+    return max(0, how.above - start), how.end if patch.stop == patch.count else max(0, stop + how.below - total)
+
+
 def _with_border(writer: PatchWriter, node: fx.Node, how: Window, operand: fx.Node, rows: Rows) -> fx.Node:
     """What has its rows around it already, but at the image's border."""
-    (start, stop), total = writer.patch.span(rows), rows.size(writer.patch.count)
-    above = max(0, how.above - start)
-    below = how.end if writer.patch.stop == writer.patch.count else max(0, stop + how.below - total)
+    above, below = _at_border(writer.patch, how, rows)
     if not above and not below:
         return operand
     args = operand, rows.dim, above, below, how.fill

@@ -25,10 +25,11 @@ class PatchWriter:
     """The graph as it grows; `here` has the node of each captured value as this patch holds it."""
 
     def __init__(
-        self, plan: RowPlan, patch: Patch, early: Collection[str], early_halos: Mapping[fx.Node, Early]
-    ) -> None:
+        self, plan: RowPlan, patch: Patch, early: Collection[str], early_halos: Mapping[fx.Node, Early],
+        has_inputs: bool,
+    ) -> None:  # fmt: skip
         self.plan, self.patch, self.early, self.graph = plan, patch, early, fx.Graph()
-        self.early_halos = early_halos
+        self.early_halos, self.has_inputs = early_halos, has_inputs
         self.here: dict[fx.Node, fx.Node] = {}
         self.more_rows: dict[fx.Node, int] = {}  # than a patch has, of the others' around it
         self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
