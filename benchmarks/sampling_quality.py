@@ -14,6 +14,7 @@ does not.
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "advanced after 4": _ADVANCED | {"warmup": 4},
 }
 NORMS = ("sync", "displaced", "merged", "separate")  # the best first; a DiT has none over rows
+TIE = 0.2  # decibels
 LAYOUTS: dict[str, dict[str, Any]] = {
     "rows of 2": {"world_size": 2, "patches": 2},
     "rows of 4": {"world_size": 4, "patches": 4},
@@ -170,11 +172,11 @@ def gates(scores: dict[Key, Score]) -> Iterator[tuple[str, bool]]:
         if "exact" in decibels:
             yield f"{where}: exact is one device's, {decibels['exact']:.0f} dB", decibels["exact"] > 80
         if "advanced" in decibels:
-            gained, least = decibels["advanced"] - decibels["displaced"], -0.2 if eta else 3.0
+            gained, least = decibels["advanced"] - decibels["displaced"], -TIE if eta else 3.0
             yield f"{where}: advanced {gained:+.1f} dB, at least {least:+.1f}", gained >= least
         if not eta and "sync" in decibels:
             values = [decibels[mode] for mode in NORMS]
-            ordered = values == sorted(values, reverse=True)
+            ordered = all(better > worse - TIE for better, worse in pairwise(values))
             yield f"{where}: {' > '.join(f'{mode} {decibels[mode]:.1f}' for mode in NORMS)}", ordered
         if layout.startswith("PipeFusion"):
             rows = scores[eta, "rows of 4", "displaced"].decibels
