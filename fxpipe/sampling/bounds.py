@@ -29,9 +29,7 @@ from passes.sampling.work import PatchWork
 
 
 def least_seconds(case: SampleCase, way: Request, steps: int) -> float:
-    """Of a call of so many steps; messages are free. 0 of groups of samples that cannot be."""
-    if way.cfg not in (None, 1) and case.dependent:
-        return 0.0
+    """Of a call of so many steps; messages are free."""
     return _least_seconds(case, way, steps) / max(way.speeds, default=1.0)
 
 

@@ -161,10 +161,7 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
     if grid.groups == 1 or case.dependent is None:
         return grid
     if request.cfg is not None or asked is not None:
-        raise CompileError(
-            f"{grid.groups} groups of samples that need each other; use cfg=1, and patches or stages for all ranks. "
-            f"{case.dependent}"
-        )
+        raise case.dependent
     return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 
