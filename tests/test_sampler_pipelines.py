@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.sampler import Sampler
 from tests.tiny_pipelines import PIPELINES, Call, noise, tiny
@@ -299,3 +300,18 @@ def test_samples_that_read_each_other_are_not_split() -> None:
     assert sampler.grid == Grid(1, 2)
     with torch.no_grad():
         assert error(sampler.predict(x=x), model(x)) <= 1e-10
+
+
+class Perturbed(Taking):
+    """Thirds of the batch, of which fewer samples are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.conv(x).chunk(3)
+        return torch.cat([first, second, third - second])
+
+
+@pytest.mark.parametrize("how", [{"cfg": 2}, {"cfg": 3}, {"cfg": 2, "patches": 1}])
+def test_groups_of_samples_that_read_each_other_are_refused(how: Call) -> None:
+    x, groups = noise(3, 2, 9, 5), how["cfg"]
+    with pytest.raises(CompileError, match=f"{groups} groups of samples, .* cannot be computed apart; use cfg=1. mod"):
+        fxpipe.compile_sampler(Perturbed(), groups, example={"x": x}, sample={"x": 2}, **how)

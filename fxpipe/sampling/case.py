@@ -73,6 +73,12 @@ class SampleCase:
         found: CompileError | None = self.traced.of_all_sizes["dependent"]
         return found
 
+    def require_apart(self, groups: int) -> None:
+        """Refuse groups of samples that need each other."""
+        if self.dependent and 1 < groups <= self.num_samples:
+            why = f"those of this call cannot be computed apart; use cfg=1. {self.dependent}"
+            raise CompileError(f"{groups} groups of samples, but {why}")
+
     def runs(self, start: int, stop: int) -> list[Span]:
         """The samples that pass through stages one after the other: each by itself, if none needs another."""
         if self.dependent:

@@ -243,6 +243,7 @@ def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Reque
 
 
 def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
+    case.require_apart(asked or 1)
     if asked is not None or case.dependent is not None:
         return [asked or 1]
     return [groups for groups in range(case.num_samples, 0, -1) if ranks % groups == 0]

@@ -161,7 +161,7 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
     if grid.groups == 1 or case.dependent is None:
         return grid
     if request.cfg is not None or asked is not None:
-        raise case.dependent
+        case.require_apart(grid.groups)
     return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 

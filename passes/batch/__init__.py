@@ -141,11 +141,14 @@ def _loss_scale(node: fx.Node, state: State) -> Literal["mean", "sum"]:
 
 
 def _refusal(node: fx.Node, error: Mixed) -> CompileError:
-    path = node.meta.get("path") or "(the model itself)"
     return CompileError(
-        f"module {path}: {node.target} ({node.name}): {error.why}; micro-batches would give another result than the "
-        f"whole batch. To change: {error.remedy}"
+        f"{_told(node, error.why)}; micro-batches would give another result than the whole batch. To change: "
+        f"{error.remedy}"
     )
+
+
+def _told(node: fx.Node, why: str) -> str:
+    return f"module {node.meta.get('path') or '(the model itself)'}: {node.target} ({node.name}): {why}"
 
 
 def _needed(results: Sequence[fx.Node], follow: Follow) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -176,11 +179,11 @@ def require_independent(capture: Capture) -> None:
     try:
         follow.run()
     except Mixed as error:
-        raise _refusal(follow.failed, error) from None
+        raise CompileError(_told(follow.failed, error.why)) from None
     state = follow.states[capture.result]
     if state != State(Layout(0)):
-        raise _refusal(capture.result, Mixed("its samples do not lie in dimension 0 one by one", "return them so"))
+        raise CompileError(_told(capture.result, "its samples do not lie in dimension 0 one by one"))
     _, whole = _needed([capture.result], follow)
     if whole:
         node = min(whole, key=lambda node: capture.places[node.name])
-        raise _refusal(node, Mixed("it mixes samples"))
+        raise CompileError(_told(node, "it mixes samples"))
