@@ -75,7 +75,7 @@ def compile_sampler(
 
     The rows of the image are cut into patches, a rank each; samples of a call (the halves of classifier-free guidance)
     go to groups of ranks. In exact mode every exchange is of the step itself: any layout gives one device's result.
-    Ranks run on the denoiser's own device.
+    Ranks run on the denoiser's own device, its modules as in eval, whatever their mode.
 
     What is left open of `cfg`, `stages`, `fold` and `patches` is chosen: the layout whose call is predicted to be the
     fastest on `cluster`, of those that fit into memory. The plan says what it expects, and what came second.

@@ -178,6 +178,19 @@ def test_calls_leave_nothing_to_each_other(shared: Shared) -> None:
     assert torch.equal(sample(shared.fast, shared.call, **other), first)
 
 
+def test_modules_in_training_mode_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.0), nn.Dropout(0.5), nn.BatchNorm2d(2)).double()
+    x = noise(1, 2, 9, 5)
+    for mode, told in [(True, 1), (False, 0)]:
+        model.train(mode)
+        with caplog.at_level(logging.WARNING):
+            sampler = fxpipe.compile_sampler(model, 2, example={"input": x}, sample={"input": 2})
+        assert caplog.text.count("2 and 1 more modules: in training mode") == told
+        caplog.clear()
+    with torch.no_grad():
+        assert error(sampler.predict(input=x), model(x)) <= 1e-10
+
+
 def test_half_precision() -> None:
     pipe, call = tiny("sd/small", torch.bfloat16)
     wide, _ = tiny("sd/small", torch.float64)

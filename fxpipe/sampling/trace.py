@@ -1,5 +1,6 @@
 """A denoiser's call as one flat graph, of its own sizes or of any, and where the image's rows are in its inputs."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from fxpipe.collector import held_collector
 from fxpipe.errors import FxpipeError
 from fxpipe.sampling.step import Traced
 from passes.rows.sized import at_batch_size, require_shapes
+
+_log = logging.getLogger(__name__)
 
 RowsOf = Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
 """Which inputs of a module's call have rows, and in which dimension."""
@@ -69,6 +72,7 @@ class Tracing:
     def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], free: bool) -> Traced:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
         require_stateless(module)
+        _warn_of_training(module)
         with _sampling(module):
             call = cached_call(module, inputs, tensors, rows if free else None, self.cache)
         self.observe("capture", call.captured)
@@ -86,6 +90,24 @@ def repeated(
 def _repeated(inputs: InputSpec, tensors: Sequence[torch.Tensor], times: int) -> list[torch.Tensor]:
     leaves = [leaf for leaf in inputs.leaves if leaf.is_tensor]
     return [torch.cat([t] * times) if leaf.batched else t for leaf, t in zip(leaves, tensors, strict=True)]
+
+
+def _warn_of_training(model: nn.Module) -> None:
+    """Say which modules would compute something else by the mode that they are in."""
+    names = [name for name, module in model.named_modules() if module.training and _goes_by_mode(module)]
+    if names:
+        more = f" and {len(names) - 1} more modules" if len(names) > 1 else ""
+        _log.warning(
+            "%s%s: in training mode; sampling computes as after .eval(), which one device does only once it is called",
+            names[0] or "the model itself",
+            more,
+        )
+
+
+def _goes_by_mode(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return module.track_running_stats
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 @contextmanager
