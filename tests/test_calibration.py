@@ -38,7 +38,7 @@ SOME = 0.6  # of a step's time: for some exchanges, not for all
 
 
 class Small(nn.Module):
-    """A U-Net's kinds of exchanges: halos, moments, keys and values."""
+    """A U-Net's kinds of exchanges: halos (none of an input, which all have whole), moments, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Small(nn.Module):
         self.norm, self.heads = nn.GroupNorm(2, 4), nn.Linear(4, 12)
 
     def forward(self, sample: Tensor, time: Tensor) -> Tensor:
-        hidden = self.norm(self.first(sample)) * (1 + time.reshape(-1, 1, 1, 1))
+        hidden = self.norm(self.first(2 * sample)) * (1 + time.reshape(-1, 1, 1, 1))
         q, k, v = self.heads(hidden.flatten(2).mT).unflatten(-1, (3, 4)).unbind(2)
         attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
         return self.last(hidden + attended.mT.unflatten(2, hidden.shape[2:]))  # type: ignore[no-any-return]
