@@ -76,7 +76,11 @@ class Unchanged:
 
     def _require_same_step(self, changes: list[str]) -> None:
         told = changes[0] + (f", and {len(changes) - 1} more changes" if len(changes) > 1 else "")
-        _log.warning("%s: forward is traced again, to see whether that makes another step", told)
+        _log.warning(
+            "%s: forward is traced again, to see whether that makes another step; what it does not read, and changes "
+            "often, is better kept elsewhere",
+            told,
+        )
         try:
             with as_is():
                 same = self._is_same()
