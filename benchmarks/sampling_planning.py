@@ -27,8 +27,9 @@ from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
 from fxpipe.models.backbones import row_inputs
 from fxpipe.plan.sample_plan import EXACT, How
+from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import Setting, ranked
+from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.planning import Request, planned
 from fxpipe.sampling.step import Traced
 from fxpipe.sampling.trace import Tracing

@@ -28,7 +28,7 @@ from fxpipe.run.launch import join
 from fxpipe.run.ranks import Launched, LaunchedRank, LocalRanks, Ranks
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
-from fxpipe.sampling.choosing import Objective, Setting
+from fxpipe.sampling.candidates import Objective, Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
 from fxpipe.sampling.spread import Spread

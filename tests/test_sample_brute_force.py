@@ -21,8 +21,9 @@ from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.attention import with_attention
+from fxpipe.sampling.candidates import Objective, Setting
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import Objective, Setting, _joined, ranked, ways
+from fxpipe.sampling.choosing import _joined, ranked, ways
 from fxpipe.sampling.planning import Choices, Request, chosen, planned
 from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline

@@ -17,8 +17,9 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import with_attention
+from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import Setting, ranked
+from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import Request, chosen, planned
 

@@ -158,7 +158,7 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
             env[node] = value
             continue
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
-        env[node] = new.create_node(node.op, node.target, args, kwargs, node.name)
+        env[node] = private.create_node(new, node.op, node.target, args, kwargs, node.name)
         env[node].meta = {**node.meta, "val": value} if "val" in node.meta else dict(node.meta)
     new.lint()
     return new

@@ -146,6 +146,15 @@ def decomposition(target: Any) -> Callable[..., Any] | None:
     return None if is_composite(target) else decomposition_table.get(target)
 
 
+def create_node(
+    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any = None, name: str | None = None
+) -> fx.Node:
+    """As `graph.create_node`, in half the time: it does not look for symbolic sizes among the arguments."""
+    node = graph.create_node(op, target, name=name)
+    node._update_args_kwargs(args, kwargs or {})
+    return node
+
+
 def rename(node: fx.Node, name: str) -> None:
     """Give a node a readable, unique name."""
     node._rename(name)

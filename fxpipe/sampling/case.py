@@ -30,7 +30,7 @@ from passes.sampling.patches import even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import Cut, first_has_text, has_text, shared_text
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
-from passes.sampling.work import PatchWork, patch_work, value_bytes, with_layers
+from passes.sampling.work import PatchWork, graph_work, patch_work, value_bytes, with_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +101,10 @@ class SampleCase:
         rows = self.rows(self.num_samples)
         return {name: rows.sized.nodes[name].meta["val"] for name in rows.inputs}
 
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return tuple(self.rows(self.num_samples).sized.result.meta["val"].shape)
+
     @cached_property
     def batched(self) -> Mapping[str, torch.Tensor]:
         """Those whose dimension 0 is the batch."""
@@ -125,8 +129,13 @@ class SampleCase:
 
     def node_seconds(self, num_samples: int) -> dict[str, float]:
         """Of every operation on so many samples, by its name."""
-        seconds = self._once(("seconds", num_samples), lambda: self._seconds(self.rows(num_samples).sized.graph))
-        return {node.name: s for node, s in seconds.items()}
+        return {node.name: s for node, s in self.seconds(num_samples).items()}
+
+    def seconds(self, num_samples: int) -> dict[fx.Node, float]:
+        found: dict[fx.Node, float] = self._once(
+            ("seconds", num_samples), lambda: self._seconds(self.rows(num_samples).sized.graph)
+        )
+        return found
 
     def step_seconds(self, num_samples: int) -> tuple[Floats, Floats]:
         """Of all operations that are done in every step; of those on text alone, which one patch may have for all."""
@@ -202,6 +211,8 @@ class SampleCase:
         def read() -> PatchWork:
             shared = frozenset[str]() if patch.owns else self._shared_text(num_samples)
             beside = () if in_turn else patches
+            if patch.is_whole:  # the captured graph
+                return graph_work(plan, plan.sized.graph, patches[:1], self.seconds(num_samples))
             others: Alike | None = self._once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))
             if others is not None:
                 return others.work(patch.stop - patch.first, beside, self._seconds)

@@ -23,8 +23,9 @@ from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence, require_sequence
 from fxpipe.sampling.attention import require_attention, with_attention
+from fxpipe.sampling.candidates import Ranked, Setting
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import Ranked, Setting, ranked
+from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, planned, require_equal
 from fxpipe.sampling.seconds import operation_seconds
@@ -111,24 +112,32 @@ class SampleLowering:
             yield self.plan, line
         elif self.setting is None:
             yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)
+        elif (found := self.looked_at) is not None and any(found.fallbacks(case.num_samples)):
+            yield from self._best_first(case, self.setting, found)
         else:
-            found = self.looked_at
-            if found is None or not any(found.fallbacks(case.num_samples)):
-                found = ranked(case, self.request, replace(self.setting, objective="latency"))
-            todo = [*found.fallbacks(case.num_samples)]
-            while todo:
-                one = todo.pop(0)
-                made = self._chosen(case, one.request, self.setting.cluster)
-                if made.text_first != (one.made is not None and one.made.text_first):
-                    told = estimate(case, made, self.setting.cluster, self.setting.steps, one.request.speeds)
-                    other = replace(one, request=replace(one.request, text="all"), made=made, found=told)
-                    found = replace(found, candidates=tuple(other if c is one else c for c in found.candidates))
-                    todo = sorted([other, *todo], key=lambda one: one.seconds)
-                    continue
-                self.observe("layouts", tuple(found.outcomes(one)))
-                plan, line = planned(case, one.made or made, self.cluster, self.priced)
-                notes = *plan.notes, *found.notes(case, one)
-                yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one)), line
+            setting = replace(self.setting, objective="latency")
+            found = ranked(case, self.request, setting)
+            yield from self._best_first(case, setting, found)
+            if found.narrowed:
+                yield from self._best_first(case, setting, ranked(case, self.request, setting, anew=True))
+
+    def _best_first(
+        self, case: SampleCase, setting: Setting, found: Ranked
+    ) -> Iterator[tuple[SamplePlan, Line | None]]:
+        todo = [*found.fallbacks(case.num_samples)]
+        while todo:
+            one = todo.pop(0)
+            made = self._chosen(case, one.request, setting.cluster)
+            if made.text_first != (one.made is not None and one.made.text_first):
+                told = estimate(case, made, setting.cluster, setting.steps, one.request.speeds)
+                other = replace(one, request=replace(one.request, text="all"), made=made, found=told)
+                found = replace(found, candidates=tuple(other if c is one else c for c in found.candidates))
+                todo = sorted([other, *todo], key=lambda one: one.seconds)
+                continue
+            self.observe("layouts", tuple(found.outcomes(one)))
+            plan, line = planned(case, one.made or made, self.cluster, self.priced)
+            notes = *plan.notes, *found.notes(case, one)
+            yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one)), line
 
     def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
         """What a request leaves open, decided; attention gathers where no cluster says what is better."""

@@ -19,7 +19,8 @@ import torch
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT
 from fxpipe.plan.sample_quality import Measured, Quality
-from fxpipe.sampling.choosing import Candidate, ranked
+from fxpipe.sampling.candidates import Candidate
+from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
 
@@ -56,7 +57,7 @@ def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, fl
     candidates = list[Candidate]()
     for request in dict.fromkeys((asked, replace(asked, how=EXACT))):
         try:
-            candidates += ranked(case, request, setting).fallbacks(step.batch_size)
+            candidates += ranked(case, request, setting, anew=True).fallbacks(step.batch_size)
         except CompileError:
             continue  # what is displaced alone, such as patches in turn
     candidates.sort(key=lambda one: one.seconds)

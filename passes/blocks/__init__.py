@@ -180,22 +180,30 @@ def cheapest_cuts(costs: Sequence[float], seconds: Sequence[float], limit: float
 
     Returns: the first piece of every run, then the number of pieces.
     """
-    best = [0.0] + [inf] * len(seconds)
+    busy = [place for place, taken in enumerate(seconds) if taken]
+    if not busy:
+        return [0, len(seconds)]
+    # of cuts with no time between them one is enough
+    cuts = [min(range(end, start, -1), key=lambda cut: costs[cut - 1]) for start, end in pairwise(busy)]
+    firsts = [0, *cuts, len(seconds)]
+    taken = [seconds[place] for place in busy]
+    best = [0.0] + [inf] * len(taken)
     came = [0] * len(best)
     for stop in range(1, len(best)):
         run = largest = 0.0
         for start in range(stop - 1, -1, -1):
-            run += seconds[start]
-            largest = max(largest, seconds[start])
+            run += taken[start]
+            if taken[start] > largest:
+                largest = taken[start]
             if start < stop - 1 and run > max(limit, largest) + _SLACK * limit:
                 break
-            cost = best[start] + (costs[start - 1] if start else 0.0)
+            cost = best[start] + (costs[firsts[start] - 1] if start else 0.0)
             if cost < best[stop]:
                 best[stop], came[stop] = cost, start
-    chosen = [len(seconds)]
+    chosen = [len(taken)]
     while chosen[-1]:
         chosen.append(came[chosen[-1]])
-    return chosen[::-1]
+    return [firsts[place] for place in chosen[::-1]]
 
 
 def _names(runs: Sequence[Sequence[fx.Node]], node_seconds: Mapping[str, float]) -> list[str]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture import Capture
-from fxpipe.capture.private import tensors_in
+from fxpipe.capture import Capture, private
 from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CompileError
 
@@ -56,7 +55,7 @@ def at_batch_size(capture: Capture, batch_size: int) -> Sized:
         elif _holds_tensors(node):
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
             target = _FOR_ANY_STRIDES.get(node.target, node.target)
-            env[node] = graph.create_node(node.op, target, args, kwargs, node.name)
+            env[node] = private.create_node(graph, node.op, target, args, kwargs, node.name)
             env[node].meta = {**node.meta, "val": _on_meta(node.meta["val"], batch_size)}
     graph.lint()
     return Sized(graph, capture, batch_size)
@@ -95,7 +94,7 @@ def require_shapes(sized: Sized) -> None:
                 found = node.target(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise CompileError(f"{node.name} does not run at these sizes: {error}") from None
-        made, said = tensors_in(found), tensors_in(node.meta["val"])
+        made, said = private.tensors_in(found), private.tensors_in(node.meta["val"])
         if [(t.shape, t.dtype) for t in made] != [(t.shape, t.dtype) for t in said]:
             shapes = [[list(t.shape) for t in ts] for ts in (made, said)]
             raise CompileError(f"{node.name} has the shapes {shapes[0]} at these sizes, not {shapes[1]}")

@@ -126,7 +126,7 @@ def by_heads(writer: PatchWriter, node: fx.Node, shared: Shared) -> None:
             args = a["attn_mask"], place, start, stop - start
             a["attn_mask"] = writer.add(mask, aten.narrow.default, args, f"of_{node.name}", shape)
     args, kwargs = call_arguments(node.target, a)
-    made = writer.graph.create_node("call_function", node.target, args, kwargs, f"{node.name}_heads")
+    made = writer.call(node.target, args, kwargs, f"{node.name}_heads")
     shape = [*shape_of(node)[:dim], stop - start, *shape_of(node)[dim + 1 :]]
     made.meta = {"path": node.meta.get("path", ""), "val": meta(shape, node.meta["val"].dtype)}
     rows = writer.emit(node, exchanges.to_rows, (made, dim, of_queries))

@@ -103,7 +103,6 @@ def patch_graph(
     told = piece is not None and piece.own_rows  # to later patches, whoever reads it here
     kept = ("placeholder", "output")
     writer.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or (told and "exchange" in n.meta))
-    writer.graph.lint()
     return writer.graph
 
 
@@ -199,7 +198,7 @@ def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     if not how.skip and not how.target.__name__.startswith("conv_transpose"):
         writer.emit(node, how.target, *call)
         return
-    wider = writer.graph.create_node("call_function", how.target, *call, name=f"{node.name}_wider")
+    wider = writer.call(how.target, *call, f"{node.name}_wider")
     wider.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     writer.emit(node, aten.narrow.default, (wider, state.dim, how.skip, writer.patch.size(state)))
 
@@ -278,7 +277,7 @@ def _moments(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
 def _summed(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
     assert isinstance(found.how, Summed)
     args, kwargs = call_arguments(node.target, arguments)
-    part = writer.graph.create_node("call_function", node.target, args, kwargs, f"{node.name}_part")
+    part = writer.call(node.target, args, kwargs, f"{node.name}_part")
     part.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     if found.how.mean:
         state = writer.plan.state(node.all_input_nodes[0])
@@ -310,7 +309,7 @@ def _resized(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
         writer.emit_call(node, node.target, changed)
         return
     args, kwargs = call_arguments(node.target, changed)
-    wider = writer.graph.create_node("call_function", node.target, args, kwargs, f"{node.name}_wider")
+    wider = writer.call(node.target, args, kwargs, f"{node.name}_wider")
     wider.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     writer.emit(node, aten.narrow.default, (wider, state.dim, 0, writer.patch.size(state)))
 
@@ -352,7 +351,7 @@ def _written(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
 def _whole(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
     assert isinstance(found.state, Rows)
     args, kwargs = call_arguments(node.target, arguments)
-    whole = writer.graph.create_node("call_function", node.target, args, kwargs, f"{node.name}_whole")
+    whole = writer.call(node.target, args, kwargs, f"{node.name}_whole")
     whole.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     writer.whole[node] = whole
     writer.here[node] = writer.cut_rows(node, whole, found.state)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture import private
 from fxpipe.plan import row_ops
 from passes.operations import call_arguments
 from passes.rows import RowPlan
@@ -53,9 +54,12 @@ class PatchWriter:
     def output(self, result: fx.Node) -> None:
         self.graph.output(self.wanted(result, None, "prediction"))
 
+    def call(self, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
+        return private.create_node(self.graph, "call_function", target, args, kwargs, name)
+
     def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         """The node that stands for a captured one."""
-        new = self.graph.create_node("call_function", target, args, kwargs or {}, node.name)
+        new = self.call(target, args, kwargs, node.name)
         new.meta = {"path": node.meta.get("path", ""), "val": self._value(node)}
         if node.name in self.early:
             new.meta["early"] = True
@@ -67,7 +71,7 @@ class PatchWriter:
 
     def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, shape: Any = None) -> fx.Node:
         """A node beside the one that stands for a captured node."""
-        new = self.graph.create_node("call_function", target, args, name=f"{node.name}_{name}")
+        new = self.call(target, args, None, f"{node.name}_{name}")
         value = node.meta["val"]
         new.meta = {"path": node.meta.get("path", ""), "val": meta(shape or shape_of(node), value.dtype)}
         return new
@@ -76,7 +80,7 @@ class PatchWriter:
         self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, values: Sequence[torch.Tensor]
     ) -> list[fx.Node]:
         """The results of an operation beside a captured node."""
-        new = self.graph.create_node("call_function", target, args, name=f"{node.name}_{name}")
+        new = self.call(target, args, None, f"{node.name}_{name}")
         new.meta = {"path": node.meta.get("path", ""), "val": list(values)}
         parts = [self.graph.call_function(operator.getitem, (new, index)) for index in range(len(values))]
         for part, value in zip(parts, values, strict=True):

@@ -138,8 +138,13 @@ def patch_work(
 ) -> PatchWork:  # fmt: skip
     """The work of one of these patches; its values of no row are `shared` where it alone owns them."""
     graph = patch_graph(plan, patch, piece, shared, attended)
+    return graph_work(plan, graph, patches, seconds_of(graph))
+
+
+def graph_work(plan: RowPlan, graph: fx.Graph, patches: Sequence[Patch], seconds: Mapping[fx.Node, float]) -> PatchWork:
+    """What the graph of a patch does, whose operations take these seconds."""
     sizes = {node: value_bytes(node) for node in graph.nodes}
-    return work_of(owners_of(graph, plan), sizes, seconds_of(graph), patches, plan.sized.result.name)
+    return work_of(owners_of(graph, plan), sizes, seconds, patches, plan.sized.result.name)
 
 
 def work_of(
