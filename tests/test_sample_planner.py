@@ -213,3 +213,23 @@ def test_memory_decides() -> None:
 def test_more_ranks_than_are_of_use_are_told() -> None:
     slow = compiled("DiT", patches=4, cost_model="A100-80GB")
     assert "4 ranks are predicted to be no faster than one" in slow.notes
+
+
+@pytest.mark.parametrize("mode", ["exact", "displaced"])
+@pytest.mark.parametrize("name", MODELS)
+def test_another_size_is_planned_by_what_was_near_the_best(name: str, mode: str) -> None:
+    made = compiled(name, mode=mode, sizes="any")
+    case, request, setting = asked(made)
+    lowering: Any = made.denoiser.lowering
+    assert not ranked(case, request, setting).narrowed
+    batch, channels, height, width = X.shape
+    for wider, near in ((width + width // 2, True), (4 * width, False)):
+        call = {"x": torch.zeros(batch, channels, height, wider, dtype=X.dtype), "text": TEXT}
+        other = SampleCase(lowering.resized(case.traced, (), call), 2, case.cost_model)
+        found, anew = ranked(other, request, setting), ranked(other, request, setting, anew=True)
+        assert (found.narrowed, anew.narrowed) == (near, False)
+        assert found.best.made == anew.best.made
+        assert found.best.seconds == anew.best.seconds
+        if near:
+            assert any(one.why.startswith("at another size") for one in found.candidates)
+            assert sum(bool(one.found) for one in found.candidates) <= sum(bool(one.found) for one in anew.candidates)

@@ -36,8 +36,8 @@ _EXACT_WINS, _SAME = 1.05, 1.01
 """An exact layout may take so many times as long as the fastest; the first of layouts that are alike is taken."""
 _NEAR, _FAR = 1.6, 1.15
 """Of calls of which one is up to so many times as large, the best layout for one took at most so many times as long as
-the best for the other: in all of 400 pairs of SDXL and Flux, 4 to 16 devices, four clusters, ten sizes. Of twice as
-large ones in 99 %, and up to 4 % were lost."""
+the best for the other: in all of 480 pairs of SDXL and Flux, 4 to 16 devices, four clusters, ten sizes. Of twice as
+large ones in 99 % of 760, and up to 4 % were lost."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = Fa
     shape, asked = case.result_shape, (case.num_samples, request, setting, case.cost_model)
     for near in (one for one in known if one.asked == asked and one.is_near(shape) and not anew):
         with suppress(CompileError):
-            return replace(_ranked(case, request, setting, _far(near.ranked)), narrowed=True)
+            return replace(_ranked(case, request, setting, _told(near.ranked)), narrowed=True)
     found = _ranked(case, request, setting, {})
     known.append(_Known(shape, asked, found))
     return found
 
 
-def _ranked(case: SampleCase, request: Request, setting: Setting, far: Mapping[object, str]) -> Ranked:
-    found = _found(case, request, setting, far)
+def _ranked(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> Ranked:
+    found = _found(case, request, setting, told)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
@@ -84,14 +84,13 @@ def _ranked(case: SampleCase, request: Request, setting: Setting, far: Mapping[o
     return Ranked((best, *others), case.num_samples, alone, setting, request.how)
 
 
-def _far(there: Ranked) -> dict[object, str]:
-    """Layouts that took much longer than the best in another call, and how much."""
+def _told(there: Ranked) -> dict[object, str]:
+    """By another call, why a layout need not be looked at; nothing of those that were not far from the best."""
     found: dict[object, str] = {}
     for one in there.candidates:
         least = 0.0 if one.least_seconds is None else one.least_seconds / one.requests
         longer = (one.seconds if one.found else least) / there.best.seconds - 1 if there.best.seconds else 0.0
-        if longer > _FAR - 1:
-            found[_way(one.request, one.requests)] = f"at another size {longer:.1%} longer"
+        found[_way(one.request, one.requests)] = f"at another size {longer:.1%} longer" if longer > _FAR - 1 else ""
     return found
 
 
@@ -100,14 +99,16 @@ def _way(way: Request, requests: int) -> object:
     return way.cfg, way.stages, way.fold, way.num_patches, way.how, way.copies, requests
 
 
-def _found(case: SampleCase, request: Request, setting: Setting, far: Mapping[object, str]) -> list[Candidate]:
-    """All candidates; those that cannot be the best by what they take at least are not looked at, nor those `far` from
-    it."""
+def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> list[Candidate]:
+    """All candidates; those that cannot be the best by what they take at least are not looked at, nor those of which
+    another call has `told` why."""
     best, found, open_ones = inf, list[Candidate](), []
     for requests, of_requests in _joined(case, request, setting):
         for place, way in enumerate(ways(of_requests, request, setting)):
-            if (why := far.get(_way(way, requests))) is not None:
+            why = told.get(_way(way, requests))
+            if why:
                 found.append(Candidate(way, requests, why=why))
+            if why or (told and why is None):  # None: one that is like another
                 continue
             least = bounds.least_seconds(of_requests, way, setting.steps) / requests
             open_ones.append((least, place, requests, False, of_requests, way))
