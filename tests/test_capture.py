@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -428,6 +429,9 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         ),
         (lambda s, h, y: h if y.sum() > 0 else 2 * h, r"decides by the value of a tensor at .*test_capture.py:\d+"),
         (lambda s, h, y: h * y.sum().item(), "aten.item.default: its result's size or value depends"),
+        (lambda s, h, y: h * len(h.repeat(99, 1).tolist()), r"reads the values of a tensor .* by .tolist\(\)"),
+        (lambda s, h, y: h * float(h.detach().numpy()[0, 0]), r"reads the values of a tensor .* by .numpy\(\)"),
+        (lambda s, h, y: h * numpy.asarray(h.detach()).max(), r"reads the values of a tensor .* by .__array__"),
         (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
         (lambda s, h, y: Straight.apply(h), "the autograd function Straight hides its gradient from the trace"),
@@ -461,6 +465,7 @@ def test_failed_trials_leave_no_noise(middle: Middle, capfd: pytest.CaptureFixtu
         lambda s, h, y: h + Straight.apply(y),
         lambda s, h, y: s.norm.eval()(h),
         lambda s, h, y: h / s.a.weight.data.norm() + (h.data.round() - h.data),
+        lambda s, h, y: h * float(s.table.numpy()[1] + numpy.asarray(s.table).sum()) * len(s.table.tolist()),
     ],
 )
 def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:

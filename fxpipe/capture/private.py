@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
+    unset_fake_temporarily,
 )
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.amp.grad_scaler import OptState
@@ -326,6 +327,22 @@ def under_vmap() -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def listing(require: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:
+    """Inside, what `require` does not refuse may be listed; torch asks for one entry after the other."""
+    listed = FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        require(tensor)
+        return listed(tensor)
+
+    return replaced(FakeTensor, "tolist", tolist)
+
+
+def outside_fakes() -> AbstractContextManager[Any]:
+    """Tensors made inside have memory."""
+    return unset_fake_temporarily()
 
 
 @contextmanager

@@ -45,6 +45,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.plain_checkpoints())
         # Distributions look at their arguments' values, to raise errors only.
         stack.enter_context(private.replaced(Distribution, "_validate_args", False))
+        stack.enter_context(private.listing(_require_few))
         stack.enter_context(plain_transforms())
         stack.enter_context(private.replaced(torch, "cond", _refused(_COND)))
         stack.enter_context(private.on_autograd_function(_refuse_function))
@@ -74,6 +75,26 @@ def _flag_kept(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
             "before compiling, or call the module with torch.func.functional_call on detached parameters"
         )
     return func(tensor, value)
+
+
+def _as_array(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Numpy's of a tensor that has values, which are numbers of the graph then."""
+    _require_values(tensor, f".{func.__name__}()")
+    with private.outside_fakes():
+        return func(tensor, *args, **kwargs)
+
+
+def _require_few(tensor: torch.Tensor) -> None:
+    if tensor.numel() > _LISTED:
+        _require_values(tensor, ".tolist()")
+
+
+def _require_values(tensor: torch.Tensor, by: str) -> None:
+    if private.mode_of(tensor) is not None:
+        raise CaptureError(
+            f"forward reads the values of a tensor of shape {list(tensor.shape)} by {by}, which a graph does not have; "
+            "compute with torch on the tensor itself, or read what stays as it is (tables, schedules) in __init__"
+        )
 
 
 def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
@@ -146,11 +167,14 @@ _COND = "torch.cond decides by a tensor's value; compute both branches and choos
 _HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
 _DATA = "forward sets the .data of a tensor, which a graph cannot; compute a new tensor, and update weights elsewhere"
+_LISTED = 64
+"""Entries of a tensor that a trace may list: one by one, in milliseconds each; few may be constants that it knows."""
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _refused(_GRADIENT)),
+    **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), _as_array),
     torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]
     torch.Tensor.data.__get__: lambda func, tensor: tensor.detach(),  # type: ignore[attr-defined]
     **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__), _flag_kept),  # type: ignore[attr-defined]

@@ -126,7 +126,7 @@ def _refuse_unsafe(sized: Sized) -> None:
         if node.meta.get("kind") == "draw":
             raise CompileError(
                 f"{path}: forward draws random numbers ({node.name}), which patches would draw differently; pass them "
-                "as an input"
+                "as an input, or drop out in training alone"
             )
         if operation_name(node.target).startswith("as_strided"):
             raise CompileError(
