@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fxpipe.capture.sizes import concrete
+from fxpipe.capture.sizes import evaluate
 
 _WIDTH = 56  # of a name in a listing
 
@@ -200,8 +200,8 @@ def tensor_bytes(value: Any) -> tuple[int, bool] | None:
 
 def bytes_at(value: torch.Tensor, batch_size: int) -> int:
     num_bytes = value.dtype.itemsize
-    for size in concrete(value.shape, batch_size):
-        num_bytes *= size
+    for size in value.shape:
+        num_bytes *= evaluate(size.node.expr, batch_size) if isinstance(size, torch.SymInt) else size
     return num_bytes
 
 

@@ -58,7 +58,9 @@ class SampleCase:
 
     def rows(self, num_samples: int) -> RowPlan:
         """Where the rows lie, of so many of the samples."""
-        found: RowPlan = self._once(num_samples, lambda: analyse(self.traced.captured, self.traced.rows, num_samples))
+        traced, sized = self.traced, self.traced.sized
+        known = sized if sized is not None and sized.batch_size == num_samples else None
+        found: RowPlan = self._once(num_samples, lambda: analyse(traced.captured, traced.rows, num_samples, known))
         return found
 
     def rows_of(self, spans: Sequence[Span]) -> dict[int, RowPlan]:

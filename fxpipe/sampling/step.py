@@ -19,6 +19,7 @@ from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.send_order import send_order
 from fxpipe.plan.transport import Channel
 from fxpipe.plan.unroll import Unrolled
+from passes.rows.sized import Sized
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,8 @@ class Traced:
 
     `any_size` is the graph with free sizes, or why there is none; None where none was asked for. `apart` says why the
     call's sizes have a trace of their own where there were such graphs. `of_all_sizes`: what planning has found that
-    holds at every size of one trace with free sizes, as it is one program; it grows.
+    holds at every size of one trace with free sizes, as it is one program; it grows. `sized`: the graph for the
+    call's own number of samples, where it is known.
     """
 
     captured: Capture
@@ -36,6 +38,7 @@ class Traced:
     any_size: AnySize | str | None = None
     apart: str | None = None
     of_all_sizes: dict[str, Any] = field(default_factory=dict)
+    sized: Sized | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -65,9 +65,9 @@ class Tracing:
         """The graph with free sizes at another call's; CompileError where it does not hold for them."""
         assert isinstance(traced.any_size, AnySize)
         captured = traced.any_size.at(args, kwargs)
-        require_shapes(at_batch_size(captured, captured.inputs.batch_size))
+        require_shapes(sized := at_batch_size(captured, captured.inputs.batch_size))
         self.observe("capture", captured)
-        return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.of_all_sizes)
+        return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.of_all_sizes, sized=sized)
 
     def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], free: bool) -> Traced:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
