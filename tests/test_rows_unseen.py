@@ -91,6 +91,11 @@ def grouped(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, k)), enable_gqa=True)
 
 
+def padded(mode: str) -> Of:
+    """Rows around the rows, for a convolution with another number of rows, of which all are read."""
+    return Of(lambda x: x * F.conv2d(F.pad(x, [1, 2, 1, 1], mode), x.new_ones(8, 8, 4, 4)).mean((2, 3), keepdim=True))
+
+
 MODULES = {
     "windows": Swin,
     "multi-head": Written,
@@ -104,6 +109,9 @@ MODULES = {
     "one operand, thrice": lambda: Of(lambda x: F.scaled_dot_product_attention(x, x, x) + x.cummax(2).values),
     "triangle": lambda: Of(lambda x: x + torch.tril(x @ x.transpose(2, 3)).sum(-1, keepdim=True)),
     "sampled": lambda: Of(lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False)),
+    "padded with zeros": lambda: padded("constant"),
+    "padded by reflection": lambda: padded("reflect"),
+    "padded by the border": lambda: padded("replicate"),
     "median": lambda: Of(lambda x: torch.where(x > x.median(2, keepdim=True).values, x, x.new_zeros(x.shape))),
 }
 

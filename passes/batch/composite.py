@@ -69,7 +69,7 @@ class _Parts(TorchDispatchMode):
         if func is self._target or torch.Tag.nondeterministic_seeded in func.tags:
             raise no_rule("it")
         before = [self._states[self._nodes[id(t)]] for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-        node = self._graph.call_function(func, *self._as_nodes((args, kwargs or {})))
+        node = private.create_node(self._graph, "call_function", func, *self._as_nodes((args, kwargs or {})))
         value = func(*args, **(kwargs or {}))
         node.meta["val"] = value
         if not any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(value)):

@@ -113,8 +113,13 @@ class PatchWriter:
             return self._cut[node, want]
         assert want is None
         if node not in self.whole:
-            whole = self.add(node, exchanges.gather, (here,), "whole")
+            shape = list(shape_of(node))
+            shape[state.dim] -= sum(state.pad)
+            whole = self.add(node, exchanges.gather, (here,), "whole", shape)
             whole.meta["exchange"] = Exchange(node.name, kind, node, state)
+            if any(state.pad):  # which was left to who reads it
+                pad = [0] * 2 * (len(shape) - 1 - state.dim) + [*state.pad]
+                whole = self.add(node, torch.ops.aten.pad.default, (whole, pad, state.mode), "padded")
             self.whole[node] = whole
         return self.whole[node]
 
