@@ -295,6 +295,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "root_of_mean": ("F.mse_loss(m.linear(x), y).sqrt()", r"sqrt.*only sums and products"),
     "ratio_of_sums": ("scaled(m, x).sum() / m.linear(x).sum()", r"div.*only sums and products"),
+    "distances": ("torch.pdist(m.linear(x).flatten(1)).mean()", r"pdist.*its part.*no rule"),
     "max_over_batch": ("scaled(m, x).max()", r"max.*dimension 0, the batch"),
     "transposed_add": ("(w[:, None] - m.linear(x).mean((1, 2))).square().mean()", r"different places"),
     "interleaved": ("(m.linear(x.repeat(2, 1, 1)) - y.repeat_interleave(2, 0)).square().mean()", r"different places"),

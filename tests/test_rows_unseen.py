@@ -96,6 +96,12 @@ def padded(mode: str) -> Of:
     return Of(lambda x: x * F.conv2d(F.pad(x, [1, 2, 1, 1], mode), x.new_ones(8, 8, 4, 4)).mean((2, 3), keepdim=True))
 
 
+def padded_video(x: Tensor) -> Tensor:
+    """Of 4 frames, with the rows between other dimensions that are padded."""
+    frames = F.pad(x.unflatten(1, (2, 4)), [1, 1, 2, 1, 1, 1], "reflect")
+    return x * F.conv3d(frames, x.new_ones(1, 2, 2, 5, 3)).mean((2, 3)).mean(-1)[..., None, None]
+
+
 MODULES = {
     "windows": Swin,
     "multi-head": Written,
@@ -112,6 +118,7 @@ MODULES = {
     "padded with zeros": lambda: padded("constant"),
     "padded by reflection": lambda: padded("reflect"),
     "padded by the border": lambda: padded("replicate"),
+    "padded video": lambda: Of(padded_video),
     "median": lambda: Of(lambda x: torch.where(x > x.median(2, keepdim=True).values, x, x.new_zeros(x.shape))),
 }
 

@@ -360,7 +360,7 @@ def outside_trace() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Torch logs and prints nothing inside, unless TORCH_LOGS or TORCH_TRACE asks: a failed trial says why itself."""
-    if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE"):
+    if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE") or "print" in vars(_trace):  # is quiet
         yield
         return
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]

@@ -118,7 +118,7 @@ class PatchWriter:
             whole = self.add(node, exchanges.gather, (here,), "whole", shape)
             whole.meta["exchange"] = Exchange(node.name, kind, node, state)
             if any(state.pad):  # which was left to who reads it
-                pad = [0] * 2 * (len(shape) - 1 - state.dim) + [*state.pad]
+                pad = [0] * 2 * (len(shape) - 1 - state.dim) + [*state.pad] + [0] * 2 * (state.dim - 2)
                 whole = self.add(node, torch.ops.aten.pad.default, (whole, pad, state.mode), "padded")
             self.whole[node] = whole
         return self.whole[node]
