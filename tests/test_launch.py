@@ -142,6 +142,8 @@ def fail_to_plan(how: str) -> None:
     launched._JOIN_TIMEOUT = timedelta(seconds=4)
     if how == "missing" and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises" and os.environ["RANK"] == "2":
+        time.sleep(2)  # rank 0 has raised by then
     rank = join(int(os.environ["WORLD_SIZE"]))
     if how == "memory":
         compiled(int(os.environ["WORLD_SIZE"]), memory_limit=64)

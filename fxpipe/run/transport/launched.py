@@ -18,6 +18,8 @@ _stores: dict[tuple[str, int], Any] = {}
 _num_shared = itertools.count()
 _JOIN_TIMEOUT = timedelta(seconds=300)
 """How much later than another a process of a launch may come: they import and load their models first."""
+_TELL_TIMEOUT = timedelta(seconds=10)
+"""How long a rank 0 that has no plan stays, so that the others may read why from the store it hosts."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,20 @@ def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
     """
     launch = Launch.from_environment()
     store = launch.store(f"shared/{next(_num_shared)}", timedelta(seconds=timeout_seconds))
+
+    def wait_for_readers(timeout: timedelta) -> None:
+        with suppress(RuntimeError):  # who has not come by then will not
+            store.wait([f"read/{rank}" for rank in range(1, launch.world_size)], timeout)
+
     if launch.rank == 0:
         try:
             text = make()
         except BaseException as error:
             store.set("text", f"-{type(error).__name__}: {error}")
+            wait_for_readers(_TELL_TIMEOUT)
             raise
         store.set("text", f"+{text}")
-        with suppress(RuntimeError):  # who has not come by then will not
-            store.wait([f"read/{rank}" for rank in range(1, launch.world_size)], _JOIN_TIMEOUT)
+        wait_for_readers(_JOIN_TIMEOUT)
         return text
     start = time.monotonic()
     try:
