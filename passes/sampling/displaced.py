@@ -132,9 +132,9 @@ class DisplacedWriter(CrossingWriter):
             for member in bucket.members:
                 if key_of(member) == key and member.src == self.patch.index:
                     self._made[member.edge] = self._kept(member, value_for(member.dst))
-        for bucket in self.buckets:
-            if key_of(bucket.members[-1]) == key:
-                self._close(bucket)
+        closed = [bucket for bucket in self.buckets if key_of(bucket.members[-1]) == key]
+        for bucket in sorted(closed, key=lambda bucket: bucket.src == self.patch.index):  # posted before sent, as fresh
+            self._close(bucket)
 
     def _kept(self, member: Message, value: fx.Node) -> fx.Node:
         """A value until its bucket leaves; a few rows are copied, or all of what they are rows of would be kept."""

@@ -1,8 +1,11 @@
 """The fresh form of a step: every exchange is of this step, sent when it is made and waited for where it is first read.
 
-k_whole = gather(k)       send(k, to 1); recv_k_from_1 = recv(1, ...)      v = linear(...); send(v, to 1); ...
+k_whole = gather(k)       recv_k_from_1 = recv(1, ...); send(k, to 1)      v = linear(...); ...; send(v, to 1)
                           k_from_1 = wait(recv_k_from_1); k_whole = cat([k, k_from_1], 2)
                           attention(q, k_whole, v_whole)
+
+A rank posts what comes before it sends: on gloo the word that it may come would queue behind what is sent, and of two
+ranks that swap the second to come here would have the link to itself, then the first.
 """
 
 import math
@@ -194,21 +197,21 @@ class FormWriter:
         return lambda: self._whole(node, value, own, received())
 
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
-        """Send to every rank that waits for it, post what comes; calling the result waits, and gives it by rank."""
+        """Post what comes, send to every rank that waits for it; calling the result waits, and gives it by rank."""
         name, posted = exchange.name, dict[int, fx.Node]()
         messages = self.messages.get((name, exchange.kind), ())
-        for message in messages:
-            if message.src == self.patch.index:
-                wire = self.placed(message)
-                args = (self.transport, value_for(message.dst), wire.dst, wire.edge)
-                sent = self.call(ops.send, args, f"send_{name}_to_{wire.dst}")
-                sent.meta["message"] = wire
         for message in messages:
             if message.dst == self.patch.index:
                 wire = self.placed(message)
                 come = (self.transport, wire.src, wire.edge, list(wire.shape), wire.dtype, str(self.device))
                 posted[message.src] = self.call(ops.recv, come, f"recv_{name}_from_{wire.src}")
                 posted[message.src].meta["message"] = wire
+        for message in messages:
+            if message.src == self.patch.index:
+                wire = self.placed(message)
+                args = (self.transport, value_for(message.dst), wire.dst, wire.edge)
+                sent = self.call(ops.send, args, f"send_{name}_to_{wire.dst}")
+                sent.meta["message"] = wire
         return lambda: {
             src: self.call(ops.wait, (node,), f"{name}_from_{node.meta['message'].src}") for src, node in posted.items()
         }

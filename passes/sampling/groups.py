@@ -177,17 +177,18 @@ class _MovedForm:
                 self.env[placeholder] = node
 
     def _joined(self, own: fx.Node) -> fx.Node:
-        """The prediction for all samples: this group's is sent to the others before theirs are waited for."""
+        """The prediction for all samples: those of the others are posted before this group's is sent."""
         value = _result(self.alone).meta["val"]
         (transport, *_) = self.graph.find_nodes(op="placeholder")
         posted: dict[int, fx.Node] = {}
         for message in self.shared:
+            if message.dst == self.rank:
+                wire = (transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device))
+                posted[message.src] = self._call(ops.recv, wire, f"recv_prediction_of_rank_{message.src}", message)
+        for message in self.shared:
             if message.src == self.rank:
                 args = (transport, own, message.dst, message.edge)
                 self._call(ops.send, args, f"send_prediction_to_rank_{message.dst}", message)
-            elif message.dst == self.rank:
-                wire = (transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device))
-                posted[message.src] = self._call(ops.recv, wire, f"recv_prediction_of_rank_{message.src}", message)
         found = {src: self._call(ops.wait, (node,), f"prediction_of_rank_{src}") for src, node in posted.items()}
         parts = [node for _, node in sorted({**found, self.rank: own}.items())]
         whole = self._call(torch.ops.aten.cat.default, (parts, 0), "prediction_of_all")
