@@ -49,7 +49,7 @@ from fxpipe.options import (
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_check import require as require_plan
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import PlannedCut
+from fxpipe.plan.staged import PlannedCut, trains_alike
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
 from fxpipe.shapes import Shapes, several
@@ -196,7 +196,7 @@ def _another(model: Any, world_size: int, example: Any, given: Mapping[str, Any]
     if copies > samples:
         options |= {"data_parallel": 1, "stages": None, "shard": None}
     if count is not None:
-        alike = copies if options["shard"] == "weights" else 1
+        alike = copies if trains_alike(options["shard"]) else 1
         options["microbatches"] = min(count, samples // alike * alike)
     return compile(model, world_size, example_inputs=example, **options)
 
@@ -329,7 +329,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     stages, microbatches = given["stages"], given["microbatches"]
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
-    alike = copies or 1 if given["shard"] == "weights" else 1  # such replicas have as many micro-batches each
+    alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each
     of_batch = example.batch_size, world_size, stages, microbatches, asked, alike
     cut = Cut.of(known) if known else planned_cut(*of_batch)
     again = given["recompute"] if isinstance(given["recompute"], bool) else ()

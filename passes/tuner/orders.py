@@ -48,7 +48,7 @@ class Orders:
 
     def of_all(self, schedule: Schedule, only: Collection[int] | None = None) -> Schedule:
         """The order of one of equal pipelines as that of all ranks, or of those of `only` these pipelines."""
-        return tile(schedule, self.pipelines, self._of_one, only)
+        return tile(schedule, self.pipelines, self._of_one, only, self.staged.scattered)
 
     @cached_property
     def of_one(self) -> Schedule:

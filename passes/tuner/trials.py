@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import inf
 
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged
+from fxpipe.plan.staged import Staged, trains_alike
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.fill.ahead import filled, groups
@@ -143,7 +143,7 @@ class Trials:
     def _first(self, trial: Trial) -> Sequence[int] | None:
         """The pipelines that stand for all; None where there are no others."""
         pipelines = tuple(self._orders(trial).pipelines)
-        if trial.schedule is not None or not pipelines or trial.placed.gathered:  # each holds other weights
+        if trial.schedule is not None or not pipelines or trains_alike(trial.placed.shard):  # each holds others
             return None
         if pipelines not in self._stand_ins:
             self._stand_ins[pipelines] = stand_ins(self.case.cluster, pipelines)
@@ -186,14 +186,14 @@ class Trials:
         return self._bounds[key]
 
     def _shared_out(self, staged: Staged, sizes: Sequence[int]) -> Sequence[Staged]:
-        """What replicas of a stage share out; several where that is open and may be slower. Weights only where that is
-        asked for, and all replicas have as many micro-batches."""
-        asked, nothing, states = self.request.shard, staged, replace(staged, sharded=True)
+        """What replicas of a stage share out; several where that is open and may be slower. Weights, and gradients of
+        every micro-batch, only where that is asked for, and all replicas have as many micro-batches."""
+        asked, nothing, states = self.request.shard, staged, staged.sharing("optimizer")
         if staged.replicas == 1 or asked == "none":
             return (nothing,)
-        if asked == "weights":
+        if trains_alike(asked):
             even = staged.pipelines and len(sizes) % staged.replicas == 0
-            return (replace(states, gathered=True),) if even else ()
+            return (_once(staged.sharing(asked), sizes),) if even else ()
         return (states, nothing) if asked is None and shares_may_slow(self.case, staged, sizes[-1]) else (states,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
@@ -366,6 +366,11 @@ class Trials:
             return _known(trial, step, done=True)
         room = next((room for room in self._rooms(trial, step) if room.most == way.room.most), None)
         return self._with(trial, step, replace(way, room=room or Room.everywhere(step.clock, 0.0)), None)
+
+
+def _once(staged: Staged, sizes: Sequence[int]) -> Staged:
+    """Where a replica has one micro-batch, its gradients are those of the step."""
+    return replace(staged, scattered=staged.scattered and len(sizes) > staged.replicas)
 
 
 def _known(trial: Trial, found: Simulated, done: bool) -> Trial:
