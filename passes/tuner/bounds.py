@@ -92,8 +92,9 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     count = [flying[staged.stage_of_block[block]] for block in case.blocks]
     states = (0 if staged.offloaded else ADAMW_BYTES) / (staged.replicas if staged.sharded or staged.gathered else 1)
     share = 1 / (staged.replicas if staged.gathered else 1)
+    sums = 1 / (staged.replicas if staged.gathered or staged.scattered else 1)
     own = (w for w in costs.weights if w.blocks)
-    over = sum(share * w.num_bytes + w.trained * (share * w.num_bytes + states * w.num_elements) for w in own)
+    over = sum(share * w.num_bytes + w.trained * (sums * w.num_bytes + states * w.num_elements) for w in own)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
     freed = {block: count[block] * saved[block] for block in case.blocks}
     return _least_again(freed, costs.at(num_samples).forward_seconds, over)
@@ -229,6 +230,13 @@ def reduction_seconds(case: Case, staged: Staged) -> float:
         for use in _uses(case, group):
             busy[use] = busy.get(use, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def sums_are_hidden(case: Case, staged: Staged, num_microbatches: int) -> bool:
+    """Whether a rank's backward of a micro-batch lasts as long as the sums of its gradients, each on one replica."""
+    backward = sum(case.costs.at(case.batch_size // num_microbatches).backward_seconds)
+    sums = reduction_seconds(case, staged.sharing("optimizer")) / 2  # the other half brings what they train
+    return sums <= backward * staged.replicas / case.world_size
 
 
 def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:

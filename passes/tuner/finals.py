@@ -14,6 +14,8 @@ from passes.tuner.trials import Trials
 
 _MOST_SEARCHED = 4
 """Placements of either form of frozen work whose orders are searched for."""
+_MOST_SCATTERED = 2
+"""Steps whose gradients are tried to be summed for every micro-batch."""
 _SLOWEST, _WORTH = 1.2, 0.99
 """Of the best's seconds: what a placement may take in its named order, and what it may take at least."""
 
@@ -37,6 +39,19 @@ def finals(trials: Trials, found: Found, budget_seconds: float) -> Found:
     others = [replace(trial, why="") for trial in tried.values() if trial is not best]
     told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
     return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+
+
+def scattered(trials: Trials, found: Found) -> Found:
+    """The found trials, those in front with gradients of every micro-batch summed as they come, if one is faster."""
+    best, known = found.best, [trial for trial in found.ranked if trial.done and trials.fits(trial)]
+    for trial in known[:_MOST_SCATTERED]:
+        faster = trials.scattered(trial, best.bound_seconds)
+        if faster is not None:
+            best = faster
+    if best is found.best:
+        return found
+    told = [told_of(replace(trial, why=""), best, trials.case.limit_bytes) for trial in found.ranked]
+    return Found((best, *told))
 
 
 def _contenders(trials: Trials, found: Found) -> list[Trial]:

@@ -21,7 +21,7 @@ from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.finals import finals
+from passes.tuner.finals import finals, scattered
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
@@ -83,7 +83,7 @@ def tuned(case: Case, request: Request) -> Found:
     found = search(trials, candidates(case, request))
     if (refined := trials.refined(found.best)) is not None:
         found = Found((refined, *found.ranked[1:]))
-    return finals(trials, found, request.budget_seconds) if request.is_open else found
+    return scattered(trials, finals(trials, found, request.budget_seconds) if request.is_open else found)
 
 
 def _tuned(case: Case, request: Request) -> Plan:
