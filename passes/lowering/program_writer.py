@@ -88,6 +88,8 @@ class ProgramWriter:
         writer.begin("end of step")
         self._gather(None)
         self._await(None)
+        for stage in [*self.refreshing]:  # of a smaller batch, of which this rank has no samples
+            self._refreshed(stage)
         gradients = self._weight_gradients()
         if trains:
             writer.sum_tied(self.tied, gradients)
@@ -153,11 +155,13 @@ class ProgramWriter:
             self.refreshing[stage] = self.writer.call(ops.broadcast, args, f"refreshing_{stage}")
             self.refreshing[stage].meta["reduction"] = reduction
 
+    def _refreshed(self, stage: int) -> None:
+        self.writer.call(ops.wait_values, (self.refreshing.pop(stage),), f"refreshed_{stage}")
+
     def _forward(self, action: Action) -> None:
         key = action.kind, action.stage
         if action.kind == "F" and action.stage in self.refreshing:
-            refreshing = self.refreshing.pop(action.stage)
-            self.writer.call(ops.wait_values, (refreshing,), f"refreshed_{action.stage}")
+            self._refreshed(action.stage)
         border = self.layout.border(key, action.microbatch)
         args = tuple(self.writer.read(name, action.microbatch) for name in border.unit.reads)
         returns, saved = self._call(key, "forward", args, ("returns", "saved"), action)
