@@ -175,7 +175,8 @@ class Trials:
                 staged, schedule=shape.schedule, recompute=recompute, offloaded=bool(self.request.offload_optimizer)
             )
             for found in self._shared_out(placed, trial.sizes(case)):
-                bounds = trial.bound_seconds, self._of_stages(staged, trial), reduction_seconds(case, found)
+                sums = reduction_seconds(case, found, trial.candidate.microbatches)
+                bounds = trial.bound_seconds, self._of_stages(staged, trial), sums
                 yield replace(trial, staged=found, bound_seconds=max(bounds))
 
     def _of_stages(self, staged: Staged, trial: Trial) -> float:
