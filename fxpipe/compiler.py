@@ -116,10 +116,12 @@ def compile(
             blocks of every stage those that take least time, if nothing fits otherwise; where left out, those that the
             model calls through `torch.utils.checkpoint` (`enable_gradient_checkpointing`) in any case.
         shard: what the replicas of a stage share out. "optimizer": each trains a share of the parameters, and tells the
-            others, so that an optimizer keeps state for that share alone (ZeRO-1). "weights": each also holds that
-            share alone, and a share of the frozen ones, which are gathered for the stage's actions and let go after
-            them (ZeRO-3); more stages on a rank then need less memory. "none": all train all. Where left out, optimizer
-            states, unless that makes the step longer, and weights where nothing fits otherwise.
+            others, so that an optimizer keeps state for that share alone (ZeRO-1). "gradients": every micro-batch's are
+            also summed as they come, and each adds up its share (ZeRO-2). "weights": each also holds that share alone,
+            and a share of the frozen ones, which are gathered for the stage's actions and let go after them; more
+            stages on a rank then need less memory. "all": weights, and gradients of every micro-batch (ZeRO-3).
+            "none": all train all. Where left out, optimizer states, unless that makes the step longer, and the others
+            where nothing fits otherwise; gradients also where that is faster.
         offload_optimizer: whether the host keeps the optimizer's states, and updates what is trained, any `torch.optim`
             optimizer's; where left out, if nothing fits otherwise.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
