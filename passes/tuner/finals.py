@@ -14,8 +14,9 @@ from passes.tuner.trials import Trials
 
 _MOST_SEARCHED = 4
 """Placements of either form of frozen work whose orders are searched for."""
-_MOST_SCATTERED = 2
-"""Steps whose gradients are tried to be summed for every micro-batch."""
+_FEW_ACTIONS, _SMALL_SHARE = 1000, 20
+"""Of a step whose gradients are tried to be summed for every micro-batch, which is walked with all its ranks: few, or a
+small part of all that was walked before."""
 _SLOWEST, _WORTH = 1.2, 0.99
 """Of the best's seconds: what a placement may take in its named order, and what it may take at least."""
 
@@ -42,16 +43,16 @@ def finals(trials: Trials, found: Found, budget_seconds: float) -> Found:
 
 
 def scattered(trials: Trials, found: Found) -> Found:
-    """The found trials, those in front with gradients of every micro-batch summed as they come, if one is faster."""
-    best, known = found.best, [trial for trial in found.ranked if trial.done and trials.fits(trial)]
-    for trial in known[:_MOST_SCATTERED]:
-        faster = trials.scattered(trial, best.bound_seconds)
-        if faster is not None:
-            best = faster
-    if best is found.best:
+    """The found trials, the best with gradients of every micro-batch summed as they come, if that is faster."""
+    best = found.best
+    actions = 4 * best.placed.num_stages * best.candidate.microbatches
+    if actions > max(_FEW_ACTIONS, trials.walked // _SMALL_SHARE):
         return found
-    told = [told_of(replace(trial, why=""), best, trials.case.limit_bytes) for trial in found.ranked]
-    return Found((best, *told))
+    faster = trials.scattered(best, best.bound_seconds)
+    if faster is None:
+        return found
+    told = [told_of(replace(trial, why=""), faster, trials.case.limit_bytes) for trial in found.ranked]
+    return Found((faster, *told))
 
 
 def _contenders(trials: Trials, found: Found) -> list[Trial]:
