@@ -156,7 +156,7 @@ class Trials:
         orders = self._orders(trial)
         if trial.schedule is not None or not orders.pipelines:
             return trial.schedule or orders.named()
-        return orders.of_all(trial.of_one or orders.of_one, trial.placed.scattered, only)
+        return orders.of_all(trial.of_one or orders.of_one, only, trial.placed.scattered)
 
     def _orders(self, trial: Trial) -> Orders:
         staged, candidate = trial.placed.sharing("none"), trial.candidate
