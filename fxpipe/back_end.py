@@ -61,7 +61,7 @@ class BackEnd:
         if batch_size is not None:
             order, sizes = first_samples(order, plan.microbatch_sizes, batch_size)
             graphs = replace(graphs, sizes=sizes)
-            require_schedule(order, graphs.work, plan.staged.world_size)
+            require_schedule(order, graphs.work, plan.staged.world_size, planned)
         optional = frozenset[int]()
         if self.conditioning is not None:
             optional = first_stages(costed.graph, costed.blocks, plan.staged.boundaries)

@@ -49,7 +49,7 @@ from fxpipe.options import (
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_check import require as require_plan
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import PlannedCut
+from fxpipe.plan.staged import PlannedCut, trains_alike
 from fxpipe.program import Program
 from fxpipe.run.launch import join, made_by_rank_zero
 from fxpipe.shapes import Shapes, several
@@ -116,10 +116,12 @@ def compile(
             blocks of every stage those that take least time, if nothing fits otherwise; where left out, those that the
             model calls through `torch.utils.checkpoint` (`enable_gradient_checkpointing`) in any case.
         shard: what the replicas of a stage share out. "optimizer": each trains a share of the parameters, and tells the
-            others, so that an optimizer keeps state for that share alone (ZeRO-1). "weights": each also holds that
-            share alone, and a share of the frozen ones, which are gathered for the stage's actions and let go after
-            them (ZeRO-3); more stages on a rank then need less memory. "none": all train all. Where left out, optimizer
-            states, unless that makes the step longer, and weights where nothing fits otherwise.
+            others, so that an optimizer keeps state for that share alone (ZeRO-1). "gradients": every micro-batch's are
+            also summed as they come, and each adds up its share (ZeRO-2). "weights": each also holds that share alone,
+            and a share of the frozen ones, which are gathered for the stage's actions and let go after them; more
+            stages on a rank then need less memory. "all": weights, and gradients of every micro-batch (ZeRO-3).
+            "none": all train all. Where left out, optimizer states, unless that makes the step longer, and the others
+            where nothing fits otherwise; gradients also where that is faster.
         offload_optimizer: whether the host keeps the optimizer's states, and updates what is trained, any `torch.optim`
             optimizer's; where left out, if nothing fits otherwise.
         budget: seconds to look for a schedule where that is "auto": of the best candidates, then of the chosen one.
@@ -196,7 +198,7 @@ def _another(model: Any, world_size: int, example: Any, given: Mapping[str, Any]
     if copies > samples:
         options |= {"data_parallel": 1, "stages": None, "shard": None}
     if count is not None:
-        alike = copies if options["shard"] == "weights" else 1
+        alike = copies if trains_alike(options["shard"]) else 1
         options["microbatches"] = min(count, samples // alike * alike)
     return compile(model, world_size, example_inputs=example, **options)
 
@@ -329,7 +331,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     stages, microbatches = given["stages"], given["microbatches"]
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
-    alike = copies or 1 if given["shard"] == "weights" else 1  # such replicas have as many micro-batches each
+    alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each
     of_batch = example.batch_size, world_size, stages, microbatches, asked, alike
     cut = Cut.of(known) if known else planned_cut(*of_batch)
     again = given["recompute"] if isinstance(given["recompute"], bool) else ()

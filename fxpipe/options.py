@@ -21,15 +21,13 @@ from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import SHARDS
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of an autocast around forward by name; without one the step computes as the model does by itself."""
 FILLS = ("auto", "idle", "after", "none")
 """Where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this one's
 training has ended, "none" for this batch, as part of its step; "auto" takes the fastest."""
-
-SHARDS = ("none", "optimizer", "weights")
-"""What the replicas of a stage share out: nothing; the optimizer's states (ZeRO-1); weights and these (ZeRO-3)."""
 
 
 def check_counts(**counts: int | None) -> None:

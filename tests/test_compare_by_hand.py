@@ -28,7 +28,6 @@ from passes.case import Case
 from passes.comparison import baselines, compare
 from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
-from passes.comparison.zero import sharded_ops, sharded_seconds
 from passes.costs.call_bytes import BackwardBytes, ForwardBytes, UnitKey
 from passes.costs.frozen_layers import FrozenLayers, LayerValue
 from passes.costs.gradient_flow import GradientFlow
@@ -36,6 +35,7 @@ from passes.costs.work import StepWork
 from passes.placement.buckets import BUCKET_BYTES
 from passes.schedules.named import make_schedule
 from passes.step_ops import step_ops
+from passes.tuner.bounds import reduction_seconds
 from passes.tuner.plans import tuned
 from passes.tuner.request import Request
 
@@ -164,7 +164,8 @@ def ddp(of: Case, count: int, recompute: bool = False) -> StepOps:
 def zero(of: Case, count: int) -> StepOps:
     """The same by ZeRO-3."""
     staged, sizes = replicated(of, False), microbatch_sizes(of.batch_size, count * of.world_size)
-    return sharded_ops(of, staged, accumulated(of, staged, len(sizes)), sizes)
+    staged = staged.sharing("all")
+    return step_ops(of, staged, accumulated(of, staged, len(sizes)), sizes)
 
 
 def timeline(of: Case, ops: StepOps) -> Timeline:
@@ -208,10 +209,19 @@ def test_zero_gathers_one_block_ahead_and_scatters_behind() -> None:
     starts = [e.start_seconds for e in found.collectives if e.rank == 0]
     assert starts == pytest.approx([0.0, 0.5, 1.5, 3.5, 5.5, 6.0, 7.5, 9.5])
     assert zero(of, 1).wire_bytes == 8 * BUCKET_BYTES + 2 * LOSS_BYTES
-    assert sharded_seconds(of, replicated(of, False), 1) == pytest.approx(8 * 0.5)
     slow = case(cluster=network(BUCKET_BYTES / 100))
-    collectives = sharded_seconds(slow, replicated(slow, False), 1)
-    assert timeline(slow, zero(slow, 1)).makespan_seconds == pytest.approx(collectives + 2 + 1, rel=0.01)
+    assert timeline(slow, zero(slow, 1)).makespan_seconds == pytest.approx(8 * 50 + 2 + 1, rel=0.01)
+
+
+def test_zero_scatters_after_every_micro_batch() -> None:
+    """Of the second micro-batch the first block's weights are still here: 4 gathers more, and 3 scatters."""
+    of, slow = (case(batch_size=4, cluster=network(BUCKET_BYTES / of)) for of in (1, 100))
+    assert timeline(of, zero(of, 2)).makespan_seconds == pytest.approx(0.5 + 2 * (3 + 6) + 0.5)
+    assert zero(of, 2).wire_bytes == (8 + 4 + 3) * BUCKET_BYTES + 2 * LOSS_BYTES
+    found = [e.action for e in timeline(of, zero(of, 2)).collectives if e.rank == 0 and e.kind == "reduce_scatter"]
+    assert found == ["2R0", "1R0", "0R0", "2R0:1", "1R0:1", "0R0:1"]
+    assert reduction_seconds(slow, replicated(slow, False).sharing("all"), 4) == pytest.approx(3 * (1 + 2) * 50)
+    assert timeline(slow, zero(slow, 2)).makespan_seconds == pytest.approx((8 + 4 + 3) * 50, rel=0.02)
 
 
 def line(of: Case, num_microbatches: int, relayed: bool) -> StepOps:
@@ -274,12 +284,13 @@ def test_memory_of_data_parallel_training() -> None:
 
 
 def test_memory_of_sharded_training() -> None:
-    """Half of the weights and their averages on either rank; beside it what all three blocks save, the weights of two
-    blocks, and the gradients of the last one."""
+    """Half of the weights and their averages on either rank; beside it what all four blocks save, the weights of two
+    blocks, one on its way, and the gradients of the last one."""
     one = BUCKET_BYTES
-    of = case(3, ranks=2, batch_size=16, saved_bytes=one)
-    assert peak_bytes(of, zero(of, 1)) == 3 * 3 * one // 2 + 16 * 8 + 8 * 3 * one + 2 * one + one
-    assert peak_bytes(of, ddp(of, 1)) == 3 * 3 * one + 16 * 8 + 8 * 3 * one + one
+    of = case(4, ranks=2, batch_size=16, saved_bytes=one)
+    assert peak_bytes(of, zero(of, 1)) == 4 * 3 * one // 2 + 16 * 8 + 8 * 4 * one + 2 * one + one
+    assert peak_bytes(of, ddp(of, 1)) == 4 * 3 * one + 16 * 8 + 8 * 4 * one + one
+    assert [held["state"] for held in zero(case(3), 1).held] == [2 * one, one]  # whole parameters
 
 
 def test_memory_decides_on_microbatches_and_recomputation() -> None:

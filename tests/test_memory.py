@@ -18,6 +18,7 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import RankProgram
+from fxpipe.plan.staged import trains_alike
 from fxpipe.plan.transport import Pending, Transport
 from fxpipe.run.run_rank import Draws
 from fxpipe.simulate.graph_memory import Segment, Storage, call_memory
@@ -188,14 +189,18 @@ IDLE_NETWORK = Cluster("A100-80GB", (Level(4, Link("idle", 1e18, 0.0)),))
         ("heavy", 3, "interleaved", 3, "optimizer"),
         ("heavy", 3, "interleaved", 3, "weights"),
         ("unet", 3, "interleaved", 3, "weights"),
+        ("heavy", 3, "interleaved", 3, "all"),
+        ("heavy", 2, "gpipe", 2, "gradients"),
+        ("unet", 3, "interleaved", 3, "all"),
     ],
 )
 def test_prediction_against_run(
     name: str, ranks: int, schedule: str, replicas: int, shard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[name]()
+    count = 2 * replicas if trains_alike(shard) and shard != "weights" else 3
     program = fxpipe.compile(
-        model, ranks, batch_size=6, microbatches=3, schedule=schedule, data_parallel=replicas, shard=shard
+        model, ranks, batch_size=6, microbatches=count, schedule=schedule, data_parallel=replicas, shard=shard
     )
     timeline = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
     measured = measured_peaks(program, model.example_inputs(6), monkeypatch)

@@ -14,11 +14,9 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.compiler import requested
 from fxpipe.plan.plan import microbatch_sizes
-from fxpipe.show.comparison import Contestant
 from fxpipe.simulate import simulate
 from passes.case import Case
 from passes.comparison import baselines
-from passes.comparison.contest import contestant
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement import buckets
 from passes.step_ops import step_ops
@@ -71,18 +69,6 @@ def at_once_bytes(case: Case) -> int:
     return simulate(ops, case.cluster).peak_bytes
 
 
-def rivals(case: Case) -> list[Contestant]:
-    """The baselines that fit. ZeRO-3 shares out whole parameters, and scatters gradients once a step, as plans do: one
-    of equal shares, that scatters them after every micro-batch, has room for more samples at once."""
-    rows = [row for row in baselines(case) if row.fits and row.name != "ZeRO-3"]
-    staged = replace(replicated(case, False), sharded=True, gathered=True)
-    for count in range(1, 1 + case.batch_size // case.world_size):
-        sizes = microbatch_sizes(case.batch_size, count * case.world_size)
-        ops = step_ops(case, staged, accumulated(case, staged, len(sizes)), sizes)
-        rows.append(contestant(case, "ZeRO-3", f"{count} micro-batches a rank", ops))
-    return [row for row in rows if row.fits]
-
-
 @settings(max_examples=6)
 @given(
     st.sampled_from(sorted(MODELS)),
@@ -101,7 +87,7 @@ def test_never_slower(
         patched.setattr(buckets, "BUCKET_BYTES", gradients // num_buckets)
         if limit is not None:
             case = replace(case, limit_bytes=int(limit * at_once_bytes(case)))
-        found = rivals(case)
+        found = [row for row in baselines(case) if row.fits]
         if not found:
             return
         best = min(found, key=lambda row: row.seconds)

@@ -99,9 +99,9 @@ def test_the_example_of_a_cost_model_compiles() -> None:
         ({"recompute": "yes"}, r"recompute='yes'; give True or False, 'auto'"),
         (
             {"shard": "weights", "schedule": "gpipe", "data_parallel": 2, "microbatches": 3, "batch_size": 6},
-            r"shard='weights' with microbatches=3, data_parallel=2: replicas gather .* a multiple of 2, or shard='opt",
+            r"shard='weights' with microbatches=3, data_parallel=2: replicas exchange .* multiple of 2, or shard='opt",
         ),
-        ({"shard": True}, r"shard=True; give one of 'none', 'optimizer', 'weights'"),
+        ({"shard": True}, r"shard=True; give one of 'none', 'optimizer', 'gradients', 'weights', 'all'"),
         ({"cache": 7}, r"cache=7; give True, False or a folder"),
         ({"budget": "2s"}, r"budget='2s' is no number of seconds"),
         ({"budget": float("nan")}, r"budget=nan is no number of seconds"),

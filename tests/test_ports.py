@@ -66,6 +66,6 @@ def test_reductions_of_all_stages_pass_the_nodes_port() -> None:
     """Four blocks with a weight of 500 bytes each."""
     of = replace(case(NUM_BLOCKS, ranks=4, batch_size=4, weight_bytes=500), cluster=NODES)
     twins = line((0, 2), (1, 3), (0, 2), (1, 3))
-    assert reduction_seconds(of, twins) == pytest.approx(4 * NODES.all_reduce_seconds((0, 2), 500))
+    assert reduction_seconds(of, twins, 2) == pytest.approx(4 * NODES.all_reduce_seconds((0, 2), 500))
     inside = line((0, 1), (0, 1), (2, 3), (2, 3))
-    assert reduction_seconds(of, inside) == pytest.approx(2 * NODES.all_reduce_seconds((0, 1), 500))
+    assert reduction_seconds(of, inside, 2) == pytest.approx(2 * NODES.all_reduce_seconds((0, 1), 500))

@@ -60,6 +60,30 @@ def test_wrong_reductions_are_told(old: str, new: str, fault: str) -> None:
     assert any(fault in told for told in faults), faults
 
 
+IN_TURN = TWO.replace("0B0 0B2 0R0", "0B0 0R0 0B2 0R0:1").replace("0B1 0B3 0R2", "0B1 0R2 0B3 0R2:1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("0B2 0R0:1", "0B2", "0R0 comes before 0B2; reduce after the last gradient"),
+        ("0B2 0R0:1", "0B2 0R0:2", "0R0:2 is reduction 1 of stage 0 on its rank, counted from 0; write 0R0:1"),
+        ("0B2 0R0:1", "0B2 0R0:1 0R0:2", "0R0:2 has nothing to sum: no gradient of stage 0 has come since"),
+        ("0B2 0R0:1", "0B2 0R2:1", "0R2:1 on rank 0: the number after R is the rank; write 0R0"),
+        ("0B0 0R0 0B2 0R0:1", "0B0 0B2 0R0", "ranks [0, 2] reduce the stages [0] (rank 0) and [0, 0] (rank 2)"),
+    ],
+)
+def test_reductions_of_every_micro_batch(old: str, new: str, fault: str) -> None:
+    schedule = Schedule.parse(IN_TURN)
+    assert check(schedule, WORK, 4) == []
+    assert schedule.text().split("\n", 1)[1] == IN_TURN.strip()
+    one = make_schedule("1f1b", replace(WORK, num_microbatches=2), (0, 1), [1.0, 1.0], [2.0, 2.0])
+    tiled = tile(one, ((0, 1), (2, 3)), WORK, scattered=True)
+    assert [a for a in tiled.ranks[0] if a.stage == 0] == [*schedule.ranks[0]]
+    faults = check(Schedule.parse(IN_TURN.replace(old, new, 1)), WORK, 4)
+    assert any(fault in told for told in faults), faults
+
+
 def test_reductions_in_different_orders_are_told() -> None:
     text = """
         rank 0: 0F0 1F0 1B0 0B0 1R0 0R0

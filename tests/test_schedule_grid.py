@@ -39,7 +39,7 @@ def test_a_terminal_decides_the_width() -> None:
 
 def test_a_cell_has_the_colour_of_its_kind_and_an_action_one_style_over_bands() -> None:
     text = painted(
-        "schedule x: 1 stage, 2 micro-batches\ntime 0\nrank 0 0T0 0F1 0B1\ntime 3\nrank 0 ---   . 0I0 0W1 0R0"
+        "schedule x: 1 stage, 2 micro-batches\ntime 0\nrank 0 0T0 0F1 0B1\ntime 3\nrank 0 ---   . 0I0 0W1 0R0 0R0:1"
     )
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert styles["0T0"] == STYLES["T"]
@@ -47,6 +47,7 @@ def test_a_cell_has_the_colour_of_its_kind_and_an_action_one_style_over_bands() 
     assert styles["---"] == styles["0B1"] == STYLES["B"] + " bold"
     assert styles["."] == "dim"
     assert (styles["0I0"], styles["0W1"], styles["0R0"]) == (STYLES["I"], STYLES["W"] + " bold", STYLES["R"])
+    assert styles["0R0:1"] == STYLES["R"]
     assert len(set(STYLES.values())) == len(STYLES)
 
 

@@ -1,4 +1,5 @@
-"""Weights that replicas of a stage share out (ZeRO-3): exact, gathered for the actions that read them, and let go."""
+"""Weights that replicas of a stage share out (ZeRO-3), and gradients of every micro-batch: exact, gathered for the
+actions that read them, summed as they come, and let go."""
 
 import os
 from datetime import timedelta
@@ -16,9 +17,11 @@ from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, bat
 from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
 from tests.unet import TinyUNet
 
-WEIGHTS = {"shard": "weights"}
+WEIGHTS, ALL, GRADIENTS = {"shard": "weights"}, {"shard": "all"}, {"shard": "gradients"}
 LAYERS: Layout = {"schedule": "interleaved", "data_parallel": 2, "stages": 4} | WEIGHTS
 """Several stages on a rank: each is gathered apart."""
+TWICE = LAYERS | {"microbatches": 4}
+"""Gradients of two micro-batches a replica, for which there are two sums where these are shared out."""
 LINE = {"schedule": "1f1b"}
 
 
@@ -30,7 +33,12 @@ LINE = {"schedule": "1f1b"}
         (4, [{"schedule": "wave", "data_parallel": 2} | WEIGHTS], "adapters"),
         (4, [{"schedule": "zero-bubble", "data_parallel": 2, "microbatches": 4} | WEIGHTS], "all"),
         (2, [LAYERS, LINE], "adapters"),  # the second holds whole what the first shares out
-        (2, [LINE, LAYERS | {"microbatches": 4}], "all"),
+        (2, [LINE, TWICE], "all"),
+        (2, [TWICE | ALL], "adapters"),
+        (2, [TWICE | GRADIENTS], "all"),
+        (4, [{"schedule": "zero-bubble", "data_parallel": 2, "microbatches": 4} | ALL], "all"),
+        (2, [TWICE | ALL, LINE], "all"),
+        (2, [LINE, TWICE | GRADIENTS], "adapters"),
     ],
 )
 def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
@@ -81,23 +89,36 @@ def test_a_rank_keeps_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "replicas", "stages", "schedule"),
-    [(2, 2, 1, "gpipe"), (3, 3, 4, "interleaved"), (4, 2, 2, "1f1b"), (6, 3, 4, "wave"), (4, 2, 2, "zero-bubble")],
+    ("world_size", "replicas", "stages", "schedule", "shard", "batch_size"),
+    [
+        (2, 2, 1, "gpipe", "weights", 12),
+        (3, 3, 4, "interleaved", "weights", 12),
+        (4, 2, 2, "1f1b", "weights", 12),
+        (6, 3, 4, "wave", "weights", 12),
+        (4, 2, 2, "zero-bubble", "weights", 12),
+        (2, 2, 1, "gpipe", "gradients", 11),
+        (3, 3, 4, "interleaved", "all", 11),
+        (6, 3, 4, "wave", "all", 12),
+        (4, 2, 2, "1f1b", "all", 12),
+    ],
 )
-def test_a_unet_is_exact(world_size: int, replicas: int, stages: int, schedule: str) -> None:
+def test_a_unet_is_exact(
+    world_size: int, replicas: int, stages: int, schedule: str, shard: str, batch_size: int
+) -> None:
     """With a frozen encoder and a frozen layer among trained ones, in a step of its own and in one with the next
-    batch's frozen work."""
+    batch's frozen work, by uneven micro-batches."""
     model = TinyUNet("no_grad")
     model.down_1.requires_grad_(False)
     given = {"schedule": schedule, "data_parallel": replicas, "stages": stages, "microbatches": 2 * replicas}
-    made = fxpipe.compile(model, world_size, batch_size=12, fill="idle", **given | WEIGHTS)
-    assert made.step.gatherings
-    assert made.verify(**model.example_inputs(12)).ok
+    made = fxpipe.compile(model, world_size, batch_size=batch_size, fill="idle", shard=shard, **given)
+    assert bool(made.step.gatherings) == (shard != "gradients")
+    assert {reduction.turn for reduction in made.step.reductions} == ({0} if shard == "weights" else {0, 1})
+    assert made.verify(**model.example_inputs(batch_size)).ok
     for filled in (False, True):
         planned = made.plan.predicted["steady" if filled else "step"].peak_bytes
         assert max(made.simulate(filled=filled).peak_bytes) == pytest.approx(planned, rel=0.03 if filled else 0.02)
     engine = made.local_engine()
-    batches = [model.example_inputs(12)] * 2
+    batches = [model.example_inputs(batch_size)] * 2
     gradients = []
     for following in (batches[1], None):
         engine.step(batches[0], following)
@@ -114,6 +135,7 @@ def test_a_unet_is_exact(world_size: int, replicas: int, stages: int, schedule: 
             r"ranks 0, 1, which do not train in one order",
         ),
         (("on ranks 0, 1: ", "on rank 0: "), r"shared out, but stages have \[1\] replicas|0F1 on rank 1"),
+        (("0B0 0B2 0R0", "0B0 0R0 0B2 0R0:1"), r"shares out 'weights', but schedule gpipe sums .* several times"),
     ],
 )
 def test_a_plan_whose_replicas_cannot_gather_together_is_refused(change: tuple[str, str], says: str) -> None:
@@ -170,12 +192,13 @@ def most_gathered(graph: torch.fx.Graph) -> int:
     return max(sum(start <= here <= end for start, end in spans) for here in place.values())
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_smaller_batches(microbatches: int) -> None:
-    """A replica without samples holds no more of the others' weights at once than one that has some."""
-    layout = LAYERS | {"microbatches": microbatches}
+@pytest.mark.parametrize(("microbatches", "shard"), [(2, "weights"), (4, "weights"), (4, "all"), (4, "gradients")])
+def test_smaller_batches(microbatches: int, shard: str) -> None:
+    """A replica without samples holds no more of the others' weights at once than one that has some, and owns the same
+    share of gradients."""
+    layout = LAYERS | {"microbatches": microbatches, "shard": shard}
     programs = program(Adapted("adapters"), 2, ROWS[0], layout).smaller(1).programs
-    assert [most_gathered(of.graph) for of in programs] == [2, 2]
+    assert [most_gathered(of.graph) for of in programs] == ([0, 0] if shard == "gradients" else [2, 2])
     found, _ = on_threads(2, [layout], lambda model, engines: small_batches(model, engines[0]()), "adapters")
     model = Adapted("adapters")
     torch.testing.assert_close(found, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)
@@ -191,20 +214,24 @@ def test_batches_of_another_shape_are_cut_for_all_replicas_alike() -> None:
         assert made.of((), other).plan.staged.replicas == replicas
 
 
-def as_process() -> Trained:
-    model = Adapted("adapters")
-
-    def engine() -> Any:
-        compiled = program(model, int(os.environ["WORLD_SIZE"]), ROWS[0], LAYERS)
+def as_process(shard: str) -> tuple[Trained, Any]:
+    def engine(model: nn.Module) -> Any:
+        compiled = program(model, int(os.environ["WORLD_SIZE"]), ROWS[0], TWICE | {"shard": shard})
         return compiled.engine(seed=SEED, timeout=timedelta(minutes=1))
 
-    return script(model, [engine], ROWS, whole=False)
+    model, another = Adapted("adapters"), Adapted("adapters")
+    trained = script(model, [lambda: engine(model)], ROWS, whole=False)
+    return trained, small_batches(another, engine(another))
 
 
-def test_processes_train_as_one_device() -> None:
-    first, second = run_processes(2, as_process)
+@pytest.mark.parametrize("shard", ["weights", "all"])
+def test_processes_train_as_one_device(shard: str) -> None:
+    (first, states), (second, others) = run_processes(2, as_process, shard)
     assert_same(first, one_device("adapters", 1))
     assert (second.losses, second.norms) == (first.losses, first.norms)
+    model = Adapted("adapters")
+    torch.testing.assert_close(states, small_batches(model, OneDevice(model)), rtol=1e-10, atol=1e-12)
+    assert others == [states[0], None]
 
 
 class Heavy(nn.Module):

@@ -81,7 +81,23 @@ class Gathered(Layout):
     """With weights shared out over replicas."""
 
     def place(self, case: Case) -> Staged:
-        return replace(super().place(case), gathered=True)
+        return super().place(case).sharing("weights")
+
+
+@dataclass(frozen=True)
+class Scattered(Layout):
+    """With gradients of every micro-batch shared out over replicas, and weights."""
+
+    def place(self, case: Case) -> Staged:
+        return super().place(case).sharing("all")
+
+
+@dataclass(frozen=True)
+class Summed(Layout):
+    """With gradients of every micro-batch shared out, weights on all replicas."""
+
+    def place(self, case: Case) -> Staged:
+        return super().place(case).sharing("gradients")
 
 
 @cache
@@ -156,6 +172,14 @@ CASES: list[tuple[str, Layout]] = [
     ("unet", Gathered("zero-bubble", 4, 2, 4, 2)),
     ("tied", Gathered("interleaved", 2, 4, 4, 2)),
     ("lora", Gathered("interleaved", 2, 4, 2, 2)),
+    ("unet", Scattered("gpipe", 2, 1, 4, 2)),
+    ("unet", Scattered("interleaved", 3, 6, 6, 3, "blocks")),
+    ("unet", Scattered("wave", 4, 4, 8, 2)),
+    ("unet", Scattered("zero-bubble", 4, 2, 8, 2)),
+    ("tied", Scattered("interleaved", 2, 4, 6, 2)),
+    ("tied", Summed("1f1b", 8, 2, 8, 4)),
+    ("lora", Scattered("interleaved", 2, 4, 4, 2)),
+    ("unet", Summed("wave", 4, 4, 8, 2)),
     ("sd", Layout("zb-v", 2, 4, 3)),
     ("unet", Layout("zb-v", 2, 4, 4, 1, "blocks")),
     ("unet2d", Layout("zb-v", 2, 4, 4, 1, "blocks")),

@@ -72,7 +72,9 @@ class Planning:
     ] = None
     shard: Annotated[
         str | None,
-        typer.Option(help="what replicas of a stage share out: none, optimizer (states), weights (with them)"),
+        typer.Option(
+            help="what replicas of a stage share out: none, optimizer (states); with them gradients, weights or all"
+        ),
     ] = None
     offload_optimizer: Annotated[
         bool | None, typer.Option(help="the host keeps optimizer states; if nothing fits otherwise where left out")

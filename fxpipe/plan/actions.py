@@ -2,7 +2,8 @@
 
 2F0           stage 2's forward of micro-batch 0     0T3           component 0 on micro-batch 3
 2B0, 2I0 2W0  its backward, whole or in two parts    0T[0:4]x0:9   layers 0 to 3 of component 0 on samples 0 to 8 of the
-2R5           the sum of its gradients, on rank 5                  next batch
+2R5, 2R5:1    the sum of its gradients, on rank 5: the first,      next batch
+              the second, of those that have come since
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -15,7 +16,7 @@ KINDS = {
     "I": "input gradient",
     "W": "weight gradient",
     "T": "frozen work, whose first number is the component",
-    "R": "gradient reduction over the stage's replicas, whose last number is the rank",
+    "R": "gradient reduction over the stage's replicas, whose last number is the rank (:1 for a second one, and so on)",
 }
 VOCABULARY = (
     f"legal actions are <stage><letter><micro-batch> with {', '.join(f'{k} = {v}' for k, v in KINDS.items())}, and "
@@ -30,8 +31,8 @@ Span = tuple[int, ...]
 class Action:
     """One unit of work of one micro-batch, or a piece of the next batch's frozen work.
 
-    `stage` is the frozen component's index where `kind` is "T"; `microbatch` is the rank where it is "R". A piece has
-    `layers` and `samples` in place of a micro-batch.
+    `stage` is the frozen component's index where `kind` is "T"; `microbatch` is the rank where it is "R", of which
+    `turn` counts those of a stage on a rank. A piece has `layers` and `samples` in place of a micro-batch.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class Action:
     microbatch: int = -1
     layers: Span = ()
     samples: Span = ()
+    turn: int = 0
 
     @property
     def is_piece(self) -> bool:
@@ -53,7 +55,7 @@ class Action:
     def __str__(self) -> str:
         if self.is_piece:
             return f"{self.stage}T[{self.layers[0]}:{self.layers[1]}]x{self.samples[0]}:{self.samples[1]}"
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch}" + (f":{self.turn}" if self.turn else "")
 
 
 def piece(component: int, layers: Span, samples: Span) -> Action:

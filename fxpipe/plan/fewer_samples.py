@@ -5,7 +5,8 @@
     rank 1: 0F1 0F3 0B1 0B3 0R1                rank 1: 0F1 0B1 0R1     sample 2
 
 Every sample stays on its ranks, every rank has no more of them than it was planned for, and what is left of an order in
-which nothing waits forever is one, too. Ranks without samples are idle.
+which nothing waits forever is one, too. Ranks without samples are idle, but for sums of every micro-batch's gradients,
+to which they give zeros.
 """
 
 from collections.abc import Sequence
@@ -28,4 +29,4 @@ def first_samples(order: Schedule, sizes: Sequence[int], batch_size: int) -> tup
         ranks = kept.stage_ranks[action.stage]
         return len(ranks) > 1 and action.microbatch in ranks
 
-    return kept.where(lambda a: a.kind != "R" or is_summed(a)), fewer
+    return kept if order.is_scattered else kept.where(lambda a: a.kind != "R" or is_summed(a)), fewer

@@ -193,8 +193,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     for number, name in enumerate(plan.components):
         where = on_ranks(staged.frozen_ranks[number]) if staged.frozen_ranks else "on all ranks"
         yield f"frozen {number} {where}: {name}"
-    if staged.sharded:
-        yield SHARDED[staged.gathered]
+    if staged.shard in SHARDED:
+        yield SHARDED[staged.shard]
     if staged.offloaded:
         yield OFFLOADED
     if staged.recompute:
@@ -205,7 +205,12 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
 
 
-SHARDED = ("optimizer states shared out over replicas", "weights and optimizer states shared out over replicas")
+SHARDED = {
+    "optimizer": "optimizer states shared out over replicas",
+    "gradients": "gradients of every micro-batch and optimizer states shared out over replicas",
+    "weights": "weights and optimizer states shared out over replicas",
+    "all": "weights, gradients of every micro-batch and optimizer states shared out over replicas",
+}
 OFFLOADED = "optimizer states on the host, which updates what is trained"
 _HEAD = re.compile(
     r"plan: (\d+) samples in (\d+) micro-batch(?:es)? of [\d, ]+, \d+ stages? on (\d+) ranks? \((.*)\)"
@@ -244,10 +249,8 @@ def _parse(text: str) -> Plan:
         int(head[3]),
         tuple(read["run"]),
         tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
-        bool(read["sharded"]),
-        bool(read["offloaded"]),
-        SHARDED[True] in read["sharded"],
-    )
+        offloaded=bool(read["offloaded"]),
+    ).sharing(read["sharded"][-1] if read["sharded"] else "none")
     plan = Plan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
         tuple(label for *_, label in read["stage"]), tuple(name for _, name in frozen),
@@ -264,8 +267,8 @@ def _read(line: str, read: Read) -> None:
         return
     if found := _FROZEN.fullmatch(line):
         read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
-    elif line in SHARDED:
-        read["sharded"].append(line)
+    elif line in SHARDED.values():
+        read["sharded"].append(next(name for name, of in SHARDED.items() if of == line))
     elif line == OFFLOADED:
         read["offloaded"].append(True)
     elif line.startswith("recomputed: "):

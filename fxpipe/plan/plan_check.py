@@ -61,19 +61,28 @@ def _stages(plan: Plan, num_blocks: int) -> Iterator[str]:
 
 
 def unlike_replicas(order: Schedule, staged: Staged) -> Iterator[str]:
-    """Where weights are shared out: replicas that do not train the same in turn, as they gather them together."""
-    if staged.gathered and not staged.sharded:
-        yield "weights are shared out, optimizer states are not; share both out"
-    if staged.gathered and not staged.pipelines:
-        counts = [*map(len, staged.stage_ranks)]
-        yield f"weights are shared out, but stages have {counts} replicas; give all as many, or shard='optimizer'"
+    """Where weights, or gradients of every micro-batch, are shared out: replicas that do not train the same in turn, as
+    they gather or sum them together."""
+    what = "weights are" if staged.gathered else "gradients of every micro-batch are"
+    if order.is_scattered != staged.scattered:
+        yield (
+            f"the plan shares out {staged.shard!r}, but schedule {order.name} sums gradients of a stage "
+            f"{'several times' if order.is_scattered else 'once'}; make them agree"
+        )
+    if not (staged.gathered or staged.scattered):
         return
-    for ranks in {tuple(sorted(ranks)) for ranks in staged.stage_ranks} if staged.gathered else ():
+    if not staged.sharded:
+        yield f"{what} shared out, optimizer states are not; share both out"
+    if not staged.pipelines:
+        counts = [*map(len, staged.stage_ranks)]
+        yield f"{what} shared out, but stages have {counts} replicas; give all as many, or shard='optimizer'"
+        return
+    for ranks in {tuple(sorted(ranks)) for ranks in staged.stage_ranks}:
         does = [" ".join(f"{a.stage}{a.kind}" for a in order.ranks[r] if a.kind != "T") for r in ranks]
         for rank, other in zip(ranks[1:], does[1:], strict=True):
             if other != does[0]:
                 yield (
-                    f"weights are shared out over ranks {', '.join(map(str, ranks))}, which do not train in one order: "
+                    f"{what} shared out over ranks {', '.join(map(str, ranks))}, which do not train in one order: "
                     f"rank {ranks[0]} does {does[0]}, rank {rank} does {other}; make them agree, or shard='optimizer'"
                 )
 

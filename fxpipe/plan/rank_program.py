@@ -54,7 +54,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The weight gradients of one stage, summed over the ranks of its replicas; `edge` is its compile-time id.
+    """The weight gradients of one stage that have come since the last `turn`, summed over the ranks of its replicas;
+    `edge` is its compile-time id.
 
     With `owners`, one for each parameter, a sum is made on its owner alone, which trains the parameter; at the start of
     the next step its value goes to the other replicas, under the id `values_edge`. Without, all of them have all sums.
@@ -67,6 +68,7 @@ class Reduction:
     num_bytes: int
     owners: tuple[int, ...] = ()
     values_edge: int = -1
+    turn: int = 0
 
     def owned(self, rank: int) -> tuple[str, ...]:
         """The parameters whose sums a rank has."""
@@ -76,7 +78,8 @@ class Reduction:
 
     def __str__(self) -> str:
         to = f" to {list(self.owners)}" if self.owners else ""
-        return f"stage {self.stage} gradients over ranks {list(self.ranks)}{to}, {self.num_bytes} bytes"
+        turn = f", turn {self.turn}" if self.turn else ""
+        return f"stage {self.stage} gradients over ranks {list(self.ranks)}{to}, {self.num_bytes} bytes{turn}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _ACTION = re.compile(rf"(\d+)([{''.join(KINDS)}])(\d+)", re.ASCII)
+_AGAIN = re.compile(r"(\d+)R(\d+):([1-9]\d*)", re.ASCII)
 _PIECE = re.compile(r"(\d+)T\[(\d+):(\d+)\]x(\d+):(\d+)", re.ASCII)
 _HEADER = re.compile(r"schedule (\S.*): (\d+) stages?, (\d+) micro-batch(?:es)?", re.ASCII)
 _RANK = re.compile(r"rank (\d+):(.*)", re.ASCII)
@@ -83,6 +84,11 @@ class Schedule:
         """The same order of those actions that `keep` wants."""
         return replace(self, ranks=tuple(tuple(filter(keep, actions)) for actions in self.ranks))
 
+    @cached_property
+    def is_scattered(self) -> bool:
+        """Whether gradients of a stage are summed over its replicas more than once, each time those since the last."""
+        return any(action.turn for actions in self.ranks for action in actions)
+
     @property
     def is_split(self) -> bool:
         """Whether any backward is cut into input and weight gradient."""
@@ -111,6 +117,8 @@ def _parse_rank(line: str, rank: int) -> tuple[Action, ...]:
 def _parse_action(token: str, rank: int) -> Action:
     if match := _ACTION.fullmatch(token):
         return Action(int(match[1]), match[2], int(match[3]))
+    if match := _AGAIN.fullmatch(token):
+        return Action(int(match[1]), "R", int(match[2]), turn=int(match[3]))
     if match := _PIECE.fullmatch(token):
         component, first, last, start, stop = map(int, match.groups())
         if first < last and start < stop:

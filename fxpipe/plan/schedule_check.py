@@ -7,7 +7,8 @@ The first missing action would stop the machine, so it runs only where the first
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,12 +20,16 @@ from fxpipe.plan.schedule import Schedule
 _SHOWN = 20
 
 
-def check(schedule: Schedule, work: Work, world_size: int) -> list[str]:
+def check(schedule: Schedule, work: Work, world_size: int, planned: Schedule | None = None) -> list[str]:
     """The faults of `schedule` as an order of `work` on `world_size` ranks; empty when it is correct.
+
+    Of a smaller batch, `planned` is the order of the whole one: where gradients are summed in several turns, all its
+    replicas take part, with or without samples.
 
     Every stage does per micro-batch one F and, on the same rank, where it has gradients, one B or an I (with a W where
     it owns parameters); every component one T on any rank. A stage with parameters on several ranks ends on each with
-    one R. The ranks, run together, come to their end.
+    an R, and has others before it where gradients are summed in several turns. The ranks, run together, come to their
+    end.
     """
     if len(schedule.ranks) != world_size:
         return [f"the schedule has {len(schedule.ranks)} ranks, the program {world_size}; give one line per rank"]
@@ -33,16 +38,16 @@ def check(schedule: Schedule, work: Work, world_size: int) -> list[str]:
     faults = [
         *_foreign(schedule, work),
         *_scattered(schedule),
-        *_unreduced(schedule, work),
+        *_unreduced(schedule, work, planned if planned is not None and planned.is_scattered else None),
         *_miscounted(schedule, work),
         *_unshared(schedule, work),
     ]
     return faults or _stuck(schedule, work)
 
 
-def require(schedule: Schedule, work: Work, world_size: int) -> None:
+def require(schedule: Schedule, work: Work, world_size: int, planned: Schedule | None = None) -> None:
     """Raise ScheduleError with the faults `check` finds."""
-    faults = check(schedule, work, world_size)
+    faults = check(schedule, work, world_size, planned)
     if faults:
         more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise ScheduleError("\n".join([f"schedule {schedule.name} is not correct:", *faults[:_SHOWN], *more]))
@@ -120,17 +125,19 @@ def _scattered(schedule: Schedule) -> Iterator[str]:
             )
 
 
-def _unreduced(schedule: Schedule, work: Work) -> Iterator[str]:
-    """Replicas end with one R each, after their last gradient, and in one order where they share several stages."""
-    for stage, ranks in enumerate(schedule.stage_ranks):
+def _unreduced(schedule: Schedule, work: Work, planned: Schedule | None) -> Iterator[str]:
+    """Replicas end with an R each, after their last gradient, and in one order where they share several stages; others
+    before it sum those that have come since the one before."""
+    stage_ranks = (planned or schedule).stage_ranks
+    for stage, ranks in enumerate(stage_ranks):
         replicated = len(ranks) > 1 and stage in work.weight_grad
         for rank, actions in enumerate(schedule.ranks):
             places = [i for i, a in enumerate(actions) if a.kind == "R" and a.stage == stage]
             if places and not (replicated and rank in ranks):
                 here = f"{actions[places[0]]} on rank {rank}"
                 yield f"{here}: there is no replica of stage {stage} to reduce with; remove the action"
-            elif places and actions[places[0]].microbatch != rank:
-                yield f"{actions[places[0]]} on rank {rank}: the number after R is the rank; write {stage}R{rank}"
+            elif wrong := [actions[i] for i in places if actions[i].microbatch != rank]:
+                yield f"{wrong[0]} on rank {rank}: the number after R is the rank; write {stage}R{rank}"
             elif replicated and rank in ranks:
                 last = max((i for i, a in enumerate(actions) if a.kind in "BW" and a.stage == stage), default=-1)
                 if not places:
@@ -138,18 +145,36 @@ def _unreduced(schedule: Schedule, work: Work) -> Iterator[str]:
                         f"{stage}R{rank} is missing: stage {stage} has replicas on ranks {sorted(ranks)}, whose "
                         f"gradients are summed by {stage}R{rank} after the last backward on rank {rank}"
                     )
-                elif places[0] < last:
-                    yield f"{stage}R{rank} comes before {actions[last]}; reduce after the last gradient"
-    yield from _crossed(schedule)
+                elif places[-1] < last:
+                    yield f"{actions[places[-1]]} comes before {actions[last]}; reduce after the last gradient"
+                else:
+                    yield from _miscounted_turns(stage, actions, planned is not None)
+    yield from _crossed(schedule, stage_ranks)
 
 
-def _crossed(schedule: Schedule) -> Iterator[str]:
+def _miscounted_turns(stage: int, actions: Sequence[Action], may_idle: bool) -> Iterator[str]:
+    """Reductions of a stage on a rank are numbered as they come; each has gradients to sum, unless it `may_idle`."""
+    turn, last = 0, ""
+    for action in (action for action in actions if action.stage == stage and action.kind in "BWR"):
+        if action.kind == "R":
+            wanted = replace(action, turn=turn)
+            if action != wanted:
+                yield f"{action} is reduction {turn} of stage {stage} on its rank, counted from 0; write {wanted}"
+                return
+            if last in ("", "R") and not may_idle:
+                yield f"{action} has nothing to sum: no gradient of stage {stage} has come since; remove the action"
+                return
+            turn += 1
+        last = action.kind
+
+
+def _crossed(schedule: Schedule, stage_ranks: Sequence[tuple[int, ...]]) -> Iterator[str]:
     """Reductions of the same ranks are started in one order, since backends match them by order."""
     groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     for rank, actions in enumerate(schedule.ranks):
         mine = [a.stage for a in actions if a.kind == "R" and 0 <= a.stage < schedule.num_stages]
-        for ranks in {schedule.stage_ranks[stage] for stage in mine}:
-            order = tuple(stage for stage in mine if schedule.stage_ranks[stage] == ranks)
+        for ranks in {stage_ranks[stage] for stage in mine}:
+            order = tuple(stage for stage in mine if stage_ranks[stage] == ranks)
             groups.setdefault(ranks, {}).setdefault(order, rank)
     for ranks, orders in groups.items():
         if len(orders) > 1:

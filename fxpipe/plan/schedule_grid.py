@@ -46,7 +46,7 @@ def grid(schedule: Schedule, width: int = 120) -> str:
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "T": "magenta", "R": "red"}
 _LINE = re.compile(r"(rank \d+)(:?)(.*)", re.ASCII)
 _TOKEN = re.compile(r"\S+")
-_CELL = re.compile(r"\d+([A-Z])(\d*)", re.ASCII)
+_CELL = re.compile(r"\d+([A-Z])(\d*)(?::\d+)?", re.ASCII)
 
 
 def painted(text: str) -> Text:

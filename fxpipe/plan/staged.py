@@ -1,7 +1,7 @@
 """Staged: which blocks form a stage and which rank owns it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -9,6 +9,22 @@ from fxpipe.plan.block_graph import BlockGraph
 
 Run = tuple[int, int]
 """Blocks from the first to before the second."""
+
+
+SHARDS = {
+    "none": (False, False, False),
+    "optimizer": (True, False, False),
+    "gradients": (True, True, False),
+    "weights": (True, False, True),
+    "all": (True, True, True),
+}
+"""Whether replicas of a stage share out the optimizer's states, gradients of every micro-batch, and weights, by name:
+nothing, ZeRO-1, ZeRO-2, ZeRO-3 with gradients summed once a step, ZeRO-3."""
+
+
+def trains_alike(shard: str | None) -> bool:
+    """Whether replicas that share this out have as many micro-batches each, since they exchange something for each."""
+    return any(SHARDS[shard or "none"][1:])
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,9 @@ class Staged:
     only what comes into the run is kept for the backward, which computes the rest again. Frozen component c may run on
     the ranks frozen_ranks[c], which hold its weights; on all where that is empty. Where it is `sharded`, each parameter
     of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state; where the
-    weights are `gathered`, that one alone holds it, trained or frozen, and others while they compute with it. Where it
-    is `offloaded`, the optimizer's states are on the host, and so are its updates.
+    weights are `gathered`, that one alone holds it, trained or frozen, and others while they compute with it; where
+    gradients are `scattered`, those of every micro-batch are summed on it as they come, else those of the whole step.
+    Where it is `offloaded`, the optimizer's states are on the host, and so are its updates.
     """
 
     boundaries: tuple[int, ...]
@@ -53,11 +70,18 @@ class Staged:
     sharded: bool = False
     offloaded: bool = False
     gathered: bool = False
+    scattered: bool = False
 
     @property
     def shard(self) -> str:
-        """What replicas of a stage share out, by its name: "none", "optimizer" (states) or "weights", with these."""
-        return "weights" if self.gathered else "optimizer" if self.sharded else "none"
+        """What replicas of a stage share out: one of `SHARDS`."""
+        of = self.sharded, self.scattered, self.gathered
+        return next((name for name, shared in SHARDS.items() if shared == of), "none")
+
+    def sharing(self, shard: str) -> "Staged":
+        """The same where replicas share out what this one of `SHARDS` says."""
+        sharded, scattered, gathered = SHARDS[shard]
+        return replace(self, sharded=sharded, scattered=scattered, gathered=gathered)
 
     @property
     def num_stages(self) -> int:

@@ -239,8 +239,12 @@ class _Walk:
 
     def _total(self, node: fx.Node) -> Any:
         """Weight gradients are added up in place."""
-        total, new = (self._values[argument] for argument in node.args)  # type: ignore[index]
+        total, new = map(self._listed, node.args)
         return total or new
+
+    def _listed(self, given: Any) -> Any:
+        """The buffers of a list, or of the nodes in one."""
+        return self._values[given] if isinstance(given, fx.Node) else [self._values[item] for item in given]
 
     def _flat(self, node: fx.Node, category: str) -> list[Buffer]:
         """Gradients are copied into one tensor to be summed, and the sums are parts of it; so are parameters."""
@@ -251,8 +255,7 @@ class _Walk:
         """What others sum is copied into one tensor, and what they send comes into another; sums are where this rank's
         own gradients were."""
         reduction: Reduction = node.meta["reduction"]
-        given: Any = node.args[1]
-        gradients = self._values[given] if isinstance(given, fx.Node) else [self._values[item] for item in given]
+        gradients = self._listed(node.args[1])
         own = [g for g, owner in zip(gradients, reduction.owners, strict=True) if owner == self._program.rank]
         num_bytes = scattered_bytes(reduction.num_bytes, sum(g.num_bytes for g in own), len(reduction.ranks))
         return _Scattering(own, Buffer(self._meter, "transfers", num_bytes))

@@ -7,7 +7,7 @@ send(transport, out, 2, 9)        send    edge 9
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -120,7 +120,7 @@ def _op(
     if node.target is ops.draw:
         return Op("run", seconds=draw_seconds.get(node.args[1], 0.0))  # type: ignore[arg-type]
     if node.target in (ops.accumulate, torch.ops.aten.add.Tensor):
-        size = value_bytes(node.all_input_nodes[-1], program)
+        size = value_bytes(node.args[-1], program)
         return Op("run", seconds=model.moving_seconds(2 * size, size))
     return Op("none")
 
@@ -147,13 +147,19 @@ def _collective(node: fx.Node) -> Collective:
     return Collective(edge, kind, reduction.ranks, reduction.num_bytes)
 
 
-def value_bytes(node: fx.Node, program: RankProgram) -> int:
-    """Bytes of a tensor of a rank program, or of all tensors of a list that a stage graph returns."""
+def value_bytes(node: Any, program: RankProgram) -> int:
+    """Bytes of a tensor of a rank program, or of all tensors of a list: of nodes, of what a stage graph returns, of a
+    rank's own sums."""
+    if not isinstance(node, fx.Node):
+        return sum(value_bytes(item, program) for item in node)
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if node.target is torch.ops.aten.add.Tensor or node.target is ops.accumulate:
-        return value_bytes(node.all_input_nodes[-1], program)
+        return value_bytes(node.args[-1], program)
+    if node.target is ops.wait_reduced:
+        reduction: Reduction = node.meta["reduction"]
+        return sum(program.state[name].nbytes for name in reduction.owned(program.rank))
     call, index = node.args
     assert isinstance(call, fx.Node), node.format_node()
     (output,) = program.modules[str(call.target)].find_nodes(op="output")

@@ -1,8 +1,8 @@
 """Ways to train one step on the same machines, all through one simulator: baselines beside fxpipe's plans.
 
 contest       of a contestant's settings the best that fits      baselines  DDP, ZeRO-3, GPipe, 1F1B, by their best
-data_parallel DDP as a schedule                                  fillers    one plan, its idle time filled in every way
-zero          ZeRO-3: its ops, states spread over ranks          published  fillers of others
+data_parallel DDP and ZeRO-3 as schedules                        fillers    one plan, its idle time filled in every way
+published     fillers of others
 """
 
 from dataclasses import replace

@@ -1,6 +1,9 @@
 """The baselines: how one would train without fxpipe, each by the best of its settings.
 
-DDP, ZeRO-3                    every rank the whole step on its samples
+DDP, ZeRO-3                    every rank the whole step on its samples, in buckets of blocks; of ZeRO-3 (Rajbhandari et
+                               al., SC 2020) ranks hold a share of weights, gradients and states, and each bucket's
+                               weights are gathered while the one before computes, its gradients scattered as they
+                               come (Zhao et al., "PyTorch FSDP", VLDB 2023), as of plans with shard="all"
 GPipe, 2 stages                two ranks a pipeline, four micro-batches: DiffusionPipe's baseline (Tian et al.,
                                MLSys 2024)
 GPipe, recomputed              the same as published: every stage keeps its inputs alone (Huang et al., NeurIPS 2019)
@@ -24,7 +27,6 @@ from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
-from passes.comparison.zero import sharded_ops, sharded_seconds
 from passes.placement.lines import linear
 from passes.placement.place import cut_bytes, pipelines
 from passes.step_ops import step_ops
@@ -48,7 +50,7 @@ def baselines(case: Case) -> list[Contestant]:
             "data parallel baselines need that: use a larger batch or fewer ranks"
         )
     ranks = case.world_size
-    found = [best(case, "DDP", _local(case, False)), best(case, "ZeRO-3", _local(case, True))]
+    found = [best(case, "DDP", _local(case, "none")), best(case, "ZeRO-3", _local(case, "all"))]
     if ranks > 1:
         if ranks % 2 == 0:
             found.append(best(case, "GPipe, 2 stages", _gpipe(case, (False, True))))
@@ -63,27 +65,26 @@ def baselines(case: Case) -> list[Contestant]:
 # -- data parallel
 
 
-def _local(case: Case, sharded: bool) -> Iterator[list[Attempt]]:
+def _local(case: Case, shard: str) -> Iterator[list[Attempt]]:
     """Without and with recomputation, with one micro-batch per rank, two, four ..."""
     most = case.batch_size // case.world_size
     for recompute in (False, True):
-        staged = replicated(case, recompute)
-        yield [_local_attempt(case, staged, 2**k, sharded) for k in range(most.bit_length())]
+        staged = replicated(case, recompute).sharing(shard)
+        yield [_local_attempt(case, staged, 2**k) for k in range(most.bit_length())]
 
 
-def _local_attempt(case: Case, staged: Staged, count: int, sharded: bool) -> Attempt:
+def _local_attempt(case: Case, staged: Staged, count: int) -> Attempt:
     sizes = microbatch_sizes(case.batch_size, count * case.world_size)
     setting = f"{count} x {sizes[0]} samples a rank" if count > 1 else f"{sizes[0]} samples a rank"
     frozen = sum(sum(case.costs.at(size).component_seconds) for size in sizes[:: case.world_size])
     compute = frozen + busiest_seconds(ActionSeconds(case, staged), sizes)
-    collectives = sharded_seconds(case, staged, count) if sharded else reduction_seconds(case, staged)
-    write = partial(_write_local, case, staged, sizes, sharded)
-    return Attempt(setting + ", recomputed" * bool(staged.recompute), max(compute, collectives), sizes[0], write)
+    bound = max(compute, reduction_seconds(case, staged, len(sizes)))
+    write = partial(_write_local, case, staged, sizes)
+    return Attempt(setting + ", recomputed" * bool(staged.recompute), bound, sizes[0], write)
 
 
-def _write_local(case: Case, staged: Staged, sizes: tuple[int, ...], sharded: bool) -> StepOps:
-    schedule = accumulated(case, staged, len(sizes))
-    return (sharded_ops if sharded else step_ops)(case, staged, schedule, sizes)
+def _write_local(case: Case, staged: Staged, sizes: tuple[int, ...]) -> StepOps:
+    return step_ops(case, staged, accumulated(case, staged, len(sizes)), sizes)
 
 
 # -- pipelines
@@ -123,7 +124,8 @@ class _Line:
     def _attempt(self, count: int) -> Attempt:
         sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
-        bound = max(placed_seconds(self.case, staged, sizes, self.relayed), reduction_seconds(self.case, staged))
+        sums = reduction_seconds(self.case, staged, len(sizes))
+        bound = max(placed_seconds(self.case, staged, sizes, self.relayed), sums)
         return Attempt(self._setting(count, sizes[0]), bound, sizes[0], partial(self._write, staged, sizes))
 
     def _staged(self, size: int) -> Staged:

@@ -29,7 +29,7 @@ def accumulated(case: Case, staged: Staged, num_microbatches: int) -> Schedule:
     """Every rank its share of the micro-batches, one after the other."""
     work = case.work.of(staged, num_microbatches // staged.world_size)
     alone = Schedule(staged.schedule, staged.num_stages, work.num_microbatches, (tuple(_in_turn(work)),))
-    return tile(alone, [(rank,) for rank in range(staged.world_size)], work)
+    return tile(alone, [(rank,) for rank in range(staged.world_size)], work, scattered=staged.scattered)
 
 
 def _in_turn(work: Work) -> Iterator[Action]:

@@ -25,7 +25,15 @@ from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Gathering, Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
-from passes.lowering.layout import Layout, closing, own_parameters, plan_gatherings, plan_reductions, tied_gradients
+from passes.lowering.layout import (
+    Layout,
+    closing,
+    later_turns,
+    own_parameters,
+    plan_gatherings,
+    plan_reductions,
+    tied_gradients,
+)
 from passes.lowering.moments import by_arrival, moments
 from passes.lowering.program_writer import ProgramWriter
 from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
@@ -78,23 +86,23 @@ def lower_form(
         ScheduleError: the ranks of the schedule wait for each other.
         CompileError: a program is not what the messages say, which should be reported.
     """
-    layout = _layout(step, schedule, form, following)
-    planned = planned or schedule
-    lowered = _Form(step, layout, layout, schedule, form, planned).lower(ranks)
+    layout = _layout(step, schedule, form, following, planned)
+    lowered = _Form(step, layout, layout, schedule, form).lower(ranks)
     if optional and form != "prologue":
         less = layout.without(optional)
-        planned = planned.where(lambda a: a.kind == "T" or a.stage not in optional)
-        without = _Form(step, less, layout, less.schedule, form, planned, frozenset(optional)).lower(ranks)
+        without = _Form(step, less, layout, less.schedule, form, frozenset(optional)).lower(ranks)
         return replace(lowered, without=without)
     return lowered
 
 
-def _layout(step: StepGraphs, schedule: Schedule, form: Form, following: Schedule | None) -> Layout:
+def _layout(
+    step: StepGraphs, schedule: Schedule, form: Form, following: Schedule | None, planned: Schedule | None
+) -> Layout:
     """Who trains what: where frozen work is done in the step before, components are no units of this one."""
     units = {key: unit for key, unit in step.units.items() if form == "step" or key[0] == "F"}
     if form == "prologue":
         schedule = following or _in_turn(step)
-    return Layout(units, step.border, schedule, step.sizes, step.capture.result.name)
+    return Layout(units, step.border, schedule, step.sizes, step.capture.result.name, planned or schedule)
 
 
 def _in_turn(step: StepGraphs) -> Schedule:
@@ -117,7 +125,6 @@ class _Form:
     whole: Layout
     schedule: Schedule
     form: Form
-    planned: Schedule
     gone: frozenset[int] = frozenset()
 
     @property
@@ -132,10 +139,12 @@ class _Form:
         messages = self._messages(tied, frozen)
         gathers = self.step.staged.gathered
         reductions = plan_reductions(self.layout, len(messages), self._owners, gathers) if self.trains else ()
-        all_turns = turns(self.planned, self.step.gathered.keys() - self.gone) if self.trains else []
+        planned = self.layout.planned
+        all_turns = turns(planned, self.step.gathered.keys() - self.gone) if self.trains else []
         first = len(messages) + 2 * len(self.schedule.stage_ranks)
         gatherings = plan_gatherings(all_turns, self.step.gathered, self.step.state, first)
-        orders = enumerate(zip(self.planned.ranks, self.schedule.ranks, strict=True)) if gatherings else ()
+        orders = enumerate(zip(planned.ranks, self.schedule.ranks, strict=True)) if gatherings else ()
+        reductions += (*later_turns(reductions, planned, first + len(gatherings)),)
         of_rank = {rank: RankTurns.within(all_turns, rank, *order) for rank, order in orders}
         mail = sorted_mail(messages, range(len(self.schedule.ranks)) if wanted is None else wanted)
         programs = tuple(
@@ -152,7 +161,7 @@ class _Form:
         """Which replica trains a parameter, the same in a step with all stages and one without some."""
         if not self.step.staged.sharded:
             return None
-        return owners(own_parameters(self.whole), self.whole.schedule.stage_ranks)
+        return owners(own_parameters(self.whole), self.whole.summing.stage_ranks)
 
     def _work(self) -> Work:
         """What the actions wait for."""

@@ -7,6 +7,7 @@ rank 1: 0F1 .. 0R1                                               loss: to rank 0
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 
 import torch
 
@@ -24,7 +25,8 @@ Key = tuple[str, int]
 class Layout:
     """What is lowered: units, ("F", stage) or ("T", component), what each reads and gives, and who runs them.
 
-    `border_at` tells it of a unit at a number of samples.
+    `border_at` tells it of a unit at a number of samples. Replicas that sum gradients of every micro-batch are those of
+    a whole batch's order, `planned`, also where one has no samples.
     """
 
     units: Mapping[Key, Unit]
@@ -32,15 +34,23 @@ class Layout:
     schedule: Schedule
     sizes: tuple[int, ...]
     loss: str
+    planned: Schedule
     zeros: Mapping[str, Key] = field(default_factory=dict)  # values that are zeros, by the unit that would make them
+
+    @property
+    def summing(self) -> Schedule:
+        """The order whose replicas sum gradients."""
+        return self.planned if self.planned.is_scattered else self.schedule
 
     def without(self, stages: Collection[int]) -> "Layout":
         """The layout without some stages; what they return is zeros to the others."""
         gone = {("F", stage) for stage in stages}
         zeros = {name: key for key in gone & self.units.keys() for name in self.units[key].returns}
         left = {key: unit for key, unit in self.units.items() if key not in gone}
-        schedule = self.schedule.where(lambda a: a.kind == "T" or a.stage not in stages)
-        return replace(self, units=left, schedule=schedule, zeros=zeros)
+        schedule, planned = (
+            of.where(lambda a: a.kind == "T" or a.stage not in stages) for of in (self.schedule, self.planned)
+        )
+        return replace(self, units=left, schedule=schedule, planned=planned, zeros=zeros)
 
     def border(self, key: Key, microbatch: int) -> Border:
         return self.border_at(key, self.sizes[microbatch])
@@ -93,13 +103,22 @@ def plan_reductions(
     for stage, sizes in own.items():
         names = tuple(name for name in sizes if of is None or name in of)
         if names:
-            number, ranks = len(reductions), tuple(sorted(layout.schedule.stage_ranks[stage]))
+            number, ranks = len(reductions), tuple(sorted(layout.summing.stage_ranks[stage]))
             owned = () if of is None else tuple(of[name] for name in names)
             edges = first_edge + number, first_edge + len(own) + number
             size = sum(sizes[name] for name in names)
             values_edge = edges[1] if owned and not gathered else -1
             reductions.append(Reduction(edges[0], stage, ranks, names, size, owned, values_edge))
     return tuple(reductions)
+
+
+def later_turns(reductions: Sequence[Reduction], schedule: Schedule, edge: int) -> Iterator[Reduction]:
+    """Those of gradients that come after the first sums of their stage, with edges from `edge` on."""
+    firsts, edges = {reduction.stage: reduction for reduction in reductions}, count(edge)
+    turns = dict.fromkeys((a.stage, a.turn) for actions in schedule.ranks for a in actions if a.turn)
+    for stage, turn in turns:
+        if stage in firsts:
+            yield replace(firsts[stage], edge=next(edges), values_edge=-1, turn=turn)
 
 
 def own_parameters(layout: Layout) -> dict[int, dict[str, int]]:
@@ -109,7 +128,7 @@ def own_parameters(layout: Layout) -> dict[int, dict[str, int]]:
         for name in layout.border(key, 0).state if key[0] == "F" else ():
             holders.setdefault(name, set()).add(key[1])
     found: dict[int, dict[str, int]] = {}
-    for stage, ranks in enumerate(layout.schedule.stage_ranks):
+    for stage, ranks in enumerate(layout.summing.stage_ranks):
         if len(ranks) > 1:
             border = layout.border(("F", stage), 0)
             names = (name for name in border.weight_grads if len(holders[name]) == 1)

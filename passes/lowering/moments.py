@@ -45,7 +45,7 @@ def moments(
     """
     turns = turns or {}
     starts = _starts(schedule, turns)
-    together = _one_by_one(schedule, [r for r in reductions if r.owners]) if sums_in_turn(schedule) else {}
+    together = _one_by_one(schedule, [r for r in reductions if r.owners]) if sums_in_turn(layout.summing) else {}
     for of_rank in turns.values():
         for action, awaited in of_rank.awaited.items():
             if action is not None:
@@ -59,7 +59,7 @@ def moments(
     found = {(m.edge, m.src): of_action[m.action] for m in messages if m.action is not None}
     for reduction in reductions:
         for rank in reduction.ranks:
-            found[reduction.edge, rank] = of_action[Action(reduction.stage, "R", rank)]
+            found[reduction.edge, rank] = of_action[_start(reduction, rank)]
             if reduction.values_edge >= 0:
                 found[reduction.values_edge, rank] = 0
     arrived: dict[tuple[tuple[int, ...], int], int] = {}  # turns, when they are there: a rank's are in order
@@ -79,11 +79,16 @@ def moments(
 def _one_by_one(schedule: Schedule, reductions: Sequence[Reduction]) -> dict[Action, set[Action]]:
     """Reductions that wait for those before them: on every rank, since these end together."""
     found: dict[Action, set[Action]] = {}
-    starts = {r.stage: {Action(r.stage, "R", rank) for rank in r.ranks} for r in reductions}
+    starts = {(r.stage, r.turn): {_start(r, rank) for rank in r.ranks} for r in reductions}
     for actions in schedule.ranks:
-        reduced = [action for action in actions if action.kind == "R" and action.stage in starts]
-        found |= {action: starts[before.stage] for before, action in pairwise(reduced)}
+        reduced = [action for action in actions if action.kind == "R" and (action.stage, action.turn) in starts]
+        found |= {action: starts[before.stage, before.turn] for before, action in pairwise(reduced)}
     return found
+
+
+def _start(reduction: Reduction, rank: int) -> Action:
+    """What starts it on a rank."""
+    return Action(reduction.stage, "R", rank, turn=reduction.turn)
 
 
 def _starts(

@@ -13,7 +13,6 @@ A value that a stage of the same rank reads is an edge of this graph and nothing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpipe.plan import ops
@@ -49,15 +48,17 @@ class ProgramWriter:
     ) -> None:
         self.writer, self.layout, self.tied = writer, writer.layout, tied
         self.weights = writer.step.loss_weights
-        self.reductions = {reduction.stage: reduction for reduction in reductions}
-        self.reducing: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # sums over replicas that have been started
-        self.sums: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # those that are there
+        self.reductions = {(reduction.stage, reduction.turn): reduction for reduction in reductions}
+        self.reducing: dict[int, fx.Node] = {}  # by stage: sums over replicas that have been started
+        self.sums: dict[int, fx.Node] = {}  # those that are there, of all turns so far
+        self.rest: dict[int, tuple[tuple[str, ...], Any]] = {}  # by stage: gradients that replicas do not sum, by name
         self.refreshing: dict[int, fx.Node] = {}  # by stage: its parameters, on their way from who trains them
         self.gatherings = {(gathering.ranks, gathering.turn): gathering for gathering in gatherings}
         self.turns = turns or RankTurns({}, {}, {})
         self.gathering: dict[int, fx.Node] = {}  # by turn: its stage's parameters, on their way, then here
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
-        self.totals: dict[tuple[int, tuple[str, ...]], fx.Node] = {}  # weight gradients so far, by stage and names
+        self.totals: dict[int, tuple[tuple[str, ...], fx.Node]] = {}  # by stage: names, and weight gradients so far
+        self.stages: dict[int, None] = {}  # those with gradients, in the order in which they come
         self.loss: fx.Node | None = None
         self.outputs = {output.value: output for output in writer.step.outputs}
         self.numbers = [output for output in writer.step.outputs if output.is_number]
@@ -87,7 +88,9 @@ class ProgramWriter:
         writer.begin("end of step")
         self._gather(None)
         self._await(None)
-        gradients = self._weight_gradients(writer.step.state)
+        for stage in [*self.refreshing]:  # of a smaller batch, of which this rank has no samples
+            self._refreshed(stage)
+        gradients = self._weight_gradients()
         if trains:
             writer.sum_tied(self.tied, gradients)
             self.loss = writer.share_loss(self.layout.loss_ranks[0], self.loss)
@@ -144,7 +147,7 @@ class ProgramWriter:
 
     def _refresh(self) -> None:
         """Start to bring the parameters of this rank's stages from the replicas that train them, first stages first."""
-        for stage, reduction in sorted(self.reductions.items()):
+        for (stage, _), reduction in sorted(self.reductions.items()):
             if self.writer.rank not in reduction.ranks or reduction.values_edge < 0:
                 continue
             values = self.writer.parameters(f"stage_{stage}_parameters", reduction.parameters)
@@ -152,11 +155,13 @@ class ProgramWriter:
             self.refreshing[stage] = self.writer.call(ops.broadcast, args, f"refreshing_{stage}")
             self.refreshing[stage].meta["reduction"] = reduction
 
+    def _refreshed(self, stage: int) -> None:
+        self.writer.call(ops.wait_values, (self.refreshing.pop(stage),), f"refreshed_{stage}")
+
     def _forward(self, action: Action) -> None:
         key = action.kind, action.stage
         if action.kind == "F" and action.stage in self.refreshing:
-            refreshing = self.refreshing.pop(action.stage)
-            self.writer.call(ops.wait_values, (refreshing,), f"refreshed_{action.stage}")
+            self._refreshed(action.stage)
         border = self.layout.border(key, action.microbatch)
         args = tuple(self.writer.read(name, action.microbatch) for name in border.unit.reads)
         returns, saved = self._call(key, "forward", args, ("returns", "saved"), action)
@@ -257,54 +262,84 @@ class ProgramWriter:
     def _accumulate(self, stage: int, names: tuple[str, ...], new: fx.Node) -> None:
         if not names:
             return
-        key = stage, names
-        total = self.totals.get(key)
-        self.totals[key] = new if total is None else self.writer.call(ops.accumulate, (total, new), f"grads_{stage}")
+        self.stages[stage] = None
+        if stage in self.totals:
+            assert self.totals[stage][0] == names, f"stage {stage} trains the same for every micro-batch"
+            new = self.writer.call(ops.accumulate, (self.totals[stage][1], new), f"grads_{stage}")
+        self.totals[stage] = names, new
 
     def _reduce(self, action: Action) -> None:
         """Start to sum this replica's gradients with the others'."""
-        reduction = self.reductions.get(action.stage)
+        reduction = self.reductions.get((action.stage, action.turn))
         if reduction is None:  # all its parameters are tied to other stages'
             return
-        if reduction.owners and sums_in_turn(self.layout.schedule):  # so that what is sent for them goes
-            for key in self.reducing:
-                self._sums(key)
-        (key,) = (key for key in self.totals if key[0] == action.stage)
-        given: fx.Node | list[fx.Node] = self.totals[key]
-        if reduction.parameters != key[1]:
-            items = dict(self._named(key, self.totals[key]))
-            given = [items[name] for name in reduction.parameters]
+        in_turn = bool(reduction.owners) and sums_in_turn(self.layout.summing)  # so that what is sent for them goes
+        for other in [*self.reducing]:
+            if in_turn or other == action.stage:
+                self._wait_reduced(other)
+        given, rest = self._given(reduction)
         args = (self.writer.transport, given, list(reduction.ranks), reduction.edge)
         function, owners = (ops.reduce_scatter, ([*reduction.owners],)) if reduction.owners else (ops.all_reduce, ())
-        self.reducing[key] = self.writer.call(function, (*args, *owners), f"reducing_{action.stage}")
-        self.reducing[key].meta["reduction"] = reduction
+        node = self.reducing[action.stage] = self.writer.call(function, (*args, *owners), f"reducing_{action.stage}")
+        node.meta["reduction"] = reduction
+        if rest:
+            self._keep(action.stage, rest)
 
-    def _sums(self, key: tuple[int, tuple[str, ...]]) -> fx.Node:
-        """Those of a stage that has started to be summed, once they are there."""
-        if key not in self.sums:
-            self.sums[key] = self.writer.call(ops.wait_reduced, (self.reducing[key],), f"reduced_{key[0]}")
-        return self.sums[key]
+    def _given(self, reduction: Reduction) -> tuple[Any, Mapping[str, fx.Node]]:
+        """The gradients of a stage that have come since the last reduction: those to be summed, zeros where there are
+        none, and the others by name."""
+        self.stages[reduction.stage] = None
+        if reduction.stage not in self.totals:
+            state = self.layout.border(("F", reduction.stage), 0).state
+            return [
+                self.writer.filled(state[n], 0.0, f"no_grad_{n.replace('.', '_')}") for n in reduction.parameters
+            ], {}
+        names, total = self.totals.pop(reduction.stage)
+        if reduction.parameters == names:
+            return total, {}
+        items = dict(self._named(names, total))
+        given = [items.pop(name) for name in reduction.parameters]
+        return given, items
 
-    def _named(self, key: tuple[int, tuple[str, ...]], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-        for index, name in enumerate(key[1]):
-            yield name, self.writer.item(gradients, index, f"grad_{name.replace('.', '_')}")
+    def _keep(self, stage: int, new: Mapping[str, fx.Node]) -> None:
+        """Of weights that other stages have, too."""
+        nodes: Any = [*new.values()]
+        if stage in self.rest:
+            nodes = self.writer.call(ops.accumulate, (self.rest[stage][1], nodes), f"tied_grads_{stage}")
+        self.rest[stage] = tuple(new), nodes
 
-    def _weight_gradients(self, state: Mapping[str, torch.Tensor]) -> dict[str, fx.Node]:
+    def _wait_reduced(self, stage: int) -> None:
+        """Wait for the sums of a stage that have been started, and add them to those of earlier turns."""
+        started = self.reducing.pop(stage)
+        reduction: Reduction = started.meta["reduction"]
+        new = self.writer.call(ops.wait_reduced, (started,), f"reduced_{stage}")
+        new.meta["reduction"] = reduction
+        if stage not in self.sums:
+            self.sums[stage] = new
+        elif reduction.owned(self.writer.rank):
+            self.sums[stage] = self.writer.call(ops.accumulate, (self.sums[stage], new), f"grads_{stage}")
+            self.sums[stage].meta["reduction"] = reduction
+
+    def _named(self, names: Sequence[str], gradients: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+        for index, name in enumerate(names):
+            node = self.writer.item(gradients, index, f"grad_{name.replace('.', '_')}")
+            node.meta["val"] = self.writer.step.state[name]
+            yield name, node
+
+    def _weight_gradients(self) -> dict[str, fx.Node]:
         """The gradient of every parameter that this rank trains, summed over its stages, and over replicas where
         reduced."""
         parts: dict[str, list[fx.Node]] = {}
-        for key, total in self.totals.items():
-            reduced: tuple[str, ...] = ()
-            if key in self.reducing:
-                reduction: Reduction = self.reducing[key].meta["reduction"]
-                reduced = reduction.parameters
-                for name, node in self._named((key[0], reduction.owned(self.writer.rank)), self._sums(key)):
+        for stage in self.stages:
+            if stage in self.reducing:
+                self._wait_reduced(stage)
+            found = list[tuple[tuple[str, ...], Any]]()
+            if stage in self.sums:
+                reduction: Reduction = self.sums[stage].meta["reduction"]
+                found.append((reduction.owned(self.writer.rank), self.sums[stage]))
+            found += [of[stage] for of in (self.rest, self.totals) if stage in of]
+            for names, nodes in found:
+                pairs = self._named(names, nodes) if isinstance(nodes, fx.Node) else zip(names, nodes, strict=True)
+                for name, node in pairs:
                     parts.setdefault(name, []).append(node)
-            if reduced != key[1]:
-                for name, node in self._named(key, total):
-                    if name not in reduced:
-                        parts.setdefault(name, []).append(node)
-        for name, nodes in parts.items():
-            for node in nodes:
-                node.meta["val"] = state[name]
         return {name: self.writer.add(nodes) for name, nodes in parts.items()}

@@ -7,8 +7,9 @@ one, and their sum to all that hold the weight.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from operator import itemgetter
 
 from fxpipe.simulate.collectives import Collective
@@ -34,9 +35,16 @@ class Closing:
         return {stage: sizes for stage, sizes in found.items() if sum(sizes.values())}
 
     @cached_property
-    def reductions(self) -> dict[int, Collective]:
-        """By stage, where it has replicas: the gradients of the weights that no other stage has."""
-        return self._collectives("reduce_scatter" if self.owners else "reduce", 0)
+    def reductions(self) -> dict[tuple[int, int], Collective]:
+        """By stage, where it has replicas, and turn: the gradients of the weights that no other stage has."""
+        firsts = self._collectives("reduce_scatter" if self.owners else "reduce", 0)
+        found = {(stage, 0): reduction for stage, reduction in firsts.items()}
+        edges = count(len(self.step.messages) + len(self.messages) + 2 * len(self._own) + len(self.turns))
+        for action in (action for actions in self.step.schedule.ranks for action in actions if action.turn):
+            key = action.stage, action.turn
+            if action.stage in firsts and key not in found:
+                found[key] = replace(firsts[action.stage], edge=next(edges))
+        return found
 
     @cached_property
     def broadcasts(self) -> dict[int, Collective]:
@@ -86,7 +94,7 @@ class Closing:
 
     def scattered(self, stage: int, rank: int) -> tuple[int, int]:
         """Bytes of the sums that a rank has of a stage's gradients, and of what is moved for them."""
-        reduction = self.reductions[stage]
+        reduction = self.reductions[stage, 0]
         own = self._owned.get((stage, rank), 0)
         return own, scattered_bytes(reduction.num_bytes, own, len(reduction.ranks))
 
@@ -102,7 +110,7 @@ class Closing:
     @cached_property
     def reduced(self) -> Mapping[int, int]:
         """The stage of every reduction, by edge."""
-        return {reduction.edge: stage for stage, reduction in self.reductions.items()}
+        return {reduction.edge: stage for (stage, _), reduction in self.reductions.items()}
 
     @cached_property
     def tied(self) -> list[TiedGradient]:

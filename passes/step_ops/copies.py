@@ -16,7 +16,11 @@ from passes.step_ops.step import Step
 
 def models(step: Step, closing: Closing) -> dict[int, int]:
     """By rank: the one at its place in another pipeline that stands for it. Empty where they may differ."""
-    if step.units.staged.gathered or any(a.is_piece for actions in step.schedule.ranks for a in actions):
+    if (
+        step.units.staged.gathered
+        or step.schedule.is_scattered
+        or any(a.is_piece for actions in step.schedule.ranks for a in actions)
+    ):
         return {}  # each holds other weights; samples go where there is room
     first, found = dict[tuple[object, ...], int](), dict[int, int]()
     for pipeline in step.units.staged.pipelines[1:]:
@@ -89,10 +93,8 @@ def _resized(closing: Closing, op: Op, model: int, rank: int) -> Op:
         return op
     stage = closing.reduced[op.collective.edge]
     (_, before), (own, moved) = closing.scattered(stage, model), closing.scattered(stage, rank)
-    in_list, sums = bool(closing.step.tied_of(stage)), (("gradients", own),) * bool(own)  # as the writer has it
     if op.kind == "reduce_scatter":
-        gains = (*(() if in_list else sums), *((("transfers", moved),) * bool(moved)))
+        gains = (*((("gradients", own),) * bool(own)), *((("transfers", moved),) * bool(moved)))
         return op._replace(memory=Bytes(gains, op.memory.freed, op.memory.sent, moved, moved))
     less = tuple((what, moved if (what, size) == ("transfers", before) else size) for what, size in op.memory.freed)
-    most = own if in_list else 0
-    return op._replace(memory=Bytes(sums if in_list else (), less, op.memory.sent, most, most))
+    return op._replace(memory=Bytes((), less, op.memory.sent, 0, 0))

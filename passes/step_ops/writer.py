@@ -5,9 +5,11 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from fxpipe.plan.actions import Action
 from fxpipe.plan.timeline import END
+from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.op_lists import Op
 from passes.costs.call_bytes import ForwardBytes
 from passes.step_ops.closing import Closing
@@ -29,6 +31,14 @@ class Saved:
         self.buffer, self.shared = buffer, shared
 
 
+class Reducing(NamedTuple):
+    """A sum over replicas that is under way: this rank's part of it, and what is moved for it."""
+
+    collective: Collective
+    sums: int
+    moved: int | None
+
+
 class RankWriter(Exchange[PlannedMessage, int]):
     """Writes one rank."""
 
@@ -39,11 +49,12 @@ class RankWriter(Exchange[PlannedMessage, int]):
         self.step, self.closing = step, closing
         self.ops = RankOps()
         self.saved: dict[Action, Saved] = {}
-        self.totals: dict[int, int | None] = {}  # weight gradients so far, by stage, of weights no other stage has
+        self.totals: dict[int, int] = {}  # weight gradients so far, by stage, of weights no other stage has
         self.tied: dict[str, dict[int, int]] = {}  # of those that several have, by weight and stage
-        self.reduced: dict[int, int] = {}
-        self.summed_up: set[int] = set()  # those of which all are there
-        self.moved: dict[int, int] = {}  # by stage: what sums over its replicas are made of, until they are there
+        self.again: dict[int, list[int]] = {}  # by stage: more of these, to be added
+        self.stages: dict[int, None] = {}  # those with gradients, in the order in which they come
+        self.reducing: dict[int, Reducing] = {}  # by stage: a sum over its replicas, until it is there
+        self.sums: dict[int, int] = {}  # by stage: those that are there, added up
         self.refreshing: dict[int, int] = {}  # by stage: weights on their way from the replicas that train them
         actions = step.schedule.ranks[rank]
         self.turns = RankTurns.within([turn for turn, _ in closing.turns], rank, actions, actions)
@@ -139,8 +150,8 @@ class RankWriter(Exchange[PlannedMessage, int]):
             self._backward(action)
         elif action.kind == "W" and action.stage in self.step.split:
             self._weight(action)
-        elif action.kind == "R" and action.stage in self.closing.reductions:
-            self._issue(action.stage)
+        elif action.kind == "R" and (action.stage, action.turn) in self.closing.reductions:
+            self._issue(action.stage, self.closing.reductions[action.stage, action.turn])
 
     def fetch(self, name: str, microbatch: int) -> int:
         return self.batch.samples(name, *self.step.samples[microbatch])
@@ -283,56 +294,62 @@ class RankWriter(Exchange[PlannedMessage, int]):
             return
         if stage not in self.totals:
             tied = self.step.tied_of(stage)
-            for name, size in tied.items():
-                self.tied.setdefault(name, {})[stage] = self.ops.make("gradients", size)
+            found = {name: self.ops.make("gradients", size) for name, size in tied.items()}
+            if stage in self.stages:
+                self.again[stage] = [*found.values()]
+            else:
+                for name, buffer in found.items():
+                    self.tied.setdefault(name, {})[stage] = buffer
+            self.stages[stage] = None
             self.totals[stage] = self.ops.make("gradients", num_bytes - sum(tied.values()))
             return
-        new, total = self.ops.make("gradients", num_bytes), self.totals[stage]
+        new = self.ops.make("gradients", num_bytes)
         self.ops.run(self.step.seconds.adding(num_bytes))
         self.ops.use(new)
-        if total is not None:
-            self.ops.use(total)
+        self.ops.use(self.totals[stage])
 
     # -- the end of the step
 
-    def _issue(self, stage: int) -> None:
+    def _issue(self, stage: int, reduction: Collective) -> None:
         """Start to sum this replica's gradients with the others'."""
-        reduction = self.closing.reductions[stage]
-        if self.closing.sums_in_turn:  # so that what is sent for them goes
-            for other in self.reduced | self.moved:
+        for other in [*self.reducing]:
+            if other == stage or self.closing.sums_in_turn:  # so that what is sent for them goes
                 self._wait_reduced(other)
         self.ops.issue(reduction)
-        total = self.totals[stage]
-        if total is not None and not self.step.tied_of(stage):
-            self.ops.use(total)
-            self.totals[stage] = None
-        if not self.closing.owners:
-            self.reduced[stage] = self.ops.make("gradients", reduction.num_bytes)
-            return
-        own, moved = self.closing.scattered(stage, self.rank)
-        if self.totals[stage] is None:  # else the sums take the place of the list's own
-            self.reduced[stage] = self.ops.make("gradients", own)
-        self.moved[stage] = self.ops.make("transfers", moved)
-        self.ops.see(self.ops.position, moved, moved)
+        self.ops.use(self.totals.pop(stage))
+        own, moved = self.closing.scattered(stage, self.rank) if self.closing.owners else (reduction.num_bytes, 0)
+        self.reducing[stage] = Reducing(
+            reduction, self.ops.make("gradients", own), self.ops.make("transfers", moved) if moved else None
+        )
+        if moved:
+            self.ops.see(self.ops.position, moved, moved)
+        if again := self.again.pop(stage, None):
+            self._added(again, [of[stage] for of in self.tied.values() if stage in of])
+
+    def _added(self, new: Sequence[int], to: Sequence[int]) -> None:
+        """Add buffers in place."""
+        self.ops.run(self.step.seconds.adding(sum(map(self.ops.num_bytes, new))))
+        for buffer in (*new, *to):
+            self.ops.use(buffer)
 
     def _wait_reduced(self, stage: int) -> None:
-        if stage not in self.summed_up:
-            self.ops.wait_for(self.closing.reductions[stage])
-            if stage not in self.reduced:
-                self.reduced[stage] = self.ops.make("gradients", self.closing.scattered(stage, self.rank)[0])
-            self.ops.keep(self.reduced[stage])
-            self.summed_up.add(stage)
-            if stage in self.moved:
-                self.ops.use(self.moved[stage])
+        reduction, sums, moved = self.reducing.pop(stage)
+        self.ops.wait_for(reduction)
+        self.ops.use(sums)
+        if moved is not None:
+            self.ops.use(moved)
+        if stage not in self.sums:
+            self.sums[stage] = sums
+        elif self.ops.num_bytes(sums):
+            self._added([sums], [self.sums[stage]])
 
     def _close(self) -> None:
-        for stage, total in self.totals.items():
-            if stage in self.reduced or stage in self.moved:
+        for stage in self.stages:
+            if stage in self.reducing:
                 self._wait_reduced(stage)
-                if total is not None:  # in one list with gradients of tied weights
-                    self.ops.use(total)
-            elif total is not None:
-                self.ops.keep(total)
+            for found in (self.sums, self.totals):
+                if stage in found:
+                    self.ops.keep(found[stage])
         self.ops.no_op()  # gradients are gone before the first receive is posted
         sums = {name: self.add([of[stage] for stage in sorted(of)]) for name, of in sorted(self.tied.items())}
         self.sum_tied(self.closing.tied, sums)

@@ -92,8 +92,9 @@ def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: i
     count = [flying[staged.stage_of_block[block]] for block in case.blocks]
     states = (0 if staged.offloaded else ADAMW_BYTES) / (staged.replicas if staged.sharded or staged.gathered else 1)
     share = 1 / (staged.replicas if staged.gathered else 1)
+    sums = 1 / (staged.replicas if staged.gathered or staged.scattered else 1)
     own = (w for w in costs.weights if w.blocks)
-    over = sum(share * w.num_bytes + w.trained * (share * w.num_bytes + states * w.num_elements) for w in own)
+    over = sum(share * w.num_bytes + w.trained * (sums * w.num_bytes + states * w.num_elements) for w in own)
     over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
     freed = {block: count[block] * saved[block] for block in case.blocks}
     return _least_again(freed, costs.at(num_samples).forward_seconds, over)
@@ -221,14 +222,22 @@ def way_seconds(seconds: ActionSeconds, units: Units, num_samples: int) -> float
     return max([*forward.values(), *back.values()])
 
 
-def reduction_seconds(case: Case, staged: Staged) -> float:
+def reduction_seconds(case: Case, staged: Staged, num_microbatches: int) -> float:
     """Of the port, or the ranks, with most to do for sums of gradients, each of which has them for itself."""
     busy: dict[Port | tuple[int, ...], float] = {}
+    turns = num_microbatches // staged.replicas if staged.scattered else 1
     for _, group, size in _summed(case, staged):
-        seconds = _exchange_seconds(case, staged, group, size)
+        seconds = _exchange_seconds(case, staged, group, size, turns)
         for use in _uses(case, group):
             busy[use] = busy.get(use, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def sums_are_hidden(case: Case, staged: Staged, num_microbatches: int) -> bool:
+    """Whether a rank's backward of a micro-batch lasts as long as the sums of its gradients, each on one replica."""
+    backward = sum(case.costs.at(case.batch_size // num_microbatches).backward_seconds)
+    sums = reduction_seconds(case, staged.sharing("optimizer"), 1) / 2  # the other half brings what they train
+    return sums <= backward * staged.replicas / case.world_size
 
 
 def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:
@@ -269,10 +278,10 @@ def _summed(case: Case, staged: Staged) -> Iterator[tuple[int, tuple[int, ...], 
             yield stage, tuple(sorted(ranks)), size
 
 
-def _exchange_seconds(case: Case, staged: Staged, ranks: Sequence[int], num_bytes: int) -> float:
-    """Of gradients over replicas, and where they are sharded of what is trained by them."""
+def _exchange_seconds(case: Case, staged: Staged, ranks: Sequence[int], num_bytes: int, turns: int) -> float:
+    """Of gradients over replicas in so many turns, and where they are sharded once of what is trained by them."""
     if staged.sharded:
-        return 2 * case.cluster.all_gather_seconds(ranks, num_bytes)
+        return (turns + 1) * case.cluster.all_gather_seconds(ranks, num_bytes)
     return case.cluster.all_reduce_seconds(ranks, num_bytes)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fxpipe.errors import CompileError
+from fxpipe.plan.staged import trains_alike
 from passes.case import Case
 from passes.placement.cascade import borders, first_pass
 from passes.placement.place import Shape, shape
@@ -63,10 +64,10 @@ def require_possible(request: Request) -> None:
     if not isinstance(request.schedule, str):
         return
     copies, count = request.data_parallel or 1, request.microbatches or 0
-    if request.shard == "weights" and count % copies:
+    if trains_alike(request.shard) and count % copies:
         raise CompileError(
-            f"shard='weights' with microbatches={count}, data_parallel={copies}: replicas gather weights together, for "
-            f"as many micro-batches each; give a multiple of {copies}, or shard='optimizer'"
+            f"shard={request.shard!r} with microbatches={count}, data_parallel={copies}: replicas exchange them "
+            f"together, for as many micro-batches each; give a multiple of {copies}, or shard='optimizer'"
         )
     automatic = tuple(name for name, policy in POLICIES.items() if policy.automatic)
     if not any(True for _ in _ways(request, automatic if request.is_open else (request.schedule,))):

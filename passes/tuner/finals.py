@@ -14,6 +14,9 @@ from passes.tuner.trials import Trials
 
 _MOST_SEARCHED = 4
 """Placements of either form of frozen work whose orders are searched for."""
+_FEW_ACTIONS, _SMALL_SHARE = 1000, 20
+"""Of a step whose gradients are tried to be summed for every micro-batch, which is walked with all its ranks: few, or a
+small part of all that was walked before."""
 _SLOWEST, _WORTH = 1.2, 0.99
 """Of the best's seconds: what a placement may take in its named order, and what it may take at least."""
 
@@ -37,6 +40,19 @@ def finals(trials: Trials, found: Found, budget_seconds: float) -> Found:
     others = [replace(trial, why="") for trial in tried.values() if trial is not best]
     told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
     return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+
+
+def scattered(trials: Trials, found: Found) -> Found:
+    """The found trials, the best with gradients of every micro-batch summed as they come, if that is faster."""
+    best = found.best
+    actions = 4 * best.placed.num_stages * best.candidate.microbatches
+    if actions > max(_FEW_ACTIONS, trials.walked // _SMALL_SHARE):
+        return found
+    faster = trials.scattered(best, best.bound_seconds)
+    if faster is None:
+        return found
+    told = [told_of(replace(trial, why=""), faster, trials.case.limit_bytes) for trial in found.ranked]
+    return Found((faster, *told))
 
 
 def _contenders(trials: Trials, found: Found) -> list[Trial]:

@@ -1,6 +1,6 @@
 """Ways to need less memory with the same shape, where a step does not fit.
 
-shared out       weights held by one replica of a stage each, gathered for its actions
+shared out       weights held by one replica of a stage each, gathered for its actions; sums of gradients, too
 frozen weights   t5 (9 GiB) on every rank: 40 GiB, 40, 40, 40          on the last rank: 31 GiB, 31, 31, 40
 stages           cut anew by what blocks hold, how often, and what every rank has left: 32 GiB, 32, 32, 32
 recomputed       the blocks that take least time of all whose values leave enough room: `recompute`

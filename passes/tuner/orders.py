@@ -44,11 +44,12 @@ class Orders:
 
     def named(self) -> Schedule:
         """The order that the placement is named after, of all ranks."""
-        return self.of_all(self.of_one) if self.pipelines else self._whole()
+        return self.of_all(self.of_one, scattered=self.staged.scattered) if self.pipelines else self._whole()
 
-    def of_all(self, schedule: Schedule, only: Collection[int] | None = None) -> Schedule:
-        """The order of one of equal pipelines as that of all ranks, or of those of `only` these pipelines."""
-        return tile(schedule, self.pipelines, self._of_one, only)
+    def of_all(self, schedule: Schedule, only: Collection[int] | None = None, scattered: bool = False) -> Schedule:
+        """The order of one of equal pipelines as that of all ranks, or of those of `only` these pipelines; gradients of
+        every micro-batch are summed as they come where they are `scattered`."""
+        return tile(schedule, self.pipelines, self._of_one, only, scattered)
 
     @cached_property
     def of_one(self) -> Schedule:

@@ -21,7 +21,7 @@ from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.finals import finals
+from passes.tuner.finals import finals, scattered
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
@@ -83,7 +83,7 @@ def tuned(case: Case, request: Request) -> Found:
     found = search(trials, candidates(case, request))
     if (refined := trials.refined(found.best)) is not None:
         found = Found((refined, *found.ranked[1:]))
-    return finals(trials, found, request.budget_seconds) if request.is_open else found
+    return scattered(trials, finals(trials, found, request.budget_seconds) if request.is_open else found)
 
 
 def _tuned(case: Case, request: Request) -> Plan:
@@ -103,11 +103,8 @@ def _given(case: Case, request: Request) -> Plan:
     count = schedule.num_microbatches
     times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
     staged = place_schedule(case.graph, times, schedule, case.cluster)
-    staged = replace(
-        staged, sharded=request.shard != "none" and staged.replicas > 1,
-        gathered=request.shard == "weights" and staged.replicas > 1, recompute=request.runs(staged.boundaries),
-        offloaded=bool(request.offload_optimizer),
-    )  # fmt: skip
+    staged = replace(staged, recompute=request.runs(staged.boundaries), offloaded=bool(request.offload_optimizer))
+    staged = staged.sharing(_shard_of(request, schedule) if staged.replicas > 1 else "none")
     require(schedule, case.work.of(staged, count), staged.world_size)
     for fault in unlike_replicas(schedule, staged):
         raise CompileError(fault)
@@ -132,6 +129,11 @@ def _given(case: Case, request: Request) -> Plan:
     return replace(plan, steady=best.simulated.schedule, predicted=predicted)
 
 
+def _shard_of(request: Request, schedule: Schedule) -> str:
+    """What is asked for; what the order says of gradients, where that is open."""
+    return request.shard or ("gradients" if schedule.is_scattered else "optimizer")
+
+
 def _in_memory(
     case: Case, request: Request, staged: Staged, schedule: Schedule, sizes: Sequence[int]
 ) -> tuple[Staged, Simulated]:
@@ -153,7 +155,7 @@ def _in_memory(
     found = tried([staged])
     if case.fits(found[0][1].peak_bytes):
         return found[0]
-    shared = replace(staged, sharded=True, gathered=True)
+    shared = staged.sharing("all" if schedule.is_scattered else "weights")
     may_share = request.shard is None and staged.replicas > 1 and not [*unlike_replicas(schedule, shared)]
     found += tried([*recomputed(staged), *([shared] if may_share else [])])
     if may_share and not any(case.fits(step.peak_bytes) for _, step in found):

@@ -48,8 +48,8 @@ def cut_by_memory(
         recompute = whole_stages(found.boundaries) if whole else runs_within(staged.recompute, found.boundaries)
         cut = replace(
             found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks,
-            sharded=staged.sharded, gathered=staged.gathered, offloaded=staged.offloaded,
-        )  # fmt: skip
+            offloaded=staged.offloaded,
+        ).sharing(staged.shard)  # fmt: skip
         if max(ordered(cut)[1]) <= limit_bytes:
             return cut
         if cut == staged:
@@ -70,7 +70,8 @@ def _stage_memory(
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
     states = (0 if staged.offloaded else ADAMW_BYTES) / (len(shape.pipelines) if staged.sharded else 1)
     weights = [size / (len(shape.pipelines) if staged.gathered else 1) for size in costs.parameter_bytes]
-    held = [weights[b] + costs.trained_bytes[b] + states * costs.trained_elements[b] for b in case.blocks]
+    sums = 1 / (len(shape.pipelines) if staged.scattered else 1)
+    held = [weights[b] + sums * costs.trained_bytes[b] + states * costs.trained_elements[b] for b in case.blocks]
     saved = _saved(case, staged, num_samples)
     schedule, needed = ordered(staged)
     most = in_flight(schedule.ranks)

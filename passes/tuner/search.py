@@ -11,6 +11,7 @@ from itertools import count
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.staged import trains_alike
 from passes.tuner.candidates import Candidate
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
@@ -101,7 +102,7 @@ def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
         return CompileError(
             f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
             f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples"
-            + ', where shard="weights" gives every replica as many micro-batches' * (request.shard == "weights")
+            + f", where shard={request.shard!r} gives every replica as many micro-batches" * trains_alike(request.shard)
             + "; leave some open"
         )
     least = min(lost, key=lambda trial: trial.needs or 0)

@@ -5,7 +5,7 @@ too large        ->   frozen weights on some ranks only, stages cut by memory, w
 of these         ->   blocks recomputed, the cheapest that are enough
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxpipe.plan.staged import Staged
@@ -18,13 +18,13 @@ from passes.tuner.trial import TooLarge, Trial
 
 @dataclass(frozen=True, eq=False)
 class Thrift:
-    """Every placement is looked at once. `peaks` are bytes per rank of a trial's shape with other stages; weights of
-    one that `may_gather` may be shared out."""
+    """Every placement is looked at once. `peaks` are bytes per rank of a trial's shape with other stages;
+    `ways_to_share` what its replicas may share out, of which the second is for what the first leaves open."""
 
     case: Case
     request: Request
     peaks: Callable[[Trial], Peaks]
-    may_gather: Callable[[Trial], bool]
+    ways_to_share: Callable[[Trial], Sequence[str]]
     _seen: set[tuple[Staged, int, bool]] = field(default_factory=set)
 
     def closer(self, trial: Trial, below: float) -> Iterator[Trial]:
@@ -47,10 +47,14 @@ class Thrift:
 
     def _others(self, trial: Trial, unseen: int) -> Iterator[Staged]:
         """Without recomputing more."""
-        peaks, limit = self.peaks(trial), self._limit(unseen)
+        peaks, limit, fits = self.peaks(trial), self._limit(unseen), False
         yield from thriftier_stages(self.case, trial.candidate, trial.placed, peaks, limit)
-        if self.may_gather(trial):
-            yield replace(trial.placed, sharded=True, gathered=True)
+        for number, way in enumerate(self.ways_to_share(trial)):
+            staged = trial.placed.sharing(way)
+            if number and fits != (way == "gradients"):
+                return
+            yield staged
+            fits = most(peaks(staged)[1]) <= limit
 
     def _recomputed(self, trial: Trial, unseen: int, below: float) -> Iterator[Staged]:
         """With blocks recomputed."""
@@ -61,15 +65,17 @@ class Thrift:
         """The trial on stages that fit, or of which blocks are to be recomputed."""
         peaks, limit, candidate = self.peaks(trial), self._limit(unseen), trial.candidate
         fits = most(peaks(staged)[1]) <= limit
+        assert trial.too_large is not None
+        least = trial.bound_seconds + (0.0 if staged.scattered else trial.too_large.saved_seconds)
         key = staged, candidate.microbatches, candidate.ahead
         if key in self._seen or (not fits and isinstance(self.request.recompute, bool)):
             return
         self._seen.add(key)
         if fits:
-            bound = max(trial.bound_seconds, self._with_recomputed(trial, staged))
+            bound = max(least, self._with_recomputed(trial, staged))
             yield Trial(candidate, bound, staged, is_thrifty=True)
         else:
-            bound = max(trial.bound_seconds, recomputed_bound(self.case, candidate, staged, peaks, limit))
+            bound = max(least, recomputed_bound(self.case, candidate, staged, peaks, limit))
             yield replace(trial, bound_seconds=bound, staged=staged, too_large=TooLarge(unseen, recomputed=True))
 
     def _with_recomputed(self, trial: Trial, staged: Staged) -> float:

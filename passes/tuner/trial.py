@@ -61,10 +61,12 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class TooLarge:
     """What a trial lacks memory for: `unseen` bytes beside those of its training, of messages in flight and frozen
-    work; to be looked for are blocks that are `recomputed`, or all other ways first."""
+    work; to be looked for are blocks that are `recomputed`, or all other ways first. Its bound leaves out
+    `saved_seconds`, which are part of steps whose gradients are not scattered."""
 
     unseen: int
     recomputed: bool = False
+    saved_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

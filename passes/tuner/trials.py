@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import inf
 
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged
+from fxpipe.plan.staged import Staged, trains_alike
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.fill.ahead import filled, groups
@@ -35,6 +35,7 @@ from passes.tuner.bounds import (
     placed_seconds,
     reduction_seconds,
     shares_may_slow,
+    sums_are_hidden,
 )
 from passes.tuner.memory import Needs, Peaks, made_bytes, most, needs_of, totals
 from passes.tuner.orders import Orders
@@ -62,7 +63,7 @@ class Trials:
         self._placed: dict[tuple[object, ...], Sequence[Staged]] = {}
         self._needs: dict[tuple[Staged, int, bool], tuple[Schedule, list[Needs]]] = {}
         self.walked, self.below = 0, inf
-        self._thrift = Thrift(case, request, self._peaks, self._may_gather)
+        self._thrift = Thrift(case, request, self._peaks, self._ways_to_share)
         self._orders_of: dict[tuple[Staged, int, bool], Orders] = {}
         self._bounds: dict[tuple[int, int], float] = {}
         self._stand_ins: dict[tuple[tuple[int, ...], ...], list[int]] = {}
@@ -143,7 +144,7 @@ class Trials:
     def _first(self, trial: Trial) -> Sequence[int] | None:
         """The pipelines that stand for all; None where there are no others."""
         pipelines = tuple(self._orders(trial).pipelines)
-        if trial.schedule is not None or not pipelines or trial.placed.gathered:  # each holds other weights
+        if trial.schedule is not None or not pipelines or trains_alike(trial.placed.shard):  # each holds others
             return None
         if pipelines not in self._stand_ins:
             self._stand_ins[pipelines] = stand_ins(self.case.cluster, pipelines)
@@ -155,10 +156,10 @@ class Trials:
         orders = self._orders(trial)
         if trial.schedule is not None or not orders.pipelines:
             return trial.schedule or orders.named()
-        return orders.of_all(trial.of_one or orders.of_one, only)
+        return orders.of_all(trial.of_one or orders.of_one, only, trial.placed.scattered)
 
     def _orders(self, trial: Trial) -> Orders:
-        staged, candidate = replace(trial.placed, sharded=False, gathered=False), trial.candidate
+        staged, candidate = trial.placed.sharing("none"), trial.candidate
         key = staged, candidate.microbatches, candidate.ahead
         if key not in self._orders_of:
             self._orders_of[key] = Orders(self.case, staged, candidate.microbatches, candidate.ahead)
@@ -174,7 +175,8 @@ class Trials:
                 staged, schedule=shape.schedule, recompute=recompute, offloaded=bool(self.request.offload_optimizer)
             )
             for found in self._shared_out(placed, trial.sizes(case)):
-                bounds = trial.bound_seconds, self._of_stages(staged, trial), reduction_seconds(case, found)
+                sums = reduction_seconds(case, found, trial.candidate.microbatches)
+                bounds = trial.bound_seconds, self._of_stages(staged, trial), sums
                 yield replace(trial, staged=found, bound_seconds=max(bounds))
 
     def _of_stages(self, staged: Staged, trial: Trial) -> float:
@@ -186,14 +188,14 @@ class Trials:
         return self._bounds[key]
 
     def _shared_out(self, staged: Staged, sizes: Sequence[int]) -> Sequence[Staged]:
-        """What replicas of a stage share out; several where that is open and may be slower. Weights only where that is
-        asked for, and all replicas have as many micro-batches."""
-        asked, nothing, states = self.request.shard, staged, replace(staged, sharded=True)
+        """What replicas of a stage share out; several where that is open and may be slower. Weights, and gradients of
+        every micro-batch, only where that is asked for, and all replicas have as many micro-batches."""
+        asked, nothing, states = self.request.shard, staged, staged.sharing("optimizer")
         if staged.replicas == 1 or asked == "none":
             return (nothing,)
-        if asked == "weights":
+        if asked is not None and trains_alike(asked):
             even = staged.pipelines and len(sizes) % staged.replicas == 0
-            return (replace(states, gathered=True),) if even else ()
+            return (_once(staged.sharing(asked), sizes),) if even else ()
         return (states, nothing) if asked is None and shares_may_slow(self.case, staged, sizes[-1]) else (states,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
@@ -225,7 +227,7 @@ class Trials:
         if orders.pipelines:
             seconds = max(seconds, ordered_seconds(self.case, trial.placed, orders.named_alone))
             if not isinstance(self.request.recompute, bool):
-                least = replace(trial.placed, gathered=trial.placed.gathered or self._may_gather(trial))
+                least = trial.placed.sharing("all") if self._ways_to_share(trial) else trial.placed
                 again = again_seconds(self.case, least, orders.of_one, trial.sizes(self.case)[-1])
                 with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
                 seconds = max(seconds, with_it)
@@ -233,16 +235,45 @@ class Trials:
 
     def too_large(self, trial: Trial, unseen: int = 0) -> Trial:
         """A trial that does not fit, whose placement may be had in less memory; `unseen` bytes are left, of messages in
-        flight and frozen work."""
+        flight and frozen work. Its bound is that of a step in which replicas add up shares of gradients, if they may.
+        """
         if self.case.limit_bytes is None or trial.is_thrifty:
             return trial
-        return replace(trial, done=False, too_large=TooLarge(unseen))
+        saved = self._saved_seconds(trial) if self._ways_to_share(trial) else 0.0
+        bound = trial.bound_seconds - saved
+        return replace(trial, done=False, bound_seconds=bound, too_large=TooLarge(unseen, saved_seconds=saved))
 
-    def _may_gather(self, trial: Trial) -> bool:
-        """Whether weights may yet be shared out."""
+    def _saved_seconds(self, trial: Trial) -> float:
+        """What replicas may save that add up shares of their micro-batches' gradients, in all stages of a pipeline."""
+        staged, sums = trial.placed, trial.candidate.microbatches // trial.placed.replicas - 1
+        sizes = (sum(self.case.costs.trained_bytes[b] for b in staged.blocks(s)) for s in range(staged.num_stages))
+        return sums * sum(self.case.adding_seconds(size) for size in sizes) if sums else 0.0
+
+    def scattered(self, trial: Trial, below: float) -> Trial | None:
+        """The same step with gradients of every micro-batch summed as they come; None where that may not be, does not
+        fit, or is not `below` as many seconds."""
         placed = trial.placed
-        is_open = self.request.shard is None and not placed.gathered and placed.replicas > 1
-        return is_open and bool(self._orders(trial).pipelines)
+        may = self.request.shard is None and placed.sharded and trial.candidate.microbatches > placed.replicas
+        if not may or placed.scattered or not self._orders(trial).pipelines:
+            return None
+        if trial.bound_seconds - self._saved_seconds(trial) >= below:
+            return None
+        staged = replace(placed, scattered=True)
+        return self._fitting(Trial(trial.candidate, 0.0, staged, True, trial.of_one, method=trial.method), below)
+
+    def _ways_to_share(self, trial: Trial) -> tuple[str, ...]:
+        """What replicas may yet share out, of `SHARDS`, the fastest first; of one micro-batch each, weights.
+
+        The other one is for what the first leaves open: of gradients of every micro-batch that are summed while the
+        next is computed all, or without gathers, if there is room; of those that are not only if there is none.
+        """
+        placed, count = trial.placed, trial.candidate.microbatches
+        is_open = self.request.shard is None and placed.replicas > 1 and not trains_alike(placed.shard)
+        if not is_open or not self._orders(trial).pipelines:
+            return ()
+        if count == placed.replicas:
+            return ("weights",)
+        return ("all", "gradients") if sums_are_hidden(self.case, placed, count) else ("weights", "all")
 
     def unseen(self, trial: Trial) -> int:
         """Bytes that a trial needs beside those of its training: of messages, frozen work, or its plain step."""
@@ -366,6 +397,11 @@ class Trials:
             return _known(trial, step, done=True)
         room = next((room for room in self._rooms(trial, step) if room.most == way.room.most), None)
         return self._with(trial, step, replace(way, room=room or Room.everywhere(step.clock, 0.0)), None)
+
+
+def _once(staged: Staged, sizes: Sequence[int]) -> Staged:
+    """Where a replica has one micro-batch, its gradients are those of the step."""
+    return replace(staged, scattered=staged.scattered and len(sizes) > staged.replicas)
 
 
 def _known(trial: Trial, found: Simulated, done: bool) -> Trial:
