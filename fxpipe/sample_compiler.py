@@ -186,9 +186,16 @@ def _requests(
     denoiser: Spread, lowering: SampleLowering, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call that joins as many like this one as is best for each."""
-    denoiser.lowering = looking = lowering.looking(*denoiser.traced(args, kwargs))
-    assert looking.looked_at is not None
-    return repeated(denoiser.module, args, kwargs, looking.looked_at.best.requests)
+    traced, num_samples = denoiser.traced(args, kwargs)
+
+    def requests() -> int:
+        denoiser.lowering = looking = lowering.looking(traced, num_samples)
+        assert looking.looked_at is not None
+        return looking.looked_at.best.requests
+
+    with denoiser.ranks.compiling(lowering.compared(lowering.case(traced, num_samples))):
+        count = denoiser.ranks.of_rank_zero(requests)
+    return repeated(denoiser.module, args, kwargs, count)
 
 
 def _check_choices(**given: str) -> None:

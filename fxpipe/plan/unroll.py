@@ -39,11 +39,14 @@ def require_sequence(
     messages: Mapping[str, Sequence[Message]],
     sequence: Sequence[str] = STEADY,
 ) -> None:
-    """Raise CompileError unless these forms, one after the other, are right programs.
+    """Raise CompileError unless these forms, one after the other, are right programs, of all ranks or of some.
 
-    Every carried receive is waited for once, in the next step; channels have one order; nobody waits forever.
+    Every carried receive is waited for once, in the next step; channels have one order; nobody waits forever: before a
+    rank sends it waits for what comes earlier in the order of all messages alone.
     """
-    require_programs(*in_sequence(programs, messages, sequence))
+    graphs, sent = in_sequence(programs, messages, sequence)
+    moments = {(message.edge, message.src): moment for moment, message in enumerate(sent)}
+    require_programs(graphs, sent, (), moments)
 
 
 def in_sequence(

@@ -3,20 +3,23 @@
 with ranks.call():                                      a call of the user's pipeline: its steps belong together
     ranks.predict(step, state, tensors, "cond")         step 0 of a stream: fresh
     ranks.predict(step, state, tensors, "cond")         after `step.warmup` steps: displaced, where it has that form
+
+with ranks.compiling(what):                             all ranks of a launch are about to compile this
+    plan = ranks.of_rank_zero(make)                     rank 0's
+    ranks.agreed(lowered(plan))                         this rank's programs, if all have theirs
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpipe.errors import RunError, Stopped
+from fxpipe.errors import CompileError, RunError, Stopped
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, T, Transport
@@ -30,11 +33,25 @@ _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
 
-class Programs(Protocol):
-    """The programs of all ranks for one kind of call; displaced ones run after `warmup` steps."""
+class Digested(Protocol):
+    """What ranks make of a plan."""
+
+    @property
+    def digest(self) -> str:
+        """The same on ranks that make the same."""
+        ...
+
+
+D = TypeVar("D", bound=Digested)
+
+
+class Programs(Digested, Protocol):
+    """The programs for one kind of call, of all ranks or of this process's; displaced ones run after `warmup` steps."""
 
     @property
     def programs(self) -> Sequence[SampleProgram]: ...
+
+    def program(self, rank: int) -> SampleProgram: ...
 
     @property
     def channels(self) -> Mapping[Channel, int]: ...
@@ -137,6 +154,26 @@ class Ranks(ABC):
         """Around a call: nothing of it is left to the next, however it ends."""
         ...
 
+    @contextmanager
+    def compiling(self, what: Mapping[str, object]) -> Iterator[None]:
+        """Collective over a launch, around what all ranks compile: `what` each is about to, by name.
+
+        Raises:
+            RunError: another rank does something else. What is raised inside ends the other ranks too, but for
+                CompileErrors, which all of them raise.
+        """
+        yield
+
+    def of_rank_zero(self, make: Callable[[], T]) -> T:
+        """Collective over a launch: what `make` gives on rank 0, where alone it is called; its CompileError is raised
+        on all ranks."""
+        return make()
+
+    def agreed(self, made: "D | CompileError") -> "D | CompileError":
+        """Collective over a launch: what each rank has made of the same plan, or the error of the first that could
+        not."""
+        return made
+
     @abstractmethod
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank of a launch."""
@@ -224,13 +261,11 @@ class LaunchedRank(Ranks):
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         self._transport.set_action("predict")
         self._num_begun += 1
-        held = self._bound.get(id(step)) or _Held(step, _plan_of(step))
-        shapes = {name: f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
-        self._agreement.begin((held.plan, shapes, form, stream))
+        held, shapes = self._bound.get(id(step)) or _Held(step), shapes_of(tensors)
+        self._agreement.begin((step.digest, shapes, form, stream))
         if not self._used:
-            of_inputs = {f"shape of {name}": shape for name, shape in shapes.items()}
             sums = {name: checksum(tensor) for name, tensor in tensors.items()}
-            agree(self._transport, {"plan": held.plan, "inputs": sorted(tensors)} | of_inputs | sums)
+            agree(self._transport, shapes | {"plan": step.digest} | sums)
         if held.state is not state or all(state is not used for used in self._used):
             self._take(held, state)
         assert held.bound is not None
@@ -242,6 +277,38 @@ class LaunchedRank(Ranks):
 
     def forget(self, step: Programs) -> None:
         self._bound.pop(id(step), None)
+
+    @contextmanager
+    def compiling(self, what: Mapping[str, object]) -> Iterator[None]:
+        self._transport.set_action("compile")
+        try:
+            self._agreement.begin(what)
+            if self._num_steps is None or not self._used:  # as whoever predicts first in a call does
+                agree(self._transport, what)
+            self._agreement.passed()
+            yield
+        except CompileError:
+            raise
+        except BaseException as error:
+            self._transport.abort(error)
+            raise
+        self._transport.set_action("the loop around predictions")
+
+    def of_rank_zero(self, make: Callable[[], T]) -> T:
+        made, error = self.broadcast(_tried(make) if self.rank == 0 else (None, None))
+        if error is not None:
+            everyones(self._transport, None)  # rank 0 stays until all have read it
+            raise error
+        return cast(T, made)
+
+    def agreed(self, made: "D | CompileError") -> "D | CompileError":
+        own = made if isinstance(made, CompileError) else made.digest
+        found = everyones(self._transport, own)
+        errors = [one for one in found if isinstance(one, CompileError)]
+        others = [rank for rank, one in enumerate(found) if one != found[0]]
+        if others and not errors:
+            raise RunError(f"ranks {others} make another step of rank 0's plan; give every rank the same model")
+        return errors[0] if errors else made
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
@@ -281,7 +348,7 @@ class LaunchedRank(Ranks):
         self._used.append(state)
         if held.state is state:
             return
-        own = held.step.programs[self.rank]
+        own = held.step.program(self.rank)
         gone = [name for name in own.state if is_released(state[name])]
         if gone:
             raise RunError(
@@ -311,18 +378,18 @@ class _Held:
     """Programs that are kept, and so is their id; with what this rank runs by which state."""
 
     step: Programs
-    plan: str
     state: Tensors | None = None
     bound: BoundProgram | None = None
 
 
-def _plan_of(step: Programs) -> str:
-    """A digest of what all ranks do: of the first rank's program, and of who sends to whom."""
-    graphs = [(form, of_form.graph) for form, of_form in step.programs[0].forms.items()]
-    nodes = [(form, [(node.name, name_of(node.target)) for node in graph.nodes]) for form, graph in graphs]
-    return hashlib.sha256(repr((step.warmup, sorted(step.channels), nodes)).encode()).hexdigest()
+def shapes_of(tensors: Tensors) -> dict[str, object]:
+    """Which inputs a call has, and of which shapes and types, as ranks compare them."""
+    shapes = {f"shape of {name}": f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
+    return {"inputs": sorted(tensors), **shapes}
 
 
-def name_of(target: object) -> str:
-    """The same in every process, where the text of a function has its address."""
-    return getattr(target, "__qualname__", None) or str(target)
+def _tried(make: Callable[[], T]) -> tuple[T | None, CompileError | None]:
+    try:
+        return make(), None
+    except CompileError as error:
+        return None, error

@@ -72,7 +72,7 @@ def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, fl
         if one.found and (one is not own or plan.how.fresh):
             remade = replace(lowering, plan=None, setting=None, looked_at=None, request=one.request)
             try:
-                made = remade.step(step.traced, step.batch_size)
+                made = remade.step(step.traced, step.batch_size, spread.ranks)
             except CompileError:
                 continue  # the estimate had not seen why
             yield str(one), one.found.seconds, one.is_exact, False, made
