@@ -55,13 +55,16 @@ def in_sequence(
     sequence: Sequence[str],
     whole: bool = False,
 ) -> tuple[list[Unrolled], list[Message]]:
-    """These forms one after the other on every rank, their messages alone or the `whole` of them; and all messages."""
+    """These forms one after the other on every rank, their messages alone or the `whole` of them; and all messages of
+    these ranks, in order."""
     num_edges = 1 + max((message.edge for of_form in messages.values() for message in of_form), default=0)
     steps = [unrolled(program, sequence, num_edges, whole) for program in programs]
+    ranks = {program.rank for program in programs}
+    own = {form: [m for m in messages[form] if m.src in ranks or m.dst in ranks] for form in dict.fromkeys(sequence)}
     sent = [
         replace(message, edge=message.edge + step * num_edges)
         for step, form in enumerate(sequence)
-        for message in messages[form]
+        for message in own[form]
     ]
     return steps, sent
 
