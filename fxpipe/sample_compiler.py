@@ -77,6 +77,8 @@ def compile_sampler(
     go to groups of ranks. In exact mode every exchange is of the step itself: any layout gives one device's result.
     Ranks run on the denoiser's own device, its modules as in eval, whatever their mode.
 
+    Under torchrun with as many processes rank 0 makes plans for all, and each lowers its own rank only.
+
     What is left open of `cfg`, `stages`, `fold` and `patches` is chosen: the layout whose call is predicted to be the
     fastest on `cluster`, of those that fit into memory. The plan says what it expects, and what came second.
 

@@ -139,7 +139,8 @@ class Sampler:
         return with_components(self.model, parts, self.ranks.call, finished)
 
     def prepare(self, **call: Any) -> SampleStep:
-        """The programs for a call of the pipeline, before it comes: it ends where it calls its denoiser.
+        """The programs for a call of the pipeline, before it comes: it ends where it calls its denoiser. Collective
+        over the ranks of a launch.
 
         Raises:
             CompileError: there can be none, or the call fails before.

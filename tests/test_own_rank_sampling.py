@@ -107,7 +107,7 @@ def test_a_send_after_a_wait_that_may_need_it_is_seen_in_one_program() -> None:
 # -- processes
 
 
-def noted(rank: int) -> list[int]:
+def noted() -> list[int]:
     """The ranks that are lowered from now on."""
     seen, own = list[int](), lowering.programs_of
 
@@ -120,10 +120,10 @@ def noted(rank: int) -> list[int]:
     return seen
 
 
-def launched(mode: str) -> tuple[list[Tensor], list[int], list[str], int]:
-    """Predictions of the example and of another size, which ranks were lowered, plans, and how often one was made."""
-    rank = int(os.environ["RANK"])
-    seen, made, own = noted(rank), list[int](), lowering.ranked
+def launched(mode: str) -> tuple[list[Tensor], list[int], list[str], int, list[str]]:
+    """Predictions of the example and of another size, which ranks were lowered, plans, how often one was made, and what
+    was observed."""
+    seen, made, phases, own = noted(), list[int](), list[str](), lowering.ranked
 
     def ranked(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
@@ -132,7 +132,7 @@ def launched(mode: str) -> tuple[list[Tensor], list[int], list[str], int]:
     lowering.ranked = ranked
     torch.manual_seed(0)
     model = Rows().double()
-    sampler = compiled_rows(model, mode)
+    sampler = compiled_rows(model, mode, observe=lambda name, artefact: phases.append(name))
     found, plans = list[Tensor](), list[str]()
     for height in (12, 16, 12):
         found.append(sampler.predict(**given(height)))
@@ -145,7 +145,7 @@ def launched(mode: str) -> tuple[list[Tensor], list[int], list[str], int]:
     assert len([*sampler.dump(folder).glob("rank_*.py")]) == 2
     assert seen == [*lowered, 0, 1]  # once, when they are asked for
     sampler.close()
-    return found, lowered, plans, len(made)
+    return found, lowered, plans, len(made), phases
 
 
 def given(height: int) -> dict[str, Tensor]:
@@ -163,11 +163,13 @@ def test_a_process_lowers_its_own_rank_by_rank_0s_plan(mode: str) -> None:
     sampler = compiled_rows(Rows().double(), mode)
     wanted = [sampler.predict(**given(height)) for height in (12, 16, 12)]
     plans = [str(sampler.denoiser.step((), given(height)).plan) for height in (12, 16, 12)]
-    for rank, (found, lowered, same, made) in enumerate(run_processes(2, launched, mode)):
+    phases = ["capture", "rows", "layouts", "plan", "programs"] * 2
+    for rank, (found, lowered, same, made, seen) in enumerate(run_processes(2, launched, mode)):
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         assert lowered == [rank, rank]
         assert same == plans
         assert bool(made) == (rank == 0)
+        assert seen == phases  # on all ranks alike
 
 
 def refused() -> dict[str, str]:

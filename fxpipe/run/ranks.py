@@ -159,8 +159,8 @@ class Ranks(ABC):
         """Collective over a launch, around what all ranks compile: `what` each is about to, by name.
 
         Raises:
-            RunError: another rank does something else. What is raised inside ends the other ranks too, but for
-                CompileErrors, which all of them raise.
+            RunError: another rank does something else. What is raised inside ends the other ranks too, but for what all
+                of them raise: CompileErrors and `Stopped`, and within a call what they raise alike.
         """
         yield
 
@@ -280,17 +280,17 @@ class LaunchedRank(Ranks):
 
     @contextmanager
     def compiling(self, what: Mapping[str, object]) -> Iterator[None]:
-        self._transport.set_action("compile")
+        in_call = self._num_steps is not None  # which ends with what is raised
         try:
+            self._transport.set_action("compile")
             self._agreement.begin(what)
-            if self._num_steps is None or not self._used:  # as whoever predicts first in a call does
+            if not in_call or not self._used:  # as whoever predicts first in a call does
                 agree(self._transport, what)
             self._agreement.passed()
             yield
-        except CompileError:
-            raise
         except BaseException as error:
-            self._transport.abort(error)
+            if not in_call and not isinstance(error, CompileError | Stopped):
+                self._transport.abort(error)
             raise
         self._transport.set_action("the loop around predictions")
 

@@ -18,6 +18,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, RunError
+from fxpipe.plan.sample_outcome import SampleOutcome
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
 from fxpipe.plan.unroll import in_sequence
@@ -36,6 +37,8 @@ from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
 
 Mode = Literal["exact", "displaced"]
+Proposed = tuple[SamplePlan, tuple[SampleOutcome, ...]]
+"""A plan, and what it was chosen from."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,26 @@ class SampleLowering:
         case = self.case(traced, batch_size)
         self.observe("rows", case.rows(batch_size))
 
-        # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered after all
         plans, errors = self._plans(case), list[CompileError]()
         with ranks.compiling(self.compared(case)):
             while True:
-                plan = ranks.of_rank_zero(lambda: _next(plans, errors))
+                # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered
+                plan, outcomes = ranks.of_rank_zero(lambda: _next(plans, errors))
+                if ranks.rank and not is_of(plan, case):
+                    raise RunError(
+                        f"rank 0 has planned call {plan.fingerprint} with {plan.num_samples} samples, which rank "
+                        f"{ranks.rank} does not make: its model is another one; give every rank the same"
+                    )
+                if outcomes:
+                    self.observe("layouts", outcomes)
+                self.observe("plan", plan)
+                if (line := line_for(case, plan)) is not None:
+                    self.observe("stages", line)
+
+                # programs: patches that follow each other, or groups of patches beside each other; every form checked
                 made = ranks.agreed(self._tried(case, plan, ranks.rank))
                 if isinstance(made, SampleStep):
+                    self.observe("programs", made.programs)
                     return made
                 errors.append(made)
 
@@ -109,24 +125,19 @@ class SampleLowering:
 
     def _tried(self, case: SampleCase, plan: SamplePlan, rank: int | None) -> SampleStep | CompileError:
         """The programs, or why there are none."""
-        if rank and not is_of(plan, case):
-            raise RunError(
-                f"rank 0 has planned call {plan.fingerprint} with {plan.num_samples} samples, which rank {rank} does "
-                "not make: its model is another one; give every rank the same"
-            )
         try:
             return self._lowered(case, plan, rank)
         except CompileError as error:
             return error
 
-    def _plans(self, case: SampleCase) -> Iterator[SamplePlan]:
+    def _plans(self, case: SampleCase) -> Iterator[Proposed]:
         """The given one, or the best first."""
         if self.plan and is_of(self.plan, case):
             require_attention(case, choices_of(self.plan))
             require_equal(self.plan, planned(case, choices_of(self.plan), self.cluster, self.priced)[0])
-            yield self.plan
+            yield self.plan, ()
         elif self.setting is None:
-            yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)[0]
+            yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)[0], ()
         elif (found := self.looked_at) is not None and any(found.fallbacks(case.num_samples)):
             yield from self._best_first(case, self.setting, found)
         else:
@@ -136,7 +147,7 @@ class SampleLowering:
             if found.narrowed:
                 yield from self._best_first(case, setting, ranked(case, self.request, setting, anew=True))
 
-    def _best_first(self, case: SampleCase, setting: Setting, found: Ranked) -> Iterator[SamplePlan]:
+    def _best_first(self, case: SampleCase, setting: Setting, found: Ranked) -> Iterator[Proposed]:
         todo = [*found.fallbacks(case.num_samples)]
         while todo:
             one = todo.pop(0)
@@ -147,10 +158,10 @@ class SampleLowering:
                 found = replace(found, candidates=tuple(other if c is one else c for c in found.candidates))
                 todo = sorted([other, *todo], key=lambda one: one.seconds)
                 continue
-            self.observe("layouts", tuple(found.outcomes(one)))
             plan, _ = planned(case, one.made or made, self.cluster, self.priced)
             notes = *plan.notes, *found.notes(case, one)
-            yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one))
+            plan = replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one))
+            yield plan, tuple(found.outcomes(one))
 
     def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
         """What a request leaves open, decided; attention gathers where no cluster says what is better."""
@@ -173,16 +184,8 @@ class SampleLowering:
                 f"the plan keeps {plan.how.fresh[0]!r} fresh, which only displaced patches beside each other can; "
                 "leave the line out"
             )
-        line = line_for(case, plan)
-        self.observe("plan", plan)
-        if line is not None:
-            self.observe("stages", line)
-
-        # programs: patches that follow each other, or groups of patches beside each other; every form checked
         wanted = range(plan.world_size) if rank is None else (rank,)
-        programs, messages = programs_of(case, plan, line, self.device, wanted)
-        self.observe("programs", programs)
-
+        programs, messages = programs_of(case, plan, line_for(case, plan), self.device, wanted)
         rows, again = case.rows(case.num_samples), partial(self._all_ranks, case.traced, case.num_samples)
         return SampleStep(case.traced, plan, rows.inputs, case.likes, programs, messages, str(rows), again)
 
@@ -200,10 +203,10 @@ class SampleLowering:
         return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, self.request.speeds))
 
 
-def _next(plans: Iterator[SamplePlan], errors: Sequence[CompileError]) -> SamplePlan:
+def _next(plans: Iterator[Proposed], errors: Sequence[CompileError]) -> Proposed:
     """The next best plan; where there is no other, the first one's error."""
-    for plan in plans:
-        return plan
+    for proposed in plans:
+        return proposed
     raise errors[0]
 
 
