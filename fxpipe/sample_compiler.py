@@ -25,7 +25,8 @@ from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, 
 from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.run.launch import join
-from fxpipe.run.ranks import Launched, LaunchedRank, LocalRanks, Ranks
+from fxpipe.run.launched_rank import Launched, LaunchedRank
+from fxpipe.run.ranks import LocalRanks, Ranks
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
 from fxpipe.sampling.candidates import Objective, Setting
