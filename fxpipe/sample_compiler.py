@@ -25,7 +25,8 @@ from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, 
 from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.run.launch import join
-from fxpipe.run.ranks import Launched, LaunchedRank, LocalRanks, Ranks
+from fxpipe.run.launched_rank import Launched, LaunchedRank
+from fxpipe.run.ranks import LocalRanks, Ranks
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
 from fxpipe.sampling.candidates import Objective, Setting
@@ -76,6 +77,8 @@ def compile_sampler(
     The rows of the image are cut into patches, a rank each; samples of a call (the halves of classifier-free guidance)
     go to groups of ranks. In exact mode every exchange is of the step itself: any layout gives one device's result.
     Ranks run on the denoiser's own device, its modules as in eval, whatever their mode.
+
+    Under torchrun with as many processes rank 0 makes plans for all, and each lowers its own rank only.
 
     What is left open of `cfg`, `stages`, `fold` and `patches` is chosen: the layout whose call is predicted to be the
     fastest on `cluster`, of those that fit into memory. The plan says what it expects, and what came second.
@@ -186,9 +189,16 @@ def _requests(
     denoiser: Spread, lowering: SampleLowering, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call that joins as many like this one as is best for each."""
-    denoiser.lowering = looking = lowering.looking(*denoiser.traced(args, kwargs))
-    assert looking.looked_at is not None
-    return repeated(denoiser.module, args, kwargs, looking.looked_at.best.requests)
+    traced, num_samples = denoiser.traced(args, kwargs)
+
+    def requests() -> int:
+        denoiser.lowering = looking = lowering.looking(traced, num_samples)
+        assert looking.looked_at is not None
+        return looking.looked_at.best.requests
+
+    with denoiser.ranks.compiling(lowering.compared(lowering.case(traced, num_samples))):
+        count = denoiser.ranks.of_rank_zero(requests)
+    return repeated(denoiser.module, args, kwargs, count)
 
 
 def _check_choices(**given: str) -> None:

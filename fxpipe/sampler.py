@@ -29,7 +29,7 @@ from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import T
 from fxpipe.run.patched import finished
 from fxpipe.run.ranks import Ranks
-from fxpipe.sampling.calibration import Calibration, Recorder, calibrated
+from fxpipe.sampling.calibration import Calibration, Recorder, calibrated, made_of
 from fxpipe.sampling.quality import measured, same_draws
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep, Traced
@@ -139,7 +139,8 @@ class Sampler:
         return with_components(self.model, parts, self.ranks.call, finished)
 
     def prepare(self, **call: Any) -> SampleStep:
-        """The programs for a call of the pipeline, before it comes: it ends where it calls its denoiser.
+        """The programs for a call of the pipeline, before it comes: it ends where it calls its denoiser. Collective
+        over the ranks of a launch.
 
         Raises:
             CompileError: there can be none, or the call fails before.
@@ -181,12 +182,18 @@ class Sampler:
         recorder = Recorder(self.denoiser)
         with recorder.streams.call():
             self._called(call, recorder)
-        changes = self.broadcast(recorder.changes())
-        step = recorder.step
-        assert step is not None
-        return calibrated(
-            self.denoiser, step, recorder.keys, changes, recorder.num_steps, slower, self.cluster
-        )  # fmt: skip
+
+        def found() -> tuple[Calibration, SamplePlan]:
+            changes = recorder.changes()
+            assert recorder.step is not None
+            given = recorder.keys, changes, recorder.num_steps, slower, self.cluster
+            return calibrated(self.denoiser, recorder.step, *given)
+
+        with self.ranks.compiling({"steps": recorder.num_steps, "slower": slower}):
+            calibration, plan = self.ranks.of_rank_zero(found)
+        assert recorder.step is not None
+        self.denoiser.adopt(made_of(self.denoiser, recorder.step, plan, self.ranks))
+        return calibration
 
     def measure(self, call: Call, most: int = 6) -> Quality:
         """How near to one device's result the ways to sample a call are, beside what they are predicted to take.

@@ -17,7 +17,7 @@ from passes.sampling.fresh import CONSTANTS
 from passes.sampling.messages import halo_of
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import all_own, patches_of
-from passes.sampling.text import first_has_text
+from passes.sampling.text import shared_text, text_graph
 from tests.row_programs import RowPrograms
 
 Run = Generator[tuple[fx.Node, Tensor], Tensor, Tensor]
@@ -31,9 +31,11 @@ class Lockstep:
         self.patches = patches_of(programs.rows, programs.bounds)
         self.graphs = [patch_graph(programs.rows, patch) for patch in self.patches]
         if programs.step.plan.text_first:
-            cut = first_has_text(programs.rows, programs.traced.rows, programs.bounds)
-            assert cut is not None
-            self.patches, self.graphs = cut
+            self.patches = patches_of(programs.rows, programs.bounds, "first")
+            shared = shared_text(programs.rows, programs.traced.rows)
+            made = [text_graph(programs.rows, shared, self.patches, patch.index) for patch in self.patches]
+            self.graphs = [graph for graph in made if graph is not None]
+            assert len(self.graphs) == len(self.patches)
         self.norms, self.state, self.rows = programs.step.plan.how.norms, programs.state(), programs.rows
         self.advance = programs.step.plan.how.advance
         self.before: Latest = {}

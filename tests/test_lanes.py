@@ -15,7 +15,6 @@ import fxpipe
 from fxpipe.plan import ops
 from fxpipe.plan.lanes import NUM_OWN, Lanes, SendOrder, Turns, lanes
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.send_order import send_order
 from fxpipe.plan.transport import Channel
 from fxpipe.plan.unroll import Unrolled
 from fxpipe.run.sampling import LocalRun, SampleRun
@@ -164,8 +163,7 @@ CROSSED = """
 def test_receives_posted_early_wait_for_their_turn() -> None:
     """Rank 0 posts the receive of edge 2 first: started then, it would hold up what it waits for."""
     programs, messages = programs_of(CROSSED)
-    order = send_order(programs, messages)
-    assert [message.edge for message in order.messages] == [1, 3, 2]
+    order = SendOrder.of(messages, [1, 3, 2])
     shared = Lanes(shared=frozenset(message.channel for message in messages))
     assert not check_lanes(programs, shared, order)
 
@@ -181,7 +179,7 @@ def test_a_standstill_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With receives started as they are posted, the machine stops."""
     programs, messages = programs_of(CROSSED)
     shared = Lanes(shared=frozenset(message.channel for message in messages))
-    order = send_order(programs, messages)
+    order = SendOrder.of(messages, [1, 3, 2])
     eager = {0: [[2], [0]], 1: [[1], [2]], 2: [[0], [1]]}  # what each rank starts, batch by batch
     taken = iter([*eager[0], *eager[1], *eager[2]])
     monkeypatch.setattr(Turns, "due", lambda self, position: next(taken))

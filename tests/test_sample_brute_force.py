@@ -92,8 +92,8 @@ class Layouts:
 
 @cache
 def lowered(layouts: Layouts, made: Choices) -> SampleStep:
-    plan, line = planned(layouts.case, made, "", "")
-    step: SampleStep = layouts.lowering._lowered(layouts.case, plan, line)
+    plan, _ = planned(layouts.case, made, "", "")
+    step: SampleStep = layouts.lowering._lowered(layouts.case, plan)
     return step
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.run.ranks import LaunchedRank
+from fxpipe.run.launched_rank import LaunchedRank
 from fxpipe.run.transport import distributed
 from tests.distributed import run_processes, start_processes
 

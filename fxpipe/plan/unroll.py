@@ -39,11 +39,14 @@ def require_sequence(
     messages: Mapping[str, Sequence[Message]],
     sequence: Sequence[str] = STEADY,
 ) -> None:
-    """Raise CompileError unless these forms, one after the other, are right programs.
+    """Raise CompileError unless these forms, one after the other, are right programs, of all ranks or of some.
 
-    Every carried receive is waited for once, in the next step; channels have one order; nobody waits forever.
+    Every carried receive is waited for once, in the next step; channels have one order; nobody waits forever: before a
+    rank sends it waits for what comes earlier in the order of all messages alone.
     """
-    require_programs(*in_sequence(programs, messages, sequence))
+    graphs, sent = in_sequence(programs, messages, sequence)
+    moments = {(message.edge, message.src): moment for moment, message in enumerate(sent)}
+    require_programs(graphs, sent, (), moments)
 
 
 def in_sequence(
@@ -52,13 +55,16 @@ def in_sequence(
     sequence: Sequence[str],
     whole: bool = False,
 ) -> tuple[list[Unrolled], list[Message]]:
-    """These forms one after the other on every rank, their messages alone or the `whole` of them; and all messages."""
+    """These forms one after the other on every rank, their messages alone or the `whole` of them; and all messages of
+    these ranks, in order."""
     num_edges = 1 + max((message.edge for of_form in messages.values() for message in of_form), default=0)
     steps = [unrolled(program, sequence, num_edges, whole) for program in programs]
+    ranks = {program.rank for program in programs}
+    own = {form: [m for m in messages[form] if m.src in ranks or m.dst in ranks] for form in dict.fromkeys(sequence)}
     sent = [
         replace(message, edge=message.edge + step * num_edges)
         for step, form in enumerate(sequence)
-        for message in messages[form]
+        for message in own[form]
     ]
     return steps, sent
 

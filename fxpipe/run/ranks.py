@@ -3,38 +3,49 @@
 with ranks.call():                                      a call of the user's pipeline: its steps belong together
     ranks.predict(step, state, tensors, "cond")         step 0 of a stream: fresh
     ranks.predict(step, state, tensors, "cond")         after `step.warmup` steps: displaced, where it has that form
+
+with ranks.compiling(what):                             all ranks of a launch are about to compile this
+    plan = ranks.of_rank_zero(make)                     rank 0's
+    ranks.agreed(lowered(plan))                         this rank's programs, if all have theirs
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpipe.errors import RunError, Stopped
+from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.plan.transport import Channel, T, Transport
-from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
-from fxpipe.run.ownership import is_empty, is_released
-from fxpipe.run.read_ahead import version
-from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun, Tensors
-from fxpipe.run.step_agreement import StepAgreement
+from fxpipe.plan.transport import Channel, T
+from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
 
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
 
-class Programs(Protocol):
-    """The programs of all ranks for one kind of call; displaced ones run after `warmup` steps."""
+class Digested(Protocol):
+    """What ranks make of a plan."""
+
+    @property
+    def digest(self) -> str:
+        """The same on ranks that make the same."""
+        ...
+
+
+D = TypeVar("D", bound=Digested)
+
+
+class Programs(Digested, Protocol):
+    """The programs for one kind of call, of all ranks or of this process's; displaced ones run after `warmup` steps."""
 
     @property
     def programs(self) -> Sequence[SampleProgram]: ...
+
+    def program(self, rank: int) -> SampleProgram: ...
 
     @property
     def channels(self) -> Mapping[Channel, int]: ...
@@ -137,6 +148,26 @@ class Ranks(ABC):
         """Around a call: nothing of it is left to the next, however it ends."""
         ...
 
+    @contextmanager
+    def compiling(self, what: Mapping[str, object]) -> Iterator[None]:
+        """Collective over a launch, around what all ranks compile: `what` each is about to, by name.
+
+        Raises:
+            RunError: another rank does something else. What is raised inside ends the other ranks too, but for what all
+                of them raise: CompileErrors and `Stopped`, and within a call what they raise alike.
+        """
+        yield
+
+    def of_rank_zero(self, make: Callable[[], T]) -> T:
+        """Collective over a launch: what `make` gives on rank 0, where alone it is called; its CompileError is raised
+        on all ranks."""
+        return make()
+
+    def agreed(self, made: "D | CompileError") -> "D | CompileError":
+        """Collective over a launch: what each rank has made of the same plan, or the error of the first that could
+        not."""
+        return made
+
     @abstractmethod
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank of a launch."""
@@ -194,135 +225,7 @@ class LocalRanks(Ranks):
         pass
 
 
-class Launched(Transport, Protocol):
-    """The network of a launch."""
-
-    def met(self, what: str) -> bool:
-        """Whether every rank says the same, within a bounded time."""
-        ...
-
-
-class LaunchedRank(Ranks):
-    """This process as one rank of a launch, which all run the same loop.
-
-    The first prediction of every call is compared over them to the bit, the others as `StepAgreement` says; weights
-    when they are first used, and again once they have changed on any rank.
-    """
-
-    def __init__(self, connect: Callable[[], Launched]) -> None:
-        super().__init__()
-        self._transport = connect()
-        self.rank: int = self._transport.rank
-        self._num_calls, self._num_begun, self._num_made = 0, 0, 0  # predictions since the last call began
-        self._run = SampleRun(self._transport)
-        self._agreement = StepAgreement(self._transport)
-        self._bound: dict[int, _Held] = {}
-        self._opened: set[Channel] = set()
-        self._used: list[Tensors] = []  # states, in this call
-        self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
-
-    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
-        self._transport.set_action("predict")
-        self._num_begun += 1
-        held = self._bound.get(id(step)) or _Held(step, _plan_of(step))
-        shapes = {name: f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
-        self._agreement.begin((held.plan, shapes, form, stream))
-        if not self._used:
-            of_inputs = {f"shape of {name}": shape for name, shape in shapes.items()}
-            sums = {name: checksum(tensor) for name, tensor in tensors.items()}
-            agree(self._transport, {"plan": held.plan, "inputs": sorted(tensors)} | of_inputs | sums)
-        if held.state is not state or all(state is not used for used in self._used):
-            self._take(held, state)
-        assert held.bound is not None
-        found = self._run.predict(held.bound, tensors, form, stream)
-        self._agreement.inputs(tensors.values())
-        self._transport.set_action("the loop around predictions")
-        self._num_made += 1
-        return found
-
-    def forget(self, step: Programs) -> None:
-        self._bound.pop(id(step), None)
-
-    @contextmanager
-    def _ended(self) -> Iterator[None]:
-        """What is raised inside ends the other ranks too; but for `Stopped`, and for what all of them raise at the same
-        place, between predictions: that ends the call alone."""
-        raised: Exception | None = None
-        self._used, self._num_begun, self._num_made = [], 0, 0
-        self._num_calls += 1
-        with told(self._transport):
-            try:
-                yield
-            except Exception as error:
-                if not isinstance(error, Stopped) and not self._all_raise(error):
-                    raise
-                raised = error
-            self._agreement.end()
-            self._run.reset()
-        if raised is not None:
-            raise raised
-
-    def _all_raise(self, error: Exception) -> bool:
-        if isinstance(error, RunError) or self._num_begun != self._num_made:
-            return False
-        return self._transport.met(f"{self._num_calls}/{self._num_made}/{type(error).__qualname__}")
-
-    def broadcast(self, value: T) -> T:
-        self._transport.set_action("what rank 0 has for all")
-        return self._transport.broadcast_object(value)
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def _take(self, held: "_Held", state: Tensors) -> None:
-        """Hold this rank's program; all ranks are here at once, for they make the same prediction."""
-        self._agreement.settle()
-        self._agree_on_weights(state)
-        self._used.append(state)
-        if held.state is state:
-            return
-        own = held.step.programs[self.rank]
-        gone = [name for name in own.state if is_released(state[name])]
-        if gone:
-            raise RunError(
-                f"this call reads {len(gone)} weights ({gone[0]}, ...) that rank {self.rank} has released; make every "
-                "kind of call, or sampler.prepare it, before sampler.release()"
-            )
-        channels = {c: size for c, size in held.step.channels.items() if c not in self._opened}
-        self._transport.open_channels(channels, [])
-        self._opened.update(channels)
-        mine = {name: state[name].to(self._transport.device) for name in own.state}
-        held.state, held.bound = state, BoundProgram(own, mine, held.step.sends)
-        self._bound[id(held.step)] = held
-
-    def _agree_on_weights(self, state: Tensors) -> None:
-        """Those that are new on some rank, also where only another rank's program reads them."""
-        there = {name: tensor for name, tensor in state.items() if not (tensor.is_meta or is_empty(tensor))}
-        new = {name for name, tensor in there.items() if self._compared.get(tensor) != version(tensor)}
-        on_any = set[str]().union(*everyones(self._transport, new))
-        if on_any:
-            compared = {name: there[name] for name in sorted(on_any) if name in there}
-            agree_on_state(self._transport, compared)
-            self._compared.update({tensor: version(tensor) for tensor in compared.values()})
-
-
-@dataclass
-class _Held:
-    """Programs that are kept, and so is their id; with what this rank runs by which state."""
-
-    step: Programs
-    plan: str
-    state: Tensors | None = None
-    bound: BoundProgram | None = None
-
-
-def _plan_of(step: Programs) -> str:
-    """A digest of what all ranks do: of the first rank's program, and of who sends to whom."""
-    graphs = [(form, of_form.graph) for form, of_form in step.programs[0].forms.items()]
-    nodes = [(form, [(node.name, name_of(node.target)) for node in graph.nodes]) for form, graph in graphs]
-    return hashlib.sha256(repr((step.warmup, sorted(step.channels), nodes)).encode()).hexdigest()
-
-
-def name_of(target: object) -> str:
-    """The same in every process, where the text of a function has its address."""
-    return getattr(target, "__qualname__", None) or str(target)
+def shapes_of(tensors: Tensors) -> dict[str, object]:
+    """Which inputs a call has, and of which shapes and types, as ranks compare them."""
+    shapes = {f"shape of {name}": f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors.items()}
+    return {"inputs": sorted(tensors), **shapes}

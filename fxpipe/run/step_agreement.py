@@ -57,6 +57,11 @@ class StepAgreement:
         self.settle()
         self._count, self._sketches = 0, [_NOTHING, _NOTHING]
 
+    def passed(self) -> None:
+        """What has begun is no prediction, and all ranks are there."""
+        self.settle()
+        self._count -= 1
+
     def settle(self) -> None:
         """Wait until every rank is where this one is. Raises RunError where one is elsewhere."""
         for pending in self._pending:

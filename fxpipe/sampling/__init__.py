@@ -5,5 +5,6 @@ trace      a call of the module in eval, without gradients       -> Traced
 case       what planning and lowering ask of so many samples: rows, runs, blocks, seconds
 choosing   layouts a user leaves open, by what they would take   -> Ranked       (estimate; links)
 planning   groups of samples, stages, patches, the order         -> SamplePlan
-lowering   patch graphs, messages, forms                         -> SampleStep: a program per rank
+lowering   rank 0's plan, and own ranks' programs by it          -> SampleStep
+programs   patch graphs, messages, forms                         -> a program per rank that is wanted
 """

@@ -26,7 +26,7 @@ from fxpipe.plan import row_ops
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.timeline import human_seconds
 from fxpipe.run.ownership import require_new
-from fxpipe.run.ranks import LocalRanks
+from fxpipe.run.ranks import LocalRanks, Ranks
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline
@@ -181,9 +181,10 @@ def _change(now: torch.Tensor, before: torch.Tensor) -> float:
 def calibrated(
     spread: Spread, step: SampleStep, keys: Sequence[Key], changes: Sequence[float], num_steps: int, slower: float,
     cluster: Cluster,
-) -> Calibration:  # fmt: skip
-    """Keep as many exchanges fresh, those that are worth most first, as a steady step is not longer for than allowed;
-    `spread` runs the step so from now on."""
+) -> tuple[Calibration, SamplePlan]:  # fmt: skip
+    """As many exchanges kept fresh, those that are worth most first, as a steady step is not longer for than allowed;
+    and the plan that does."""
+    step = step.whole
     bare = replace(step.plan, how=replace(step.plan.how, fresh=()))
     seconds = [_seconds(step, key, cluster) for key in keys]
     order = sorted(range(len(keys)), key=lambda at: (-changes[at] / max(seconds[at], 1e-12), at))
@@ -209,25 +210,24 @@ def calibrated(
     fresh = {*order[:fits]}
     exchanged = (Exchanged(told(keys[at]), changes[at], seconds[at], at in fresh) for at in order)
     found = Calibration(tuple(exchanged), num_steps, before, after)
-    spread.adopt(_noted(made, step.plan, found, after - now))
-    return found
+    return found, _noted(made.plan, step.plan, found, after - now)
 
 
-def made_of(spread: Spread, step: SampleStep, plan: SamplePlan) -> SampleStep:
-    """The programs of a plan for the calls of a step."""
+def made_of(spread: Spread, step: SampleStep, plan: SamplePlan, ranks: Ranks | None = None) -> SampleStep:
+    """The programs of a plan for the calls of a step: of all ranks, or of these."""
     lowering: Any = spread.lowering
-    made: SampleStep = replace(lowering, plan=plan).step(step.traced, step.batch_size)
+    made: SampleStep = replace(lowering, plan=plan).step(step.traced, step.batch_size, ranks)
     return made
 
 
-def _noted(made: SampleStep, before: SamplePlan, found: Calibration, longer: float) -> SampleStep:
-    """With a plan that says what was measured, and what is expected now that a steady step is so much longer."""
+def _noted(made: SamplePlan, before: SamplePlan, found: Calibration, longer: float) -> SamplePlan:
+    """It says what was measured, and what is expected now that a steady step is so much longer."""
     expects = before.expects
     if expects is not None:
         seconds = expects.seconds + max(expects.steps - before.how.warmup, 0) * longer
         expects = replace(expects, seconds=float(f"{seconds:.4g}"))
     notes = tuple(note for note in before.notes if "kept fresh, those that changed" not in note)
-    return replace(made, plan=replace(made.plan, expects=expects, notes=(*notes, found.note)))
+    return replace(made, expects=expects, notes=(*notes, found.note))
 
 
 def _seconds(step: SampleStep, key: Key, cluster: Cluster) -> float:

@@ -28,7 +28,8 @@ from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
-from passes.sampling.text import Cut, first_has_text, has_text, shared_text
+from passes.sampling.text import alike as exchange_alike
+from passes.sampling.text import has_text, one_of_every_sort, shared_text, text_graph
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
 from passes.sampling.work import PatchWork, graph_work, patch_work, value_bytes, with_layers
 
@@ -181,17 +182,28 @@ class SampleCase:
         bounds = even_bounds(count := self.rows(num_samples).units.count, min(3, count))
         known, key = self.traced.of_all_sizes, f"text of {len(bounds) - 1} patches"
         if key not in known:
-            known[key] = self.has_text(num_samples) and self.first_has_text(num_samples, bounds) is not None
+            known[key] = self.has_text(num_samples) and self.first_has_text(num_samples, bounds)
         return bool(known[key])
 
-    def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> Cut | None:
-        """Patches of so many samples with the text at the first, and their graphs; None where that cannot be."""
+    def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> bool:
+        """Whether the first of these patches may have the text of so many samples alone, told by one of every sort."""
+        sorts = one_of_every_sort(len(bounds) - 1)
+        graphs = [self.text_graph(num_samples, bounds, index, kinds) for index in sorts]
+        made = [graph for graph in graphs if graph is not None]
+        return len(made) == len(graphs) and exchange_alike(made)
+
+    def text_graph(
+        self, num_samples: int, bounds: Sequence[int], index: int, kinds: Sequence[Kind] = ()
+    ) -> fx.Graph | None:
+        """What a patch of so many samples computes where the first one has the text; None where that cannot be."""
         kinds = tuple(kinds) if {*kinds} - {"gather"} else ()
 
-        def cut() -> Cut | None:
-            return first_has_text(self.rows(num_samples), self.traced.rows, bounds, kinds)
+        def made() -> fx.Graph | None:
+            plan = self.rows(num_samples)
+            patches = patches_of(plan, bounds, "first")
+            return text_graph(plan, self._shared_text(num_samples), patches, index, kinds)
 
-        found: Cut | None = self._once(("text", num_samples, tuple(bounds), kinds), cut)
+        found: fx.Graph | None = self._once(("text", num_samples, tuple(bounds), index, kinds), made)
         return found
 
     def work(

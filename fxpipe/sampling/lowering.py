@@ -1,8 +1,8 @@
-"""The back half of the sampling compiler: of one traced call the programs of all ranks, for so many samples.
+"""The back half of the sampling compiler: of one traced call the programs of ranks, for so many samples.
 
 rows        where the image's rows lie in every value                              -> RowPlan
-plan        samples in groups, stages, patches of the rows; made here, or given    -> SamplePlan
-programs    patches in turn through stages, or beside each other, group by group   -> SampleProgram per rank
+plan        samples in groups, stages, patches of the rows; given, or made here    -> SamplePlan, rank 0's on all ranks
+programs    patches in turn through stages, or beside each other, group by group   -> SampleProgram, of own ranks
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,37 +17,28 @@ from fxpipe.analysis import Observe
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
-from fxpipe.errors import CompileError
-from fxpipe.plan.program_check import require_programs
+from fxpipe.errors import CompileError, RunError
+from fxpipe.plan.sample_outcome import SampleOutcome
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
-from fxpipe.plan.unroll import in_sequence, require_sequence
+from fxpipe.plan.unroll import in_sequence
+from fxpipe.run.ranks import LocalRanks, Ranks, shapes_of
 from fxpipe.sampling.attention import require_attention, with_attention
 from fxpipe.sampling.candidates import Ranked, Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.estimate import estimate
-from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, planned, require_equal
+from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, line_for, planned, require_equal
+from fxpipe.sampling.programs import programs_of
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
 from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
-from passes.sampling.attention import Shared
-from passes.sampling.forms import displaced_programs
-from passes.sampling.fresh import fresh_programs
-from passes.sampling.groups import Alone, copied, grouped
-from passes.sampling.once import with_once
-from passes.sampling.patch_graph import patch_graph
-from passes.sampling.patches import patches_of
-from passes.sampling.piped import Piped
-from passes.sampling.piped_rank import piped_programs
-from passes.sampling.staged import Staged, staged_programs
-from passes.sampling.stages import Line
-from passes.sampling.text import Cut
-from passes.sampling.times import inputs_of_call
 
 Mode = Literal["exact", "displaced"]
+Proposed = tuple[SamplePlan, tuple[SampleOutcome, ...]]
+"""A plan, and what it was chosen from."""
 
 
 @dataclass(frozen=True)
@@ -88,30 +79,65 @@ class SampleLowering:
         return replace(self, looked_at=ranked(self.case(traced, num_samples), self.request, self.setting))
 
     @held_collector()
-    def step(self, traced: Traced, batch_size: int) -> SampleStep:
-        """The programs of all ranks for so many samples."""
+    def step(self, traced: Traced, batch_size: int, ranks: Ranks | None = None) -> SampleStep:
+        """The programs for so many samples: of this rank of a launch, by rank 0's plan; of all ranks where there is
+        none. Collective over a launch.
+
+        Raises:
+            CompileError: there are none; on all ranks alike.
+        """
+        ranks = ranks or LocalRanks()
         # rows: where they lie, what each operation needs of other patches
         case = self.case(traced, batch_size)
         self.observe("rows", case.rows(batch_size))
 
-        # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered after all
-        errors: list[CompileError] = []
-        for plan, line in self._plans(case):
-            try:
-                return self._lowered(case, plan, line)
-            except CompileError as error:
-                errors.append(error)
-        raise errors[0]
+        plans, errors = self._plans(case), list[CompileError]()
+        with ranks.compiling(self.compared(case)):
+            while True:
+                # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered
+                plan, outcomes = ranks.of_rank_zero(lambda: _next(plans, errors))
+                if ranks.rank and not is_of(plan, case):
+                    raise RunError(
+                        f"rank 0 has planned call {plan.fingerprint} with {plan.num_samples} samples, which rank "
+                        f"{ranks.rank} does not make: its model is another one; give every rank the same"
+                    )
+                if outcomes:
+                    self.observe("layouts", outcomes)
+                self.observe("plan", plan)
+                if (line := line_for(case, plan)) is not None:
+                    self.observe("stages", line)
 
-    def _plans(self, case: SampleCase) -> Iterator[tuple[SamplePlan, Line | None]]:
+                # programs: patches that follow each other, or groups of patches beside each other; every form checked
+                made = ranks.agreed(self._tried(case, plan, ranks.rank))
+                if isinstance(made, SampleStep):
+                    self.observe("programs", made.programs)
+                    return made
+                errors.append(made)
+
+    def compared(self, case: SampleCase) -> dict[str, object]:
+        """What all ranks of a launch must ask for alike, by name."""
+        asked = {**vars(self.request), **vars(self.request.how)}
+        del asked["how"]
+        given: dict[str, object] = {"plan": str(self.plan), "cluster": self.cluster, "cost_model": self.priced}
+        if self.setting is not None:
+            asked |= {name: value for name, value in vars(self.setting).items() if name != "cluster"}
+        return shapes_of(case.likes) | given | asked
+
+    def _tried(self, case: SampleCase, plan: SamplePlan, rank: int | None) -> SampleStep | CompileError:
+        """The programs, or why there are none."""
+        try:
+            return self._lowered(case, plan, rank)
+        except CompileError as error:
+            return error
+
+    def _plans(self, case: SampleCase) -> Iterator[Proposed]:
         """The given one, or the best first."""
         if self.plan and is_of(self.plan, case):
             require_attention(case, choices_of(self.plan))
-            remade, line = planned(case, choices_of(self.plan), self.cluster, self.priced)
-            require_equal(self.plan, remade)
-            yield self.plan, line
+            require_equal(self.plan, planned(case, choices_of(self.plan), self.cluster, self.priced)[0])
+            yield self.plan, ()
         elif self.setting is None:
-            yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)
+            yield planned(case, self._chosen(case, self.request, None), self.cluster, self.priced)[0], ()
         elif (found := self.looked_at) is not None and any(found.fallbacks(case.num_samples)):
             yield from self._best_first(case, self.setting, found)
         else:
@@ -121,9 +147,7 @@ class SampleLowering:
             if found.narrowed:
                 yield from self._best_first(case, setting, ranked(case, self.request, setting, anew=True))
 
-    def _best_first(
-        self, case: SampleCase, setting: Setting, found: Ranked
-    ) -> Iterator[tuple[SamplePlan, Line | None]]:
+    def _best_first(self, case: SampleCase, setting: Setting, found: Ranked) -> Iterator[Proposed]:
         todo = [*found.fallbacks(case.num_samples)]
         while todo:
             one = todo.pop(0)
@@ -134,10 +158,10 @@ class SampleLowering:
                 found = replace(found, candidates=tuple(other if c is one else c for c in found.candidates))
                 todo = sorted([other, *todo], key=lambda one: one.seconds)
                 continue
-            self.observe("layouts", tuple(found.outcomes(one)))
-            plan, line = planned(case, one.made or made, self.cluster, self.priced)
+            plan, _ = planned(case, one.made or made, self.cluster, self.priced)
             notes = *plan.notes, *found.notes(case, one)
-            yield replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one)), line
+            plan = replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one))
+            yield plan, tuple(found.outcomes(one))
 
     def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
         """What a request leaves open, decided; attention gathers where no cluster says what is better."""
@@ -153,28 +177,25 @@ class SampleLowering:
         note = "text='first': other patches read it beside its keys and values, too; every patch has it"
         return replace(made, notes=(*made.notes, note))
 
-    def _lowered(self, case: SampleCase, plan: SamplePlan, line: Line | None) -> SampleStep:
-        """The programs of one plan."""
+    def _lowered(self, case: SampleCase, plan: SamplePlan, rank: int | None = None) -> SampleStep:
+        """The programs of one plan, of this rank or of all."""
         if plan.how.fresh and (plan.in_turn or plan.how.mode == "exact"):
             raise CompileError(
                 f"the plan keeps {plan.how.fresh[0]!r} fresh, which only displaced patches beside each other can; "
                 "leave the line out"
             )
-        self.observe("plan", plan)
-        if line is not None:
-            self.observe("stages", line)
+        wanted = range(plan.world_size) if rank is None else (rank,)
+        programs, messages = programs_of(case, plan, line_for(case, plan), self.device, wanted)
+        rows, again = case.rows(case.num_samples), partial(self._all_ranks, case.traced, case.num_samples)
+        return SampleStep(case.traced, plan, rows.inputs, case.likes, programs, messages, str(rows), again)
 
-        # programs: patches that follow each other, or groups of patches beside each other; every form checked
-        lowered = _piped if plan.in_turn else _grouped
-        programs, messages = copied(lowered(case, plan, line, self.device), plan.copies)
-        programs = with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows))
-        self.observe("programs", programs)
-
-        rows = case.rows(case.num_samples)
-        return SampleStep(case.traced, plan, rows.inputs, case.likes, tuple(programs), messages, str(rows))
+    def _all_ranks(self, traced: Traced, batch_size: int, plan: SamplePlan) -> SampleStep:
+        """The programs of all ranks, in this process alone."""
+        return replace(self, plan=plan, observe=lambda name, artefact: None).step(traced, batch_size)
 
     def ops(self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None) -> StepOps:
         """What every rank does in so many steps of a call, for how long, and in how many bytes."""
+        step = step.whole
         rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
         forms = [{"fresh": Form(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
@@ -182,70 +203,11 @@ class SampleLowering:
         return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, self.request.speeds))
 
 
-def _piped(case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:
-    """Patches that follow each other through stages."""
-    assert line is not None
-    groups = [case.runs(*span) for span in plan.grid.spans(plan.num_samples)]
-    rows = case.rows_of([run for runs in groups for run in runs])
-    norms: Any = plan.how.norms
-    programs, messages = piped_programs(Piped(line, rows, groups, plan.bounds, case.batched, norms, device))
-    require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
-    return programs, messages
-
-
-def _grouped(case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:
-    """Every group as if it were alone; then the groups together."""
-    spans = plan.grid.spans(plan.num_samples)
-    sizes = [stop - start for start, stop in spans]
-    alone = {size: _alone(case, size, plan, line, device) for size in dict.fromkeys(sizes)}
-    programs, messages = alone[sizes[0]]
-    if plan.groups > 1:
-        programs, messages = grouped([alone[size] for size in sizes], spans, case.batched, device)
-    _require(programs, messages)
-    return programs, messages
-
-
-def _alone(case: SampleCase, size: int, plan: SamplePlan, line: Line | None, device: torch.device) -> Alone:
-    """One group's programs: patches beside each other; with stages, samples after each other."""
-    rows = case.rows(size)
-    if line is not None:
-        runs = case.runs(0, size)
-        programs, sent = staged_programs(
-            Staged(line, case.rows_of(runs), runs, plan.bounds, case.batched, plan.attention, device)
-        )
-        return programs, {"fresh": sent}
-    patches, graphs = _cut(case, size, plan)
-    if plan.how.mode == "displaced":
-        norms: Any = plan.how.norms
-        return displaced_programs(rows, patches, graphs, device, norms, plan.how.advance, plan.how.fresh)
-    programs, sent = fresh_programs(rows, patches, graphs, device)
-    return programs, {"fresh": sent}
-
-
-def _cut(case: SampleCase, size: int, plan: SamplePlan) -> Cut:
-    """Patches beside each other, and what each computes."""
-    if not plan.text_first:
-        patches = patches_of(case.rows(size), plan.bounds)
-        attended = Shared.of(case.rows(size), patches, plan.attention)
-        exact = plan.how.mode == "exact"
-        return patches, [patch_graph(case.rows(size), patch, attended=attended, exact=exact) for patch in patches]
-    cut = case.first_has_text(size, plan.bounds, plan.attention)
-    if cut is None:
-        raise CompileError(
-            f"the plan gives the text to the first of the patches between {list(plan.bounds)}, of {size} samples, and "
-            "others read it beside its keys and values, too; make a plan with text='all' (leave plan out)"
-        )
-    return cut
-
-
-def _require(programs: Sequence[SampleProgram], messages: Any) -> None:
-    """Raise CompileError unless the programs are right, in every form and from step to step."""
-    if "displaced" not in messages:
-        require_programs(programs, messages["fresh"])
-        return
-    require_sequence(programs, messages)
-    if "again" in messages:
-        require_sequence(programs, messages, ("fresh", "again", "again", "displaced", "again", "last"))
+def _next(plans: Iterator[Proposed], errors: Sequence[CompileError]) -> Proposed:
+    """The next best plan; where there is no other, the first one's error."""
+    for proposed in plans:
+        return proposed
+    raise errors[0]
 
 
 def _seconds_of(model: CostModel, speeds: Sequence[float], programs: Sequence[SampleProgram]) -> dict[fx.Node, float]:

@@ -115,6 +115,12 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     return plan, line
 
 
+def line_for(case: SampleCase, plan: SamplePlan) -> Line | None:
+    """A plan's stages; None where there is one without blocks of its own."""
+    spans = choices_of(plan).spans
+    return None if spans is None else line_of(case.blocks(plan.cut.num_samples, plan.cut.num_blocks), spans)
+
+
 def request_of(plan: SamplePlan) -> Request:
     """For calls that a plan is not of: in its mode, with as many stages; groups and patches as are right for them."""
     staged = None if plan.staged.schedule == "rows" else plan.grid.stages

@@ -20,6 +20,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT
 from fxpipe.plan.sample_quality import Measured, Quality
 from fxpipe.sampling.candidates import Candidate
+from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
@@ -52,15 +53,10 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
 def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, float, bool, bool, SampleStep]]:
     """By name, with predicted seconds, whether it is exact, whether it is the one that calls go now."""
     lowering = _lowering(spread)
-    case, asked = lowering.case(step.traced, step.batch_size), lowering.request
-    setting, plan = replace(lowering.setting, objective="latency"), step.plan
-    candidates = list[Candidate]()
-    for request in dict.fromkeys((asked, replace(asked, how=EXACT))):
-        try:
-            candidates += ranked(case, request, setting, anew=True).fallbacks(step.batch_size)
-        except CompileError:
-            continue  # what is displaced alone, such as patches in turn
-    candidates.sort(key=lambda one: one.seconds)
+    case = lowering.case(step.traced, step.batch_size)
+    plan = step.plan
+    with spread.ranks.compiling(lowering.compared(case)):
+        candidates = spread.ranks.of_rank_zero(lambda: _candidates(lowering, case))
     fresh = f", {len(plan.how.fresh)} exchanges kept fresh" * bool(plan.how.fresh)
     own = next((one for one in candidates if one.made and _is(plan, one)), None)
     seconds = plan.expects.seconds if plan.expects else own.found.seconds if own and own.found else math.nan
@@ -72,10 +68,22 @@ def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, fl
         if one.found and (one is not own or plan.how.fresh):
             remade = replace(lowering, plan=None, setting=None, looked_at=None, request=one.request)
             try:
-                made = remade.step(step.traced, step.batch_size)
+                made = remade.step(step.traced, step.batch_size, spread.ranks)
             except CompileError:
                 continue  # the estimate had not seen why
             yield str(one), one.found.seconds, one.is_exact, False, made
+
+
+def _candidates(lowering: Any, case: SampleCase) -> list[Candidate]:
+    """All layouts, the fastest first."""
+    asked, setting = lowering.request, replace(lowering.setting, objective="latency")
+    found = list[Candidate]()
+    for request in dict.fromkeys((asked, replace(asked, how=EXACT))):
+        try:
+            found += ranked(case, request, setting, anew=True).fallbacks(case.num_samples)
+        except CompileError:
+            continue  # what is displaced alone, such as patches in turn
+    return sorted(found, key=lambda one: one.seconds)
 
 
 def _is(plan: Any, one: Candidate) -> bool:

@@ -35,8 +35,8 @@ class Lowering(Protocol):
         """The graph with free sizes at this call's; CompileError where it does not hold for them."""
         ...
 
-    def step(self, traced: Traced, batch_size: int) -> SampleStep:
-        """The programs of all ranks for so many samples."""
+    def step(self, traced: Traced, batch_size: int, ranks: Ranks | None = None) -> SampleStep:
+        """The programs for so many samples, of this rank of a launch, or of all. Collective over a launch."""
         ...
 
     def ops(self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None) -> StepOps:
@@ -129,7 +129,7 @@ class Spread:
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         key = id(traced), size
         if key not in self._steps:
-            self._steps[key] = self.lowering.step(traced, size)
+            self._steps[key] = self.lowering.step(traced, size, self.ranks)
         return self._steps[key]
 
     def adopt(self, made: SampleStep) -> None:
@@ -166,7 +166,7 @@ class Spread:
 
     def release(self, rank: int) -> int:
         """Let go of what no program of this rank reads, of all kinds of calls so far; how many bytes that frees."""
-        read = {name for step in self._steps.values() for name in step.programs[rank].state}
+        read = {name for step in self._steps.values() for name in step.program(rank).state}
         return release(self.module, read) if self._steps and self.whole is None else 0
 
     def _forget_other_weights(self) -> None:

@@ -1,7 +1,8 @@
-"""What a kind of call becomes: its graph, and the programs of all ranks with their plan."""
+"""What a kind of call becomes: its graph, and the programs of ranks with their plan."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +17,7 @@ from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.plan.send_order import send_order
 from fxpipe.plan.transport import Channel
-from fxpipe.plan.unroll import Unrolled
 from passes.rows.sized import Sized
 
 
@@ -60,8 +59,9 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class SampleStep:
-    """The programs of all ranks for calls with `plan.num_samples` samples. `inputs` has the module's input that each
-    input of a program is, by name, `likes` its shape and type; `about` says where the rows lie."""
+    """The programs for calls with `plan.num_samples` samples: those of all ranks, or of this process's alone; messages
+    are all ranks'. `inputs` has the module's input that each input of a program is, by name, `likes` its shape and
+    type; `about` says where the rows lie, `again` makes all ranks' programs of a plan."""
 
     traced: Traced
     plan: SamplePlan
@@ -70,6 +70,24 @@ class SampleStep:
     programs: tuple[SampleProgram, ...]
     messages_of: Mapping[str, tuple[Message, ...]]
     about: str
+    again: Callable[[SamplePlan], "SampleStep"]
+
+    @cached_property
+    def whole(self) -> "SampleStep":
+        """With the programs of all ranks."""
+        return self if len(self.programs) == self.plan.world_size else self.again(self.plan)
+
+    def program(self, rank: int) -> SampleProgram:
+        """A rank's program; KeyError where this process has not lowered it."""
+        return {program.rank: program for program in self.programs}[rank]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the plan, but for what it tells of others, and of all messages: ranks with the same one make the same
+        step."""
+        plan = replace(self.plan, notes=(), expects=None, considered=())
+        sent = [(m.edge, m.channel, str(m), m.dtype) for form in self.forms for m in self.messages_of[form]]
+        return hashlib.sha256(repr((str(plan), self.forms, sent)).encode()).hexdigest()
 
     @property
     def batch_size(self) -> int:
@@ -107,10 +125,11 @@ class SampleStep:
         }
 
     def sends(self, form: str) -> SendOrder:
-        """The order in which all ranks' messages can be sent."""
+        """The order in which all ranks' messages can be sent: as they are told, which every program is checked
+        against."""
         if form not in self._orders:
-            graphs = [Unrolled(program.rank, program.forms[form].graph) for program in self.programs]
-            self._orders[form] = send_order(graphs, self.messages_of[form])
+            sent = self.messages_of[form]
+            self._orders[form] = SendOrder.of(sent, [message.edge for message in sent])
         return self._orders[form]
 
     @cached_property

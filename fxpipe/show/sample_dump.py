@@ -42,7 +42,7 @@ def dump(sampler: "Sampler", directory: Path) -> Path:
         "rows.txt": sampler.step.about,
         "traffic.txt": "\n\n".join(f"{form}\n{sampler.traffic(form)}" for form in sampler.step.forms),
         "traffic.json": json.dumps(table, indent=1),
-        **{f"rank_{program.rank}.py": rank_text(program) for program in sampler.step.programs},
+        **{f"rank_{program.rank}.py": rank_text(program) for program in sampler.step.whole.programs},
     }
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

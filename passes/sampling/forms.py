@@ -1,4 +1,4 @@
-"""The forms of displaced sampling: which exchanges cross to the next step, and one program per patch with all forms.
+"""The forms of displaced sampling: which exchanges cross to the next step, and programs of patches with all forms.
 
 fresh       every exchange is of this step; what arrives is also carried on
 displaced   exchanges cross in buckets, but the fresh ones: the prediction, synchronised norms
@@ -6,7 +6,7 @@ last        as displaced, and nothing is sent that nobody will read
 again       where displaced forms advance: as fresh, after another step
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -25,10 +25,11 @@ from passes.sampling.patches import Patch
 
 
 def displaced_programs(
-    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device, norms: Norms,
+    plan: RowPlan, patches: Sequence[Patch], graphs: Mapping[int, fx.Graph], device: torch.device, norms: Norms,
     advance: bool, asked_fresh: Collection[str] = (),
 ) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:  # fmt: skip
-    """One program per patch, on the rank of its number, with all forms; each form's messages in order of channels.
+    """The programs of the patches that have graphs, on the rank of their number, with all forms; each form's messages
+    in order of channels.
 
     Args:
         asked_fresh: exchanges that do not cross, though they may, as "kind value".
@@ -36,23 +37,25 @@ def displaced_programs(
     Raises:
         CompileError: the prediction has entries of no row, or what is to be fresh is no exchange.
     """
-    fresh = messages_of(patches, graphs)
-    kept = _fresh_exchanges(graphs, fresh, norms) | _asked(graphs[0], asked_fresh)
+    fresh, any_graph = messages_of(patches, graphs.values()), next(iter(graphs.values()))
+    kept = _fresh_exchanges(graphs.values(), fresh, norms) | _asked(any_graph, asked_fresh)
     asked = [m for m in fresh if m.kind != "moments" or norms != "separate" or key_of(m) in kept]
     displaced = displaced_messages(asked, kept)
     last = tuple(message for message in displaced if not message.crosses)
-    advanced = _advanced(graphs[0], kept) if advance else frozenset()
+    advanced = _advanced(any_graph, kept) if advance else frozenset()
     crossing = Crossing(kept, tuple(message for message in displaced if message.crosses), norms, advanced)
     messages = {"fresh": tuple(fresh), "displaced": displaced, "last": last}
     messages |= {"again": messages["fresh"]} if advanced else {}
     programs = []
-    for patch, graph in zip(patches, graphs, strict=True):
+    for index, graph in graphs.items():
         forms = {}
         for form in messages:
-            mine = [m for m in messages[form] if patch.index in m.channel and not m.crosses]
-            writer = _writer(form, bool(advanced))(plan, patches, patch, mine, device, crossing, form != "last")
+            mine = [m for m in messages[form] if index in m.channel and not m.crosses]
+            writer = _writer(form, bool(advanced))(
+                plan, patches, patches[index], mine, device, crossing, form != "last"
+            )
             forms[form] = writer.write(graph)
-        programs.append(SampleProgram(patch.index, forms, writer.inputs, writer.state))
+        programs.append(SampleProgram(index, forms, writer.inputs, writer.state))
     return tuple(programs), messages
 
 
@@ -75,11 +78,11 @@ def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
     return frozenset(keys - set(fresh))
 
 
-def _fresh_exchanges(graphs: Sequence[fx.Graph], messages: Sequence[Message], norms: Norms) -> frozenset[Key]:
+def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], norms: Norms) -> frozenset[Key]:
     """Those that never cross: what every patch predicts of, synchronised norms, and what needs no message at all."""
     fresh = {key for graph in graphs for key in _read_by_all(graph)}
     fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}
-    fresh |= {_key(node) for node in exchange_nodes(graphs[0])} - {key_of(message) for message in messages}
+    fresh |= {_key(node) for node in exchange_nodes(next(iter(graphs)))} - {key_of(message) for message in messages}
     return frozenset(fresh)
 
 

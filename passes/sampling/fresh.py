@@ -9,7 +9,7 @@ ranks that swap the second to come here would have the link to itself, then the 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,16 +29,17 @@ CONSTANTS = "_constants."  # under which a program has the tensors that the trac
 
 
 def fresh_programs(
-    plan: RowPlan, patches: Sequence[Patch], graphs: Sequence[fx.Graph], device: torch.device
+    plan: RowPlan, patches: Sequence[Patch], graphs: Mapping[int, fx.Graph], device: torch.device
 ) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
-    """One program per patch, on the rank of its number, and all messages in the order of every channel."""
-    messages = messages_of(patches, graphs)
+    """The programs of the patches that have graphs, on the rank of their number; all messages in the order of every
+    channel."""
+    messages = messages_of(patches, graphs.values())
     programs = []
-    for patch, graph in zip(patches, graphs, strict=True):
-        mine = [message for message in messages if patch.index in message.channel]
-        writer = FormWriter(plan, patches, patch, mine, device)
+    for index, graph in graphs.items():
+        mine = [message for message in messages if index in message.channel]
+        writer = FormWriter(plan, patches, patches[index], mine, device)
         forms = {"fresh": writer.write(graph)}
-        programs.append(SampleProgram(patch.index, forms, writer.inputs, writer.state))
+        programs.append(SampleProgram(index, forms, writer.inputs, writer.state))
     return tuple(programs), tuple(messages)
 
 

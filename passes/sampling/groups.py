@@ -8,8 +8,9 @@ The halves of classifier-free guidance are such samples. Groups exchange nothing
 Copies exchange nothing at all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,39 +25,47 @@ Span = tuple[int, int]
 
 
 Alone = tuple[Sequence[SampleProgram], Mapping[str, tuple[Message, ...]]]
-"""The programs of one group for its own samples, as if it were alone, and the messages of each form."""
+"""Programs of ranks of one group for its own samples, as if it were alone, and the messages of each form."""
 
 
 def grouped(
-    groups: Sequence[Alone], spans: Sequence[Span], batched: Mapping[str, torch.Tensor], device: torch.device
-) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:
-    """The programs of all ranks: group g's patch p is on rank g * patches + p; and the messages of each form.
+    groups: Sequence[Alone], spans: Sequence[Span], batched: Mapping[str, torch.Tensor], device: torch.device,
+    patches: int, ranks: Collection[int],
+) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:  # fmt: skip
+    """The programs of these ranks, of which the groups have theirs; and the messages of each form, side by side.
 
     Args:
         spans: the samples of every group.
         batched: the inputs whose dimension 0 is the batch, by name, on the meta device.
+        patches: ranks of a group: group g's patch p is on rank g * patches + p.
     """
-    patches = len(groups[0][0])
     edges = 1 + max((m.edge for _, of_forms in groups for of in of_forms.values() for m in of), default=-1)
-    shared = _predictions([programs for programs, _ in groups], len(groups) * edges)
-    messages, programs = {form: list[Message]() for form in groups[0][1]}, list[SampleProgram]()
-    for group, (alone, of_forms) in enumerate(groups):
-        place = _Place(group * patches, group * edges, spans[group])
-        for form, of_form in of_forms.items():
-            messages[form] += map(place.moved, of_form)
-        programs += [_moved(program, place, batched, shared, device) for program in alone]
-    return tuple(programs), {form: (*of_form, *shared) for form, of_form in messages.items()}
+    results = [_result(programs[0].graph).meta["val"] for programs, _ in groups]
+    shared = _predictions(results, patches, len(groups) * edges)
+    places = [_Place(group * patches, group * edges, span) for group, span in enumerate(spans)]
+    programs = tuple(
+        _moved(program, place, batched, shared, device)
+        for place, (alone, _) in zip(places, groups, strict=True)
+        for program in alone
+        if place.rank + program.rank in ranks
+    )
+    messages = {}
+    for form in groups[0][1]:
+        beside = zip_longest(*(map(place.moved, of[form]) for place, (_, of) in zip(places, groups, strict=True)))
+        messages[form] = (*(message for many in beside for message in many if message is not None), *shared)
+    return programs, messages
 
 
-def copied(alone: Alone, copies: int) -> Alone:
-    """The same again on the ranks that follow."""
+def copied(alone: Alone, copies: int, num_ranks: int, ranks: Collection[int]) -> Alone:
+    """The same again on the ranks that follow the first `num_ranks`: the programs of these ranks, of which the first
+    copy has theirs."""
     if copies == 1:
         return alone
     programs, of_forms = alone
     edges = 1 + max((message.edge for of in of_forms.values() for message in of), default=-1)
-    places = [_Place(copy * len(programs), copy * edges) for copy in range(copies)]
+    places = [_Place(copy * num_ranks, copy * edges) for copy in range(copies)]
     messages = {form: tuple(place.moved(m) for place in places for m in of) for form, of in of_forms.items()}
-    return [_again(program, place) for place in places for program in programs], messages
+    return [_again(p, place) for place in places for p in programs if place.rank + p.rank in ranks], messages
 
 
 def _again(program: SampleProgram, place: "_Place") -> SampleProgram:
@@ -99,15 +108,15 @@ class _Place:
         node.meta = {**node.meta, "message": self.moved(node.meta["message"])}
 
 
-def _predictions(groups: Sequence[Sequence[SampleProgram]], first_edge: int) -> tuple[Message, ...]:
-    """Every rank's prediction for its samples, to the ranks that have its patch in the other groups."""
+def _predictions(results: Sequence[torch.Tensor], patches: int, first_edge: int) -> tuple[Message, ...]:
+    """Every rank's prediction for its samples, to the ranks that have its patch in the other groups; `results` has each
+    group's shape and type."""
     found: list[Message] = []
-    for source, programs in enumerate(groups):
-        for patch, program in enumerate(programs):
-            value = _result(program.graph).meta["val"]
-            for target in range(len(groups)):
+    for source, value in enumerate(results):
+        for patch in range(patches):
+            for target in range(len(results)):
                 if target != source:
-                    src, dst = source * len(programs) + patch, target * len(programs) + patch
+                    src, dst = source * patches + patch, target * patches + patch
                     name, edge = f"prediction_{source}", first_edge + len(found)
                     shape = tuple(value.shape)
                     found.append(Message(edge, src, dst, None, name, -1, "prediction", shape, value.dtype))

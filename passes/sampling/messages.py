@@ -8,7 +8,7 @@ moments    to everyone mean and variance of its own entries, in float32 or wider
 sum        to everyone its part
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from torch import fx
@@ -26,13 +26,13 @@ def exchange_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if "exchange" in node.meta]
 
 
-def messages_of(patches: Sequence[Patch], graphs: Sequence[fx.Graph]) -> list[Message]:
-    """What every rank sends to every other, exchange by exchange."""
+def messages_of(patches: Sequence[Patch], graphs: Collection[fx.Graph]) -> list[Message]:
+    """What every rank sends to every other, exchange by exchange: told by the graph of any patch, or of several."""
     messages: list[Message] = []
-    for nodes in zip(*map(exchange_nodes, graphs), strict=True):
-        exchange: Exchange = nodes[0].meta["exchange"]
-        assert {node.meta["exchange"].name for node in nodes} == {exchange.name}
-        for source, node in zip(patches, nodes, strict=True):
+    for node, *others in zip(*map(exchange_nodes, graphs), strict=True):
+        exchange: Exchange = node.meta["exchange"]
+        assert {other.meta["exchange"].name for other in others} <= {exchange.name}
+        for source in patches:
             for dst, shape in sent_by(node, source, patches).items():
                 dtype = node.meta["val"].dtype
                 args = (len(messages), source.index, dst, None, exchange.name, -1, exchange.kind, shape, dtype)
@@ -41,7 +41,7 @@ def messages_of(patches: Sequence[Patch], graphs: Sequence[fx.Graph]) -> list[Me
 
 
 def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
-    """The shapes of what a patch sends in one exchange, by receiver."""
+    """The shapes of what a patch sends in one exchange, of which `node` is any patch's, by receiver."""
     exchange: Exchange = node.meta["exchange"]
     if exchange.kind == "halo":
         read = {patch.index: halo_of(node, patch, patches).get(source.index) for patch in patches}

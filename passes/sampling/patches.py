@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+import torch
 from torch import fx
 
 from fxpipe.errors import CompileError
@@ -114,6 +115,14 @@ def patches_of(plan: RowPlan, bounds: Sequence[int], text: Literal["all", "first
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != count or sorted(set(bounds)) != list(bounds):
         raise CompileError(f"bounds {list(bounds)} are no patches of {_units(plan)}: from 0 to {count}, each larger")
     return [Patch(i, a, b, count, text == "all" or i == 0) for i, (a, b) in enumerate(pairwise(bounds))]
+
+
+def held(plan: RowPlan, patch: Patch, name: str) -> torch.Tensor:
+    """Shape and type of what a patch has of a captured tensor; nothing is cut for a patch that is whole."""
+    node = plan.sized.nodes[name]
+    state = None if patch.is_whole else plan.state(node)
+    assert not isinstance(state, tuple)
+    return torch.empty(patch.shape(node, state), dtype=node.meta["val"].dtype, device="meta")
 
 
 def all_own(patches: Sequence[Patch]) -> bool:

@@ -12,7 +12,7 @@ Text is owned by the first patch; what no patch changes is computed once in a st
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import zip_longest
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ from passes.sampling.cells import Cell, cells
 from passes.sampling.displaced import Norms
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import Piece, patch_graph
-from passes.sampling.patches import Patch, patches_of
+from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.shared import shared_values
 from passes.sampling.staged import PREDICTION, returns_of
 from passes.sampling.stages import Line, Stage
@@ -81,19 +81,22 @@ class Piped:
         return shared_values(next(iter(self.plans.values())), self.line.early)
 
     @cached_property
-    def graphs(self) -> dict[tuple[int, int, Patch], fx.Graph]:
-        """By stage, samples of a run, and patch."""
-        found = {}
-        for size, plan in self.plans.items():
-            whole = Patch(0, 0, plan.units.count, plan.units.count)
-            for stage in self.line.stages:
-                for patch in dict.fromkeys((whole, *self.patches(plan))):
-                    found[stage.index, size, patch] = patch_graph(plan, patch, self.piece(stage, patch))
-        return found
+    def _graphs(self) -> dict[tuple[int, int, Patch], fx.Graph]:
+        return {}
 
-    def graph(self, group: int, cell: Cell, turn: Turn) -> fx.Graph:
+    def graph(self, group: int, stage: Stage, turn: Turn) -> fx.Graph:
+        """What a stage computes at a turn, made when it is first asked for."""
         start, stop = self.groups[group][turn.run]
-        return self.graphs[cell.stage.index, stop - start, turn.patch]
+        key = stage.index, stop - start, turn.patch
+        if key not in self._graphs:
+            self._graphs[key] = patch_graph(self.plan(group, turn.run), turn.patch, self.piece(stage, turn.patch))
+        return self._graphs[key]
+
+    def graphs(self, group: int, column: int) -> list[fx.Graph]:
+        """All that a rank computes, in either form."""
+        turns = *self.turns(group, "fresh"), *self.turns(group, "displaced")
+        own = [stage for stage in self.line.stages if stage.column == column]
+        return [self.graph(group, stage, turn) for stage in own for turn in turns]
 
     def piece(self, stage: Stage, patch: Patch) -> Piece:
         """What a stage computes of a patch."""
@@ -107,18 +110,17 @@ def returned_names(piped: Piped, cell: Cell, turn: Turn) -> list[str]:
 
 
 def messages_of_form(piped: Piped, form: str) -> tuple[Message, ...]:
-    """All messages of one form, in the order of every channel; `microbatch` is the turn within the group."""
+    """All messages of one form, in the order of every channel, the groups' cells side by side; `microbatch` is the turn
+    within the group."""
     found: list[Message] = []
-    for group in range(len(piped.groups)):
-        turns = piped.turns(group, form)
-        for cell in cells(piped.line, len(turns)):
-            turn = turns[cell.turn]
-            (output,) = piped.graph(group, cell, turn).find_nodes(op="output")
-            values: Any = output.args[0]
-            for name, value in zip(returned_names(piped, cell, turn), values, strict=False):
-                like = value.meta["val"]
+    turns = [piped.turns(group, form) for group in range(len(piped.groups))]
+    for beside in zip_longest(*(cells(piped.line, len(of_group)) for of_group in turns)):
+        for group, cell in ((group, cell) for group, cell in enumerate(beside) if cell is not None):
+            turn, src = turns[group][cell.turn], group * piped.line.num_columns + cell.stage.column
+            plan = piped.plan(group, turn.run)
+            for name in returned_names(piped, cell, turn):
                 for dst, kind in _receivers(piped, group, cell, name):
-                    src = group * piped.line.num_columns + cell.stage.column
+                    like = held(plan, turn.patch, plan.sized.result.name if name == PREDICTION else name)
                     wire = (len(found), src, dst, None, name, cell.turn, kind, tuple(like.shape), like.dtype)
                     found.append(Message(*wire))
     return tuple(found)

@@ -5,7 +5,7 @@ fresh       k = linear(h); ...                                                  
 """
 
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ BEGUN = "begun"
 FORMS = ("displaced", "fresh")
 
 
-def piped_programs(piped: Piped) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:
-    """The programs of all ranks with the forms fresh and displaced, and every form's messages.
+def piped_programs(
+    piped: Piped, ranks: Collection[int] | None = None
+) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:
+    """The programs of these ranks, all where left out, with the forms fresh and displaced; every form's messages.
 
     Raises:
         CompileError: the prediction is not made row by row.
@@ -41,7 +43,7 @@ def piped_programs(piped: Piped) -> tuple[tuple[SampleProgram, ...], dict[str, t
     require_rows(next(iter(piped.plans.values())))
     messages = {form: messages_of_form(piped, form) for form in FORMS}
     programs = []
-    for rank in range(piped.num_ranks):
+    for rank in range(piped.num_ranks) if ranks is None else sorted(ranks):
         written = _Written(piped, *divmod(rank, piped.line.num_columns), messages["displaced"], "displaced", ())
         fresh = _Written(piped, *divmod(rank, piped.line.num_columns), messages["fresh"], "fresh", written.taken)
         forms = {"fresh": fresh.form, "displaced": written.form}
@@ -59,8 +61,7 @@ class _Written:
         self.piped, self.group, self.is_fresh, self.wanted = piped, group, form == "fresh", set(wanted)
         self.rank, self.turns = group * piped.line.num_columns + column, piped.turns(group, form)
         self.mine = [message for message in messages if self.rank in message.channel]
-        graphs = [graph for (stage, *_), graph in piped.graphs.items() if piped.line.stages[stage].column == column]
-        plan = piped.plan(group, 0)
+        plan, graphs = piped.plan(group, 0), piped.graphs(group, column)
         self.rows = RankGraph(plan, graphs, self.rank, self.mine, piped.device, takes_carried=not self.is_fresh)
         self.taken: list[str] = []
         self.carries: dict[str, fx.Node] = {}
@@ -97,7 +98,7 @@ class _Written:
         for message in reads_of(cell, self.rank, self.mine):
             if message.value not in values:
                 values[message.value] = self.rows.wait(message)
-        graph = piped.graph(self.group, cell, turn)
+        graph = piped.graph(self.group, cell.stage, turn)
         writer = self._writer(cell, turn, graph, values)
         returned = writer.add(graph, cell)
         if isinstance(writer, LatestWriter):
@@ -134,7 +135,7 @@ class _Written:
     def _of_all(self, cell: Cell, turn: Turn) -> list[fx.Graph]:
         """The graphs of all patches."""
         plan = self.piped.plan(self.group, turn.run)
-        return [self.piped.graph(self.group, cell, Turn(patch, turn.run)) for patch in self.piped.patches(plan)]
+        return [self.piped.graph(self.group, cell.stage, Turn(patch, turn.run)) for patch in self.piped.patches(plan)]
 
     def _swapped(self, cell: Cell, turn: Turn) -> list[Message]:
         plan = self.piped.plan(self.group, turn.run)

@@ -10,7 +10,7 @@ rank 3:     wait h; stage 1, patch 1 of sample 0     ...
 Patches of a stage exchange what they need of each other in the step itself. Every rank holds its stages' weights alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.groups import Span
 from passes.sampling.messages import messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
-from passes.sampling.patches import Patch, patches_of
+from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.staged_rank import RankGraph, reads_of
 from passes.sampling.stages import Line
 
@@ -53,6 +53,10 @@ class Staged:
     def num_patches(self) -> int:
         return len(self.bounds) - 1
 
+    @property
+    def ranks(self) -> range:
+        return range(self.line.num_columns * self.num_patches)
+
     def rank(self, column: int, patch: int) -> int:
         return column * self.num_patches + patch
 
@@ -69,13 +73,17 @@ def piece_of(line: Line, index: int) -> Piece:
     return Piece(stage.nodes, line.early, stage.reads, stage.returns)
 
 
-def staged_programs(staged: Staged) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
-    """One program per rank, and all messages in the order of every channel."""
+def staged_programs(
+    staged: Staged, ranks: Collection[int] | None = None
+) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+    """The programs of these ranks, all where left out, and all messages in the order of every channel."""
+    wanted = sorted(staged.ranks if ranks is None else ranks)
+    places = sorted({rank % staged.num_patches for rank in wanted})
     graphs = {
-        (stage.index, size): [
-            patch_graph(plan, patch, piece_of(staged.line, stage.index), attended=attended, exact=True)
-            for patch in of_size
-        ]
+        (stage.index, size): {
+            place: patch_graph(plan, of_size[place], piece_of(staged.line, stage.index), attended=attended, exact=True)
+            for place in places
+        }
         for size, plan in staged.plans.items()
         for of_size in [patches_of(plan, staged.bounds)]
         for attended in [Shared.of(plan, of_size, staged.kinds)]
@@ -84,13 +92,13 @@ def staged_programs(staged: Staged) -> tuple[tuple[SampleProgram, ...], tuple[Me
     order = cells(staged.line, len(staged.spans))
     messages = Messages()
     for cell in order:
-        messages.add(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)])
+        messages.add(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)].values())
     programs = []
-    for column in range(staged.line.num_columns):
+    for rank in wanted:
+        column, patch = divmod(rank, staged.num_patches)
         own = [cell for cell in order if cell.stage.column == column]
-        for patch in range(staged.num_patches):
-            of_rank = [graphs[cell.stage.index, staged.size(cell.turn)][patch] for cell in own]
-            programs.append(_RankWriter(staged, column, patch, messages).program(own, of_rank))
+        of_rank = [graphs[cell.stage.index, staged.size(cell.turn)][patch] for cell in own]
+        programs.append(_RankWriter(staged, column, patch, messages).program(own, of_rank))
     return tuple(programs), tuple(messages.all)
 
 
@@ -101,16 +109,18 @@ class Messages:
         self.all: list[Message] = []
         self.within: dict[Cell, tuple[int, list[Message]]] = {}
 
-    def add(self, staged: Staged, cell: Cell, graphs: Sequence[fx.Graph]) -> None:
-        swapped = messages_of(staged.patches(cell.turn), graphs)
+    def add(self, staged: Staged, cell: Cell, graphs: Collection[fx.Graph]) -> None:
+        """Those of a cell, of which `graphs` are some patches'."""
+        patches, plan = staged.patches(cell.turn), staged.plans[staged.size(cell.turn)]
+        swapped = messages_of(patches, graphs)
         self.within[cell] = len(self.all), swapped
         self.all += [self.placed(staged, cell, message) for message in swapped]
-        returned = [output.args[0] for graph in graphs for output in graph.find_nodes(op="output")]
-        for place, name in enumerate(returns_of(cell)):
-            for patch, values in enumerate(returned):
-                assert isinstance(values, tuple)
-                for column, kind in _readers(staged.line, cell, name):
-                    self._send(staged, cell, patch, column, name, kind, values[place])
+        for name in returns_of(cell):
+            readers = _readers(staged.line, cell, name)
+            for patch in patches if readers else ():
+                like = plan.sized.result.meta["val"] if name == PREDICTION else held(plan, patch, name)
+                for column, kind in readers:
+                    self._send(staged, cell, patch.index, column, name, kind, like)
 
     def placed(self, staged: Staged, cell: Cell, message: Message) -> Message:
         """A message between patches of one cell as one between ranks."""
@@ -118,9 +128,8 @@ class Messages:
         src, dst = staged.rank(column, message.src), staged.rank(column, message.dst)
         return replace(message, edge=message.edge + first, src=src, dst=dst, microbatch=cell.turn)
 
-    def _send(self, staged: Staged, cell: Cell, patch: int, column: int, name: str, kind: str, value: Any) -> None:
+    def _send(self, staged: Staged, cell: Cell, patch: int, column: int, name: str, kind: str, like: Any) -> None:
         src, dst = staged.rank(cell.stage.column, patch), staged.rank(column, patch)
-        like = value.meta["val"]
         wire = (len(self.all), src, dst, None, name, cell.turn, kind, tuple(like.shape), like.dtype)
         self.all.append(Message(*wire))
 

@@ -20,13 +20,11 @@ from passes.rows.layout import Rows
 from passes.sampling.attention import Shared
 from passes.sampling.messages import exchange_nodes
 from passes.sampling.patch_graph import patch_graph
-from passes.sampling.patches import Patch, even_bounds, patches_of, shared_bounds
+from passes.sampling.patches import Patch, even_bounds, shared_bounds
 from passes.sampling.shared import shared_values
 from passes.sampling.times import PATCH, binding_times
 
 Text = Literal["first", "all"]
-Cut = tuple[list[Patch], list[fx.Graph]]
-"""Patches, and the graph of each."""
 
 
 def has_text(plan: RowPlan) -> bool:
@@ -34,21 +32,30 @@ def has_text(plan: RowPlan) -> bool:
     return any(isinstance(state, Rows) and not state.all_rows for state in plan.states.values())
 
 
-def first_has_text(
-    plan: RowPlan, sample: Mapping[str, int], bounds: Sequence[int], kinds: Sequence[Kind] = ()
-) -> Cut | None:
-    """The patches between these bounds, the first one with the text, attention of these kinds; None where another one
-    needs some of it beside its keys and values."""
-    shared, patches = shared_text(plan, sample), patches_of(plan, bounds, "first")
-    attended = Shared.of(plan, patches, kinds)
-    graphs = [patch_graph(plan, patch, None, shared, attended) for patch in patches]
-    swapped = [[node.meta["exchange"].name for node in exchange_nodes(graph)] for graph in graphs]
-    read = [node for graph in graphs for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
-    if any(node.users for node in read) or any(one != swapped[0] for one in swapped):
+def text_graph(
+    plan: RowPlan, shared: frozenset[str], patches: Sequence[Patch], index: int, kinds: Sequence[Kind] = ()
+) -> fx.Graph | None:
+    """The graph of one of the patches, of which the first one has the text, and what is `shared`; attention of these
+    kinds. None where it needs some of that beside its keys and values."""
+    graph = patch_graph(plan, patches[index], None, shared, Shared.of(plan, patches, kinds))
+    read = [node for node in graph.find_nodes(op="placeholder") if node.meta["kind"] == "read"]
+    if any(node.users for node in read):
         return None
     for node in read:
-        node.graph.erase_node(node)
-    return patches, graphs
+        graph.erase_node(node)
+    return graph
+
+
+def one_of_every_sort(num_patches: int) -> list[int]:
+    """Patches by number, as all others are but for their units: the first one, which has the text, one with neighbours
+    on both sides, and the last one."""
+    return sorted({0, min(1, num_patches - 1), num_patches - 1})
+
+
+def alike(graphs: Sequence[fx.Graph]) -> bool:
+    """Whether patches exchange the same, in the same order."""
+    swapped = [[node.meta["exchange"].name for node in exchange_nodes(graph)] for graph in graphs]
+    return all(one == swapped[0] for one in swapped)
 
 
 def balanced_bounds(

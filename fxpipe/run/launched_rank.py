@@ -1,0 +1,180 @@
+"""This process as one rank of a launch: it runs its own programs, and what all ranks must have alike is compared.
+
+compiling    every rank says what it compiles; rank 0 plans; each lowers its own, or all hear who cannot
+predict      every rank says what it predicts; weights are compared when they are first used
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpipe.errors import CompileError, RunError, Stopped
+from fxpipe.plan.transport import Channel, T, Transport
+from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.ownership import is_empty, is_released
+from fxpipe.run.ranks import D, Programs, Ranks, shapes_of
+from fxpipe.run.read_ahead import version
+from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors
+from fxpipe.run.step_agreement import StepAgreement
+
+
+class Launched(Transport, Protocol):
+    """The network of a launch."""
+
+    def met(self, what: str) -> bool:
+        """Whether every rank says the same, within a bounded time."""
+        ...
+
+
+class LaunchedRank(Ranks):
+    """This process as one rank of a launch, which all run the same loop.
+
+    The first prediction of every call is compared over them to the bit, the others as `StepAgreement` says; weights
+    when they are first used, and again once they have changed on any rank.
+    """
+
+    def __init__(self, connect: Callable[[], Launched]) -> None:
+        super().__init__()
+        self._transport = connect()
+        self.rank: int = self._transport.rank
+        self._num_calls, self._num_begun, self._num_made = 0, 0, 0  # predictions since the last call began
+        self._run = SampleRun(self._transport)
+        self._agreement = StepAgreement(self._transport)
+        self._bound: dict[int, _Held] = {}
+        self._opened: set[Channel] = set()
+        self._used: list[Tensors] = []  # states, in this call
+        self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
+
+    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
+        self._transport.set_action("predict")
+        self._num_begun += 1
+        held, shapes = self._bound.get(id(step)) or _Held(step), shapes_of(tensors)
+        self._agreement.begin((step.digest, shapes, form, stream))
+        if not self._used:
+            sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+            agree(self._transport, shapes | {"plan": step.digest} | sums)
+        if held.state is not state or all(state is not used for used in self._used):
+            self._take(held, state)
+        assert held.bound is not None
+        found = self._run.predict(held.bound, tensors, form, stream)
+        self._agreement.inputs(tensors.values())
+        self._transport.set_action("the loop around predictions")
+        self._num_made += 1
+        return found
+
+    def forget(self, step: Programs) -> None:
+        self._bound.pop(id(step), None)
+
+    @contextmanager
+    def compiling(self, what: Mapping[str, object]) -> Iterator[None]:
+        in_call = self._num_steps is not None  # which ends with what is raised
+        try:
+            self._transport.set_action("compile")
+            self._agreement.begin(what)
+            if not in_call or not self._used:  # as whoever predicts first in a call does
+                agree(self._transport, what)
+            self._agreement.passed()
+            yield
+        except BaseException as error:
+            if not in_call and not isinstance(error, CompileError | Stopped):
+                self._transport.abort(error)
+            raise
+        self._transport.set_action("the loop around predictions")
+
+    def of_rank_zero(self, make: Callable[[], T]) -> T:
+        made, error = self.broadcast(_tried(make) if self.rank == 0 else (None, None))
+        if error is not None:
+            everyones(self._transport, None)  # rank 0 stays until all have read it
+            raise error
+        return cast(T, made)
+
+    def agreed(self, made: "D | CompileError") -> "D | CompileError":
+        own = made if isinstance(made, CompileError) else made.digest
+        found = everyones(self._transport, own)
+        errors = [one for one in found if isinstance(one, CompileError)]
+        others = [rank for rank, one in enumerate(found) if one != found[0]]
+        if others and not errors:
+            raise RunError(f"ranks {others} make another step of rank 0's plan; give every rank the same model")
+        return errors[0] if errors else made
+
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        """What is raised inside ends the other ranks too; but for `Stopped`, and for what all of them raise at the same
+        place, between predictions: that ends the call alone."""
+        raised: Exception | None = None
+        self._used, self._num_begun, self._num_made = [], 0, 0
+        self._num_calls += 1
+        with told(self._transport):
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, Stopped) and not self._all_raise(error):
+                    raise
+                raised = error
+            self._agreement.end()
+            self._run.reset()
+        if raised is not None:
+            raise raised
+
+    def _all_raise(self, error: Exception) -> bool:
+        if isinstance(error, RunError) or self._num_begun != self._num_made:
+            return False
+        return self._transport.met(f"{self._num_calls}/{self._num_made}/{type(error).__qualname__}")
+
+    def broadcast(self, value: T) -> T:
+        self._transport.set_action("what rank 0 has for all")
+        return self._transport.broadcast_object(value)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _take(self, held: "_Held", state: Tensors) -> None:
+        """Hold this rank's program; all ranks are here at once, for they make the same prediction."""
+        self._agreement.settle()
+        self._agree_on_weights(state)
+        self._used.append(state)
+        if held.state is state:
+            return
+        own = held.step.program(self.rank)
+        gone = [name for name in own.state if is_released(state[name])]
+        if gone:
+            raise RunError(
+                f"this call reads {len(gone)} weights ({gone[0]}, ...) that rank {self.rank} has released; make every "
+                "kind of call, or sampler.prepare it, before sampler.release()"
+            )
+        channels = {c: size for c, size in held.step.channels.items() if c not in self._opened}
+        self._transport.open_channels(channels, [])
+        self._opened.update(channels)
+        mine = {name: state[name].to(self._transport.device) for name in own.state}
+        held.state, held.bound = state, BoundProgram(own, mine, held.step.sends)
+        self._bound[id(held.step)] = held
+
+    def _agree_on_weights(self, state: Tensors) -> None:
+        """Those that are new on some rank, also where only another rank's program reads them."""
+        there = {name: tensor for name, tensor in state.items() if not (tensor.is_meta or is_empty(tensor))}
+        new = {name for name, tensor in there.items() if self._compared.get(tensor) != version(tensor)}
+        on_any = set[str]().union(*everyones(self._transport, new))
+        if on_any:
+            compared = {name: there[name] for name in sorted(on_any) if name in there}
+            agree_on_state(self._transport, compared)
+            self._compared.update({tensor: version(tensor) for tensor in compared.values()})
+
+
+@dataclass
+class _Held:
+    """Programs that are kept, and so is their id; with what this rank runs by which state."""
+
+    step: Programs
+    state: Tensors | None = None
+    bound: BoundProgram | None = None
+
+
+def _tried(make: Callable[[], T]) -> tuple[T | None, CompileError | None]:
+    try:
+        return make(), None
+    except CompileError as error:
+        return None, error
