@@ -78,7 +78,8 @@ class Nearness:
     def __str__(self) -> str:
         return (
             f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
-            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own, or {self.rounding:g}"
+            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; "
+            f"allowed is {FACTOR:g} times its own, or {self.rounding:g}"
         )
 
 
