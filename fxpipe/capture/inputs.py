@@ -201,4 +201,7 @@ def _guess_batch(named: Mapping[str, Any]) -> int:
     for value in named.values():
         if isinstance(value, torch.Tensor) and value.ndim > 0:
             return int(value.shape[0])
+    for name, value in named.items():  # an array, of which it is better said what it is
+        if not isinstance(value, torch.Tensor):
+            _check_constant(name, value)
     raise CompileError("no example input is a tensor with a batch dimension; pass example_inputs=")
