@@ -12,7 +12,7 @@ import fxpipe
 from fxpipe.capture.calls import Calls
 from fxpipe.capture.formulas import EXACT, IN_A_TRACE
 from fxpipe.capture.transforms import exact_transforms
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, CompileError
 from tests.steps import batch, exact
 
 
@@ -95,6 +95,33 @@ class Image(nn.Module):
         return F.mse_loss(u - change, y)
 
 
+class Energy(Image):
+    """The gradient of a function of the input, by which weights learn (a gradient penalty)."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def energy(z: Tensor) -> Tensor:
+            pooled = F.max_pool2d(F.avg_pool2d(self.norm(self.first(z)), 2, padding=1), 2)
+            pooled = F.pad(F.pad(pooled, (1, 1, 0, 1), "circular"), (1, 0, 0, 0), "reflect")
+            return self.last(F.dropout(pooled, 0.3)).square().sum()  # type: ignore[no-any-return]
+
+        return F.mse_loss(grad(energy)(x), y)
+
+
+def test_gradients_of_convolutions_are_exact() -> None:
+    x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
+    assert exact(Energy(nn.GroupNorm(2, 4)), (x, y), microbatches=2, schedule="1f1b").capture.batch
+
+
+def test_gradients_of_convolutions_weights_are_refused() -> None:
+    class Weights(Image):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return grad(lambda w: F.conv2d(x, w).square().sum())(self.first.weight).square().sum()
+
+    x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
+    with pytest.raises(CompileError, match="a gradient of weights is a sum over the batch"):
+        fxpipe.compile(Weights(nn.Identity()), 2, example_inputs=(x, y), microbatches=2)
+
+
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)])
 def test_transforms_of_convolutions_are_exact(norm: nn.Module) -> None:
     x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
@@ -114,7 +141,7 @@ class Attending(nn.Module):
         query, key, value = self.qkv(F.glu(self.gated(x))).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         query, key = F.rms_norm(query, (4,)), F.rms_norm(key, (4,))
         seen = torch.ones(5, 5, dtype=torch.bool).tril(-1)
-        for given in ({}, {"is_causal": True}, {"attn_mask": seen}):
+        for given in ({}, {"is_causal": True, "dropout_p": 0.2}, {"attn_mask": seen}):
             value = F.scaled_dot_product_attention(query, key, value, **given)
         return value.transpose(1, 2).flatten(2)
 
@@ -206,6 +233,7 @@ def test_formulas_are_the_operations() -> None:
         lambda: F.scaled_dot_product_attention(x, x, x, mask.double(), enable_gqa=True),
         lambda: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], is_causal=True, enable_gqa=True),
         lambda: F.glu(x, 1),
+        *(lambda mode=mode: F.pad(x, (3, 1, 0, 2), mode) for mode in ("reflect", "replicate", "circular", "constant")),
     ):
         with Calls(EXACT, IN_A_TRACE):
             found = call()

@@ -55,6 +55,29 @@ def _glu(func: Any, input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return value * gate.sigmoid()
 
 
+def _dropout(
+    func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or inplace or not 0.0 < p < 1.0:
+        return func(input, p, training, inplace)  # type: ignore[no-any-return]
+    return torch.where(torch.rand_like(input) < p, 0.0, input / (1.0 - p))
+
+
+def _pad(
+    func: Any, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> torch.Tensor:
+    """Rows of the input in another order, where none is a constant: the derivatives of the kernels write in place."""
+    if mode == "constant":
+        return func(input, pad, mode, value)  # type: ignore[no-any-return]
+    for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        last = input.shape[-1 - place] - 1
+        rows = torch.arange(-before, last + 1 + after, device=input.device)
+        if mode == "reflect":
+            rows = last - (last - rows.abs()).abs()
+        input = input.index_select(-1 - place, rows % (last + 1) if mode == "circular" else rows.clamp(0, last))
+    return input
+
+
 def _layer_norm(
     func: Any,
     input: torch.Tensor,
@@ -129,7 +152,7 @@ def _attention(
         weights = torch.where(attn_mask, torch.where(attn_mask, scores, float("-inf")).softmax(-1), 0.0)
     else:
         weights = (scores + attn_mask).softmax(-1)
-    return F.dropout(weights, dropout_p) @ value if dropout_p else weights @ value
+    return _dropout(F.dropout, weights, dropout_p) @ value
 
 
 # Of layer and instance norms torch takes mean and deviation for constants where a jvp is differentiated (2.13).
@@ -138,11 +161,13 @@ EXACT: Table = {
     F.instance_norm: _instance_norm,
     F.scaled_dot_product_attention: _attention,
     F.glu: _glu,
+    F.dropout: _dropout,
 }
 IN_A_TRACE: Table = {
     F.linear: _linear,
     F.gelu: _gelu,
     F.group_norm: _group_norm,
+    F.pad: _pad,
     torch.cat: _cat,
     torch.concat: _cat,
 }
