@@ -33,7 +33,7 @@ from fxpipe.run.nearness import Distance, Nearness
 from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
 from fxpipe.run.unchanged import Unchanged
-from fxpipe.run.verification import Tolerance, Verification, compare, compare_outputs, tolerance_of
+from fxpipe.run.verification import TOLERANCES, Tolerance, Verification, compare, compare_outputs, tolerance_of
 from fxpipe.run.weights import Weights, readers, without_memory
 from fxpipe.shapes import Shapes
 from fxpipe.show.explain import Replanned, explain
@@ -215,7 +215,8 @@ class Program:
             return found
         wide = self._shown_step(one_device_in_float32(self.model, args, kwargs, draws))
         expected = replace(wide, outputs={name: wide.outputs[name] for name in errors})
-        return replace(found, nearness=Nearness(Distance.of(result, expected), Distance.of(own, expected)))
+        rounding = max((TOLERANCES.get(g.dtype, 0.0) for g in wide.gradients.values()), default=0.0)
+        return replace(found, nearness=Nearness(Distance.of(result, expected), Distance.of(own, expected), rounding))
 
     def _shown_step(self, step: StepResult) -> StepResult:
         return replace(step, gradients={self._shown(name): gradient for name, gradient in step.gradients.items()})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.inputs import InputSpec, is_same
 from fxpipe.capture.trees import flatten
 from fxpipe.errors import CompileError
 
@@ -45,7 +45,10 @@ class Shapes:
         sizes = {leaf.name: list(leaf.shape) for leaf in program.capture.inputs.leaves if leaf.is_tensor}
         batched = {leaf.name for leaf in program.capture.inputs.leaves if leaf.batched}
         size = program.plan.batch_size * program.capture.inputs.rows
-        self.programs[_text({n: [size, *of[1:]] if n in batched else of for n, of in sizes.items()})] = program
+        key = _text({n: [size, *of[1:]] if n in batched else of for n, of in sizes.items()})
+        if key in self.programs:
+            _require_alike(key, self.programs[key], program)
+        self.programs[key] = program
 
     def key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """The shapes, as text, of the program for a call, the call's own where there is none yet.
@@ -122,6 +125,18 @@ def _samples(program: "Program", sizes: Mapping[str, Sequence[int]]) -> int | No
 def _kinds(program: "Program") -> dict[str, tuple[torch.dtype | None, int]]:
     """Types and numbers of dimensions by input."""
     return {leaf.name: (leaf.dtype, len(leaf.shape)) for leaf in program.capture.inputs.leaves if leaf.is_tensor}
+
+
+def _require_alike(key: str, known: "Program", program: "Program") -> None:
+    """Raises CompileError where one of two programs would never be found."""
+    one, other = ({leaf.name: leaf.constant for leaf in p.capture.inputs.leaves} for p in (known, program))
+    for name in {**one, **other}:
+        if not is_same(one.get(name), other.get(name)):
+            raise CompileError(
+                f"two example_inputs of {key} differ in {name}, {one.get(name)!r} and {other.get(name)!r}, but the "
+                "program for a batch is found by its shapes: compile a program for each; engines of one model share "
+                "its weights"
+            )
 
 
 def several(example_inputs: Any) -> list[Any]:

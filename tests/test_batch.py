@@ -334,6 +334,7 @@ def test_steps_that_micro_batches_would_change(name: str) -> None:
     with pytest.raises(CompileError, match=why) as caught:
         captured(step_of(loss))
     assert MIXES in str(caught.value)
+    assert "or pass microbatches=1" in str(caught.value)
     assert str(caught.value).startswith("module ")
 
 

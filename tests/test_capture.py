@@ -452,6 +452,38 @@ def test_refusals(middle: Middle, says: str) -> None:
     assert str(error.value).startswith("module ")
 
 
+class Padded(nn.Module):
+    """A frozen encoder of padded samples, whose places are averaged, padded ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2).double()
+        self.encoder.requires_grad_(False).eval()
+        self.last = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, y: Tensor, padding: Tensor) -> Tensor:
+        return F.mse_loss(self.last(self.encoder(x, src_key_padding_mask=padding).mean(1)), y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_leaves_out_padding_by_the_masks_values_is_refused() -> None:
+    model, inputs = Padded(), {"x": noise(4, 3, 4), "y": noise(4, 4), "padding": torch.zeros(4, 3, dtype=torch.bool)}
+    inputs["padding"][1, 1:] = True
+    with pytest.raises(CaptureError, match=r"module encoder: .* set its use_nested_tensor = False"):
+        fxpipe.compile(model, 2, example_inputs=inputs)
+    zeros = model(**inputs).item()
+    model.encoder.use_nested_tensor = False
+    report = exact(model, inputs, microbatches=2).verify(**inputs)
+    assert report.loss == pytest.approx(model(**inputs).item(), rel=1e-10)
+    assert report.loss != pytest.approx(zeros, rel=1e-3)
+
+
+def test_an_array_is_told_as_such() -> None:
+    with pytest.raises(CompileError, match="input x is a ndarray: an input must be a tensor"):
+        fxpipe.compile(Step(lambda s, h, y: h), 2, example_inputs=(numpy.ones((4, 4)), numpy.ones((4, 4))))
+
+
 @pytest.mark.parametrize("middle", [lambda s, h, y: h if y.sum() > 0 else 2 * h, lambda s, h, y: s.a(h[:, :3])])
 def test_failed_trials_leave_no_noise(middle: Middle, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CaptureError):

@@ -68,6 +68,13 @@ def diagonal(h: Tensor) -> Tensor:
     return h
 
 
+def viewed_without_gradients(m: nn.Module, h: Tensor, y: Tensor) -> Tensor:
+    """Torch says of a view under no_grad that it requires grad."""
+    with torch.no_grad():
+        halves = h.unflatten(1, (2, 6))
+    return m(h) * halves.flatten(1)  # type: ignore[no-any-return]
+
+
 def sequence(m: nn.Module, h: Tensor, y: Tensor) -> Any:
     return m(h.view(-1, 2, 6))
 
@@ -88,6 +95,7 @@ OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
         lambda m, h, y: m(ids(y)) + h,
         lambda: nn.EmbeddingBag(4, 12, mode="max", padding_idx=-1),
     ),
+    "views under no_grad": (viewed_without_gradients, lambda: nn.Linear(12, 12)),
     "Bilinear": (lambda m, h, y: m(h, y), lambda: nn.Bilinear(12, 12, 2)),
     "RReLU": (lambda m, h, y: m(h), nn.RReLU),
     "RReLU in evaluation": (lambda m, h, y: m(h), lambda: nn.RReLU().eval()),

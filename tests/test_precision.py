@@ -136,6 +136,20 @@ def test_models_of_several_types() -> None:
     assert program.run_local(**batch(dtype=torch.bfloat16)).loss.dtype == torch.bfloat16
 
 
+class LossCast(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y).bfloat16()
+
+
+def test_gradients_that_no_lower_precision_reaches_may_round_as_float32_does() -> None:
+    """One device's own are those of float32, bit by bit; so is a micro-batch's share, a half."""
+    report = compiled(LossCast(), None, microbatches=2).verify(**batch())
+    assert report.nearness is not None
+    assert report.nearness.own.together == 0.0
+    assert 0.0 < report.nearness.ours.together < 1e-6
+    assert report.ok, report
+
+
 @pytest.mark.parametrize(("make", "precision"), [(Net, "fp16"), (Kinds, None)])
 def test_captures_on_meta_are_those_of_weights(make: type[nn.Module], precision: str | None) -> None:
     with torch.device("meta"):

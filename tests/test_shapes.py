@@ -145,3 +145,22 @@ def test_examples_that_differ_in_more_than_sizes_are_refused() -> None:
 
     with pytest.raises(CompileError, match="differ in more than their sizes"):
         fxpipe.compile(Anything(), 1, example_inputs=examples)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return self.layer(x).square().mean() * scale
+
+
+def test_an_example_whose_program_no_batch_would_find_is_refused() -> None:
+    one, two = {"x": torch.zeros(4, 8), "scale": 1.0}, {"x": torch.zeros(4, 8), "scale": 2.0}
+    with pytest.raises(CompileError, match=r"two example_inputs of x \[4, 8\] differ in scale, 1.0 and 2.0"):
+        fxpipe.compile(Scaled(), 1, example_inputs=[one, two])
+    other = {"x": torch.zeros(6, 8), "scale": 2.0}
+    assert fxpipe.compile(Scaled(), 1, example_inputs=[one, one, other]).verify(**other).ok
+    with pytest.raises(CompileError, match=r"called with 2.0; compile again with it, or compile with a tensor there"):
+        fxpipe.compile(Scaled(), 1, example_inputs=one).verify(**two)

@@ -9,8 +9,10 @@ from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.capture.calls import Calls
+from fxpipe.capture.formulas import EXACT, IN_A_TRACE
 from fxpipe.capture.transforms import exact_transforms
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, CompileError
 from tests.steps import batch, exact
 
 
@@ -79,6 +81,97 @@ def test_transforms_are_exact(loss: Callable[[nn.Module, Tensor, Tensor], Tensor
     assert program.plan.staged.num_stages == 2
 
 
+class Image(nn.Module):
+    """Convolutions and norms, as a U-Net has; `loss` is a function of it and a batch."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3, padding=1), norm, nn.Conv2d(4, 2, 3, padding=1)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        u, change = jvp(lambda z: self.last(F.gelu(self.norm(self.first(z)))), (x,), (y,))
+        return F.mse_loss(u - change, y)
+
+
+class Energy(Image):
+    """The gradient of a function of the input, by which weights learn (a gradient penalty)."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def energy(z: Tensor) -> Tensor:
+            pooled = F.max_pool2d(F.avg_pool2d(self.norm(self.first(z)), 2, padding=1), 2)
+            pooled = F.pad(F.pad(pooled, (1, 1, 0, 1), "circular"), (1, 0, 0, 0), "reflect")
+            return self.last(F.dropout(pooled, 0.3)).square().sum()  # type: ignore[no-any-return]
+
+        return F.mse_loss(grad(energy)(x), y)
+
+
+def test_gradients_of_convolutions_are_exact() -> None:
+    x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
+    assert exact(Energy(nn.GroupNorm(2, 4)), (x, y), microbatches=2, schedule="1f1b").capture.batch
+
+
+def test_gradients_of_convolutions_weights_are_refused() -> None:
+    class Weights(Image):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return grad(lambda w: F.conv2d(x, w).square().sum())(self.first.weight).square().sum()
+
+    x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
+    with pytest.raises(CompileError, match="a gradient of weights is a sum over the batch"):
+        fxpipe.compile(Weights(nn.Identity()), 2, example_inputs=(x, y), microbatches=2)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)])
+def test_transforms_of_convolutions_are_exact(norm: nn.Module) -> None:
+    x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
+    assert exact(Image(norm), (x, y), microbatches=2, schedule="1f1b").capture.batch
+
+
+class Attending(nn.Module):
+    """Heads as views of one projection, normalised by `rms_norm`; a causal, a masked and a plain attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.gated = nn.Linear(8, 24), nn.Linear(8, 16)
+        self.double()
+
+    def run(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(F.glu(self.gated(x))).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        query, key = F.rms_norm(query, (4,)), F.rms_norm(key, (4,))
+        seen = torch.ones(5, 5, dtype=torch.bool).tril(-1)
+        for given in ({}, {"is_causal": True, "dropout_p": 0.2}, {"attn_mask": seen}):
+            value = F.scaled_dot_product_attention(query, key, value, **given)
+        return value.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        u, change = jvp(self.run, (x,), (y,))
+        rows = torch.vmap(grad(lambda z: F.gelu(self.gated(z)).sum()))(x)
+        return F.mse_loss(u - change, y) + rows.square().mean()
+
+
+def test_transforms_of_attention_are_exact() -> None:
+    x, y = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    assert exact(Attending(), (x, y), microbatches=2, schedule="1f1b").capture.batch
+
+
+class Stopped(nn.Module):
+    """The tangent, which gives no gradient, reads views of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        u, change = jvp(self.layers, (x,), (y,))
+        return F.mse_loss(u - change.detach(), y)
+
+
+def test_a_stopped_tangent_crosses_stages() -> None:
+    exact(Stopped(), batch(4), microbatches=2, stages=8, schedule="interleaved")
+
+
 def stopped(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return jvp(lambda z: net.run(z.detach() + z, y[:, 0]), (x,), (y,))[1].mean()
 
@@ -126,3 +219,22 @@ def test_a_derivative_of_layer_norm_is_differentiated_as_its_formula_is() -> Non
         weight[1, 2] -= 2e-6
         difference = (above - loss()) / 2e-6
     assert gradient[1, 2].item() == pytest.approx(difference.item(), rel=1e-6)
+
+
+def test_formulas_are_the_operations() -> None:
+    """Outside of a transform, against torch's own kernels."""
+    torch.manual_seed(0)
+    x, (weight, bias) = torch.randn(3, 4, 5, 6, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    mask = torch.rand(5, 5) > 0.5
+    for call in (
+        lambda: F.group_norm(x, 2, weight, bias),
+        lambda: F.instance_norm(x, weight=weight, bias=bias, eps=1e-3),
+        lambda: F.scaled_dot_product_attention(x, x, x, mask, scale=0.3),
+        lambda: F.scaled_dot_product_attention(x, x, x, mask.double(), enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], is_causal=True, enable_gqa=True),
+        lambda: F.glu(x, 1),
+        *(lambda mode=mode: F.pad(x, (3, 1, 0, 2), mode) for mode in ("reflect", "replicate", "circular", "constant")),
+    ):
+        with Calls(EXACT, IN_A_TRACE):
+            found = call()
+        torch.testing.assert_close(found, call(), rtol=1e-12, atol=1e-12)

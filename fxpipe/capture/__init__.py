@@ -10,6 +10,7 @@ random draws and parameters are placeholders, `no_grad` regions and autocast reg
 
 inputs, trees    a call's tensors by name         export        torch.export, watched: what it would lose is refused
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
+formulas         of operations in transforms
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
 cache            captures on disk (stored, model_digest, code_names, files, expressions)

@@ -1,5 +1,6 @@
 """Attention as it can be cut into samples: with dropout written out, so that its mask is a draw like any other; and
-diffusers' sliced one, which takes some heads of some samples at a time to save memory, as one.
+diffusers' sliced one, which takes some heads of some samples at a time to save memory, as one; torch's encoder, which
+takes another path for padded samples, is refused where it does.
 
 scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
 """
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.errors import CaptureError
@@ -31,6 +32,39 @@ def whole_attention() -> Iterator[None]:
             call = getattr(processors, whole).__call__  # of no attribute of its own
             stack.enter_context(private.replaced(getattr(processors, sliced), "__call__", call))
         yield
+
+
+@contextmanager
+def encoders_watched() -> Iterator[None]:
+    """Raises CaptureError where an `nn.TransformerEncoder` would take its path of nested tensors, which a trace cannot:
+    whether it does, and so leaves zeros in padded places, depends on where the mask has its values."""
+    forward = nn.TransformerEncoder.forward
+
+    def checked(
+        self: nn.TransformerEncoder,
+        src: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> torch.Tensor:
+        if src_key_padding_mask is not None and mask is None and src.ndim == 3 and _may_nest(self, src):
+            raise CaptureError(
+                "nn.TransformerEncoder in evaluation, without gradients, returns zeros in padded places where all "
+                "padding is at the end of samples, which it decides by the mask's values; set its use_nested_tensor = "
+                "False, which leaves all other places as they are"
+            )
+        return forward(self, src, mask, src_key_padding_mask, is_causal)
+
+    with private.replaced(nn.TransformerEncoder, "forward", checked):
+        yield
+
+
+def _may_nest(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
+    """By all but the mask's values, as torch 2.13 decides it."""
+    first: Any = encoder.layers[0]
+    wanted = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (src, *first.parameters()))
+    return wanted and not first.training and not learns and not torch.is_autocast_enabled()
 
 
 def expand_attention_dropout(graph: fx.Graph) -> None:

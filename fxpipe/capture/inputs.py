@@ -125,10 +125,12 @@ class InputSpec:
 
 def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:
     if not leaf.is_tensor:
-        if not _same(leaf.constant, value):
+        if not is_same(leaf.constant, value):
             got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             was = f"input {leaf.name} was compiled as {leaf.constant!r}"
-            raise CompileError(f"{was}, called with {got}; compile again with it")
+            is_number = type(value) in (int, float) and type(leaf.constant) in (int, float)
+            tensor = ", or compile with a tensor there, whose value may change" if is_number else ""
+            raise CompileError(f"{was}, called with {got}; compile again with it{tensor}")
         return
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
@@ -143,7 +145,8 @@ def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:
         raise CompileError(f"input {leaf.name} must be {want} {leaf.dtype}, got {got}; recompile for other shapes")
 
 
-def _same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two inputs that are no tensors are one."""
     return type(a) is type(b) and bool(a == b)
 
 
@@ -201,4 +204,7 @@ def _guess_batch(named: Mapping[str, Any]) -> int:
     for value in named.values():
         if isinstance(value, torch.Tensor) and value.ndim > 0:
             return int(value.shape[0])
+    for name, value in named.items():  # an array, of which it is better said what it is
+        if not isinstance(value, torch.Tensor):
+            _check_constant(name, value)
     raise CompileError("no example input is a tensor with a batch dimension; pass example_inputs=")

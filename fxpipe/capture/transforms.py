@@ -7,7 +7,6 @@ The step's own trace would see the wrappers. So a transform is traced by itself,
 run again where the step's trace sees it. What such a trace cannot hand over (a function to be called later) is refused.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import private
 from fxpipe.capture.calls import Calls, Table
+from fxpipe.capture.formulas import EXACT, IN_A_TRACE
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
@@ -69,7 +68,12 @@ def _around(transforms: Sequence[tuple[Any, str]], wrap: Callable[[Callable[...,
 
 
 # Tangents that are known to be zero are tensors of a kind of their own, which a trace cannot add to others.
-_DECOMPOSED: dict[Any, Callable[..., Any]] = {aten._efficientzerotensor.default: torch.zeros}
+_DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    aten._efficientzerotensor.default: torch.zeros,
+    aten._new_zeros_with_same_feature_meta.default: lambda tensor, other, **_: torch.empty_strided(
+        other.shape, other.stride(), dtype=tensor.dtype, device=tensor.device
+    ).zero_(),
+}
 
 
 def _refuse_cut(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,41 +85,12 @@ def _refuse_cut(func: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    if private.under_vmap() or len(set(map(private.has_tangent, tensors))) > 1:
-        return _joined(tensors, dim)
-    return func(tensors, dim)  # type: ignore[no-any-return]
-
-
-def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """`cat` as a sum of padded parts: under vmap, or of what has a tangent with what has none, it fixes sizes."""
-    dim, total, before = dim % tensors[0].ndim, sum(t.shape[dim] for t in tensors), 0
-    parts = []
-    for tensor in tensors:
-        after = total - before - tensor.shape[dim]
-        parts.append(F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [before, after]))
-        before += tensor.shape[dim]
-    return functools.reduce(torch.add, parts)
-
-
-def _linear(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """On rows alone: of more dimensions torch's own takes the sizes of a wrapped tensor for numbers."""
-    if input.ndim <= 2:
-        return func(input, weight, bias)  # type: ignore[no-any-return]
-    rows: torch.Tensor = func(input.flatten(0, -2), weight, bias)
-    return rows.reshape(*input.shape[:-1], -1)
-
-
 def exact_transforms() -> AbstractContextManager[None]:
-    """Transforms called inside see layer normalisation as its formula.
-
-    Torch's kernel takes its mean and deviation for constants where the derivative of a jvp is taken, and so gives
-    wrong gradients of it (2.13).
-    """
+    """Transforms called inside see operations as their formulas whose kernels give a wrong derivative, or none."""
 
     def exact(transform: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with Calls(_LAYER_NORM):
+            with Calls(EXACT):
                 return transform(*args, **kwargs)
 
         return call
@@ -123,28 +98,9 @@ def exact_transforms() -> AbstractContextManager[None]:
     return _around(private.TRANSFORMS, exact)
 
 
-def _layer_norm(
-    func: Any,
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    dims = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(dims, keepdim=True)
-    scaled = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    scaled = scaled if weight is None else scaled * weight
-    return scaled if bias is None else scaled + bias
-
-
-_LAYER_NORM: Table = {F.layer_norm: _layer_norm}
 _WITHIN: Table = {
     **dict.fromkeys((torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch._C._set_grad_enabled), _refuse_cut),
     torch.Tensor.data.__get__: _refuse_cut,  # type: ignore[attr-defined]
-    F.linear: _linear,
-    torch.cat: _cat,
-    torch.concat: _cat,
 }
 
 
@@ -163,7 +119,7 @@ def _traced_apart(transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return results
 
     tensors = [leaves[place] for place in places]
-    with private.outside_trace(), Calls(RANDOM_CALLS, WRITTEN_OUT, _LAYER_NORM, _WITHIN):
+    with private.outside_trace(), Calls(RANDOM_CALLS, WRITTEN_OUT, EXACT, IN_A_TRACE, _WITHIN):
         # A view has an offset, which forward derivatives ask for and no symbolic size has.
         module = make_fx(run, _DECOMPOSED)(*[t.clone() if t._is_view() else t for t in tensors])
     _join(module.graph)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import Distribution
 
 from fxpipe.capture import private
-from fxpipe.capture.attention import whole_attention
+from fxpipe.capture.attention import encoders_watched, whole_attention
 from fxpipe.capture.calls import Calls, Table, own_generators
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
@@ -50,6 +50,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.replaced(torch, "cond", _refused(_COND)))
         stack.enter_context(private.on_autograd_function(_refuse_function))
         stack.enter_context(whole_attention())
+        stack.enter_context(encoders_watched())
         stack.enter_context(own_generators(model, tell=True))
         stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, _REFUSED))
         yield

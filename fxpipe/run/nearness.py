@@ -52,25 +52,34 @@ class Distance:
 
 @dataclass(frozen=True)
 class Nearness:
-    """A step's distance to float32, and one device's own."""
+    """A step's distance to float32, and one device's own.
+
+    `rounding` is what the float32 step itself may round: where nothing in a lower precision reaches the gradients, as
+    where the loss alone is cast, one device's own is at no distance at all.
+    """
 
     ours: Distance
     own: Distance
+    rounding: float = 0.0
 
     @property
     def farther(self) -> dict[str, tuple[float, float]]:
         """What is too far, by name: its distance, and what it may be."""
-        most = {name: FACTOR * max(own, self.own.together) for name, own in self.own.gradients.items()}
+        most = {name: self._allowed(own) for name, own in self.own.gradients.items()}
         pairs = {name: (ours, most.get(name, 0.0)) for name, ours in self.ours.gradients.items()}
-        pairs["the loss"] = self.ours.loss, FACTOR * max(self.own.loss, self.own.together)
+        pairs["the loss"] = self.ours.loss, self._allowed(self.own.loss)
         for name, ours in self.ours.outputs.items():
-            pairs[f"output {name}"] = ours, FACTOR * max(self.own.outputs[name], self.own.together)
+            pairs[f"output {name}"] = ours, self._allowed(self.own.outputs[name])
         return {name: pair for name, pair in pairs.items() if not pair[0] <= pair[1]}  # a NaN is too far
+
+    def _allowed(self, own: float) -> float:
+        return max(FACTOR * max(own, self.own.together), self.rounding)
 
     def __str__(self) -> str:
         return (
             f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
-            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
+            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; "
+            f"allowed is {FACTOR:g} times its own, or {self.rounding:g}"
         )
 
 

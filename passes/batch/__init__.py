@@ -143,7 +143,7 @@ def _loss_scale(node: fx.Node, state: State) -> Literal["mean", "sum"]:
 def _refusal(node: fx.Node, error: Mixed) -> CompileError:
     return CompileError(
         f"{_told(node, error.why)}; micro-batches would give another result than the whole batch. To change: "
-        f"{error.remedy}"
+        f"{error.remedy}; or pass microbatches=1, where ranks take turns at the whole batch, in less memory each"
     )
 
 

@@ -73,6 +73,17 @@ def cdist(call: RuleCall) -> list[Result]:
     return moved(call, layout)
 
 
+def convolution_backward(call: RuleCall) -> list[Result]:
+    """The derivative of a convolution of samples by its input, as of a gradient that forward itself takes."""
+    if any(call.arguments["output_mask"][1:]):
+        raise Mixed("a gradient of weights is a sum over the batch", "differentiate by inputs alone")
+    weight = next(call.tensors("weight"))
+    layouts = {call.layout(node) for node in call.tensors("grad_output", "input")}
+    if call.layout(weight) is not None or layouts != {Layout(0)}:
+        raise Mixed("it combines the entries of a dimension that is, or has, the batch")
+    return moved(call, Layout(0))
+
+
 def solve(call: RuleCall) -> list[Result]:
     """Systems of equations: matrices in the last two dimensions, right sides there or vectors in the last one."""
     no_batch_numbers(call)

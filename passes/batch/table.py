@@ -76,6 +76,10 @@ RULES: dict[str, Rule] = {
     **_names(
         "layer_norm rms_norm native_layer_norm", trailing(lambda call, ndim: len(call.arguments["normalized_shape"]))
     ),
+    **_names(
+        "avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
+        trailing(_spatial, ("self", "indices")),
+    ),
     **_names("max_unpool2d max_unpool3d", trailing(lambda call, ndim: _spatial(call, ndim) + 1, ("indices",))),
     **_names("pixel_shuffle pixel_unshuffle", trailing(lambda call, ndim: 3)),
     **_names(
@@ -103,6 +107,7 @@ RULES: dict[str, Rule] = {
     "broadcast_tensors": views.broadcast_tensors,
     "cat": views.cat,
     "concat": views.cat,
+    "convolution_backward": products.convolution_backward,
     "diagonal_scatter": lookups.diagonal_scatter,
     "einsum": products.einsum,
     "embedding": lookups.embedding,

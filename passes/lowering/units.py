@@ -118,13 +118,18 @@ def run_unit(
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """The operation of a node. A view that only the strides of the trace allow is a copy: a unit's reads have their
-    own, and nothing is written in place."""
+    own, and nothing is written in place. A view under no_grad still says that it requires grad: it is detached."""
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, ValueError):  # ValueError: of tensors without memory
         if node.target is not torch.ops.aten.view.default:
             raise
-        return torch.ops.aten.reshape.default(*args, **kwargs)
+        result = torch.ops.aten.reshape.default(*args, **kwargs)
+    return fx.node.map_aggregate(result, _detached) if node.meta.get("no_grad") else result
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 def _as_marked(node: fx.Node) -> AbstractContextManager[object]:
