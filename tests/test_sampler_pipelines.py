@@ -271,6 +271,30 @@ def test_what_is_changed_after_compiling_counts() -> None:
         before = wanted
 
 
+def test_tiles_are_told_to_either_and_a_second_call_is_the_first() -> None:
+    """Tiles at the edge have fewer rows than there are ranks: they alone run whole."""
+    pipe, call = tiny("sd/small")
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call)
+    fast, call = sampler.pipeline(), {**call, "num_inference_steps": 1, "output_type": "pt"}
+    untiled = sample(pipe, call)
+    assert error(sample(fast, call), untiled) <= 1e-10
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 16, 8
+    pipe.vae.enable_tiling()
+    wanted = sample(pipe, call)
+    assert error(wanted, untiled) > 1e-3
+    found = sample(fast, call)
+    assert error(found, wanted) <= 1e-10
+    assert torch.equal(sample(fast, call), found)
+    assert "Decoder, where a call is like this one, runs whole on every rank: 3 patches of 2 units" in str(sampler)
+    fast.vae.disable_tiling()
+    assert torch.equal(sample(pipe, call), untiled)
+    decoder = pipe.vae.decoder
+    pipe.vae.decoder = nn.Upsample(scale_factor=2)
+    assert fast.vae.decoder is pipe.vae.decoder
+    fast.vae.decoder = decoder
+    assert error(sample(fast, call), sample(pipe, call)) <= 1e-10
+
+
 def test_another_type_after_compiling() -> None:
     pipe, call = tiny("sd/small")
     fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2).pipeline()

@@ -79,12 +79,16 @@ def flatten(
     if like is not None:
         call = _ordered(call, like)
     paths, tree = pytree.tree_flatten_with_path(call)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p.name for p in signature.parameters.values() if p.kind in kinds]
-    names = [_leaf_name(path, positional) for path, _ in paths]
+    names = [_leaf_name(path, placeable(signature)) for path, _ in paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise CompileError(f"two inputs have the name {twice[0]}; rename a key")
     return dict(zip(names, (value for _, value in paths), strict=True)), tree
+
+
+def placeable(signature: inspect.Signature) -> list[str]:
+    """The parameters that can be given by place, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds]
 
 
 def unflatten(values: Iterable[Any], tree: pytree.TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
