@@ -140,6 +140,14 @@ def test_constants_of_the_model_stay_the_models_own(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_constant_of_one_entry_may_have_any_stride(tmp_path: Path) -> None:
+    model = Model()
+    model.table = torch.full((), 2.0).expand(1)
+    example = example_of(model, batch())
+    cached_capture(example.step, example.inputs, example.tensors, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "a number": lambda model: setattr(model, "factor", 1.25),
     "the kind of a number": lambda model: setattr(model, "factor", 1),

@@ -179,7 +179,7 @@ class _Digest:
         if value.device.type != "cpu":
             self._refuse(value, f"{where} is a tensor on {value.device}, no weight or buffer")
             return
-        content = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)[:, None]
         self._array(content.view(torch.uint8).numpy() if content.numel() else numpy.empty(0), where)
 
     @_add.register(numpy.ndarray)
