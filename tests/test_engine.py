@@ -118,6 +118,7 @@ def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
 def test_checksums_tell_values_apart_wherever_they_lie(dtype: torch.dtype) -> None:
     ones = torch.eye(97).to(dtype)  # more than a row of words, and a rest
     assert checksum(ones[1:]) == checksum(ones[1:].clone()) == checksum(ones[1:].t().contiguous().t())
+    assert checksum(ones[0, 0].expand(1)) == checksum(ones[0, :1].clone())  # a time of one sample: no stride at all
     changed = ones.clone()
     changed[-1, -1] = 0
     shorter, empty = ones[:-1], ones[:0]

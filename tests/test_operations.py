@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 import fxpipe
 from fxpipe.errors import CompileError
@@ -116,6 +117,11 @@ OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
     "diagonal in place": (lambda m, h, y: diagonal(h), nn.Identity),
     "solve": (lambda m, h, y: torch.linalg.solve(spd(h), y.view(-1, 3, 4)), nn.Identity),
     "take_along_dim": (lambda m, h, y: h.view(-1, 3, 4).take_along_dim(ids(y)[:, None, :4], 2), nn.Identity),
+    "pad_sequence": (lambda m, h, y: pad_sequence([h.mT, y.mT[:8]], True, 0.5).movedim(2, 0), nn.Identity),
+    "pad_sequence, before": (
+        lambda m, h, y: pad_sequence([h.mT, y.mT[:8]], padding_side="left").movedim(2, 0),
+        nn.Identity,
+    ),
     "kron": (lambda m, h, y: torch.kron(h.view(-1, 3, 4), torch.eye(2, dtype=DTYPE)), nn.Identity),
     "multi_dot": (lambda m, h, y: torch.linalg.multi_dot([h, h.new_ones(12, 3), h.new_ones(3, 2)]), nn.Identity),
     "max_unpool2d": (

@@ -17,11 +17,12 @@ from fxpipe.sampler import Sampler
 from tests.tiny_pipelines import PIPELINES, Call, noise, tiny
 
 # Their loops round to float32, whatever the type of the weights: a difference may be its last bit.
-FLOAT32_LOOPS = {"sana", "cogvideo", "wan"}
+FLOAT32_LOOPS = {"sana", "cogvideo", "wan", "z_image"}
 # Ranks, groups of samples, and what comes out; three ranks with every sample and the latents elsewhere.
 LAYOUTS = {
     "sd/image": (2, None, "pt"), "sdxl": (4, None, "latent"), "sd3": (4, 2, "latent"), "flux": (2, None, "pt"),
     "dit": (3, None, "pt"), "ddim": (2, 1, "np"), "pixart": (2, 2, "latent"),
+    "z_image": (2, None, "latent"),
 }  # fmt: skip
 
 
@@ -271,6 +272,30 @@ def test_what_is_changed_after_compiling_counts() -> None:
         before = wanted
 
 
+def test_tiles_are_told_to_either_and_a_second_call_is_the_first() -> None:
+    """Tiles at the edge have fewer rows than there are ranks: they alone run whole."""
+    pipe, call = tiny("sd/small")
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call)
+    fast, call = sampler.pipeline(), {**call, "num_inference_steps": 1, "output_type": "pt"}
+    untiled = sample(pipe, call)
+    assert error(sample(fast, call), untiled) <= 1e-10
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 16, 8
+    pipe.vae.enable_tiling()
+    wanted = sample(pipe, call)
+    assert error(wanted, untiled) > 1e-3
+    found = sample(fast, call)
+    assert error(found, wanted) <= 1e-10
+    assert torch.equal(sample(fast, call), found)
+    assert "Decoder, where a call is like this one, runs whole on every rank: 3 patches of 2 units" in str(sampler)
+    fast.vae.disable_tiling()
+    assert torch.equal(sample(pipe, call), untiled)
+    decoder = pipe.vae.decoder
+    pipe.vae.decoder = nn.Upsample(scale_factor=2)
+    assert fast.vae.decoder is pipe.vae.decoder
+    fast.vae.decoder = decoder
+    assert error(sample(fast, call), sample(pipe, call)) <= 1e-10
+
+
 def test_another_type_after_compiling() -> None:
     pipe, call = tiny("sd/small")
     fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2).pipeline()
@@ -297,6 +322,42 @@ def test_a_list_that_forward_empties() -> None:
     with torch.no_grad():
         wanted = model(x, [x + 1, 2 * x])
     assert error(sampler.predict(x=x, residuals=[x + 1, 2 * x]), wanted) <= 1e-10
+
+
+class Listed(Taking):
+    """Samples come as a list, and what is predicted of each goes as one, a pair each."""
+
+    def forward(self, x: list[Tensor], time: Tensor) -> Any:
+        return {"pairs": [(self.conv(one[None])[0].sin() * time, 1, one) for one in x]}
+
+
+def test_lists_of_samples() -> None:
+    torch.manual_seed(0)
+    model, given = Listed(), {"x": [noise(2, 9, 5), noise(2, 9, 5, seed=1)], "time": noise(1)}
+    sampler = fxpipe.compile_sampler(model, 3, example=given, sample={"x.0": 1, "x.1": 1}, patches=3)
+    for order in (1, -1):
+        call = {**given, "x": given["x"][::order]}
+        with torch.no_grad():
+            pairs = [(found, wanted) for one, other in zip(sampler.predict(**call)["pairs"], model(**call)["pairs"],
+                      strict=True) for found, wanted in zip(one, other, strict=True)]  # fmt: skip
+        assert len(pairs) == 6
+        assert all(error(found, wanted) <= 1e-10 for found, wanted in pairs if isinstance(found, Tensor))
+
+
+class Double(Taking):
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.conv(x)
+        return hidden.sin(), x + hidden.mean((1, 2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("how", [{"cfg": 2, "patches": 2}, {"cfg": 1, "stages": 2, "patches": 2}])
+def test_several_predictions_of_one_shape(how: Call) -> None:
+    torch.manual_seed(0)
+    model, x = Double(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 4, example={"x": x}, sample={"x": 2}, **how)
+    with torch.no_grad():
+        both = zip(sampler.predict(x=x), model(x), strict=True)
+        assert all(error(found, wanted) <= 1e-10 for found, wanted in both)
 
 
 class Guided(Taking):

@@ -1,4 +1,10 @@
-"""What scripts do around a model: attention in slices, a generator of their own, adapters that come late."""
+"""What scripts do around a model: attention in slices, a generator of their own, adapters that come late, arguments
+that decorators and hooks look for by name."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -146,3 +152,47 @@ def test_a_view_that_another_ranks_layout_does_not_allow_is_a_copy() -> None:
     model = Quantised().double()
     found = fxpipe.compile(model, 3, batch_size=6, schedule="gpipe", microbatches=2).verify(*model.example_inputs(6))
     assert found.ok, found
+
+
+def scaled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As diffusers' decorators do, which scale adapters: the argument counts where it is given by name."""
+
+    @wraps(forward)
+    def around(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs) * (kwargs.get("about") or {}).get("scale", 1.0)
+
+    return around
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+
+    @scaled
+    def forward(self, sample: Tensor, about: dict[str, float] | None = None) -> Tensor:
+        return self.last(self.first(sample).sin())  # type: ignore[no-any-return]
+
+
+def test_arguments_are_given_by_name_where_the_call_does(tmp_path: Path) -> None:
+    model, x = Scaled().double(), torch.randn(2, 2, 9, 5, dtype=torch.float64)
+    model.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "sample": kwargs["sample"] + 1}),
+                                    with_kwargs=True)  # fmt: skip
+    for scale in (1.0, 0.5):
+        call = {"sample": x, "about": {"scale": scale}}
+        sampler = fxpipe.compile_sampler(model, 2, example=call, sample={"sample": 2}, patches=2, cache=tmp_path)
+        assert sampler.verify().ok, scale
+        with torch.no_grad():
+            assert torch.allclose(sampler.predict(**call), model(**call), rtol=0, atol=1e-12), scale
+
+
+def test_arguments_by_place_are_another_capture_than_by_name(tmp_path: Path) -> None:
+    class Step(Scaled):
+        @scaled
+        def forward(self, sample: Tensor, about: dict[str, float] | None = None) -> Tensor:
+            return self.last(self.first(sample).sin()).square().mean()  # type: ignore[no-any-return]
+
+    model, x, about = Step().double(), torch.randn(4, 2, 9, 5, dtype=torch.float64), {"scale": 0.5}
+    by_name = fxpipe.compile(model, 2, example_inputs={"sample": x, "about": about}, cache=tmp_path)
+    assert by_name.verify(sample=x, about=about).ok
+    assert fxpipe.compile(model, 2, example_inputs=(x, about), cache=tmp_path).verify(x, about).ok

@@ -235,9 +235,24 @@ def _wan(dtype: torch.dtype) -> tuple[Any, Call]:
     return pipe, {**text(_EMBEDS, 8, 8, dtype=dtype), **call}
 
 
+def _z_image(dtype: torch.dtype) -> tuple[Any, Call]:
+    """Samples come and go as lists; texts may have another length each."""
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4, dim=16, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=8,
+        axes_dims=[4, 2, 2], axes_lens=[64, 64, 64],
+    )  # fmt: skip
+    pipe = diffusers.ZImagePipeline(
+        transformer=transformer, vae=_vae(), text_encoder=None, tokenizer=None,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+    embeds = {"prompt_embeds": [noise(7, 8, dtype=dtype)], "negative_prompt_embeds": [noise(5, 8, seed=1, dtype=dtype)]}
+    return pipe, {**embeds, "height": 48, "width": 32}
+
+
 PIPELINES: dict[str, Callable[[torch.dtype], tuple[Any, Call]]] = {
     "sd/small": _sd_small, "sd/image": _sd_image, "sd/inpaint": _sd_inpaint,
     "sd/controlnet": _sd_controlnet, "sdxl": _sdxl,
     "sd3": _sd3, "flux": _flux, "flux/guided": _flux_guided, "pixart": _pixart, "hunyuan": _hunyuan, "sana": _sana,
     "dit": _dit, "ddim": _ddim, "cogvideo": _cogvideo, "wan": _wan,
+    **({"z_image": _z_image} if hasattr(diffusers, "ZImagePipeline") else {}),
 }  # fmt: skip

@@ -110,12 +110,13 @@ def _returned_data(returned: Returned) -> dict[str, Any]:
         tree = pytree.treespec_dumps(returned.tree)
     except (NotImplementedError, TypeError) as error:
         raise Unwritable(f"what forward returns: {error}") from None
-    return {"leaves": list(returned.leaves), "tree": tree, "place": returned.place}
+    return {"leaves": list(returned.leaves), "tree": tree, "places": list(returned.places)}
 
 
 def _returned(data: Mapping[str, Any]) -> Returned:
-    leaves, place = tuple(data["leaves"]), data["place"]
+    leaves, places = tuple(data["leaves"]), tuple(data["places"])
     tree = pytree.treespec_loads(data["tree"])
-    if tree.num_leaves != len(leaves) or type(place) is not int or not 0 <= place < len(leaves):
+    known = all(type(place) is int and 0 <= place < len(leaves) for place in places)
+    if tree.num_leaves != len(leaves) or not places or not known:
         raise ValueError(data)
-    return Returned(leaves, tree, place)
+    return Returned(leaves, tree, places)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import private
-from fxpipe.capture.trees import flatten, unflatten
+from fxpipe.capture.trees import flatten, placeable, unflatten
 from fxpipe.errors import CompileError
 
 Batch = Any  # a tensor, a tuple of positional arguments, or a mapping of keyword arguments
@@ -45,6 +45,9 @@ class InputSpec:
 
     A sample is a row of every batched input, or `rows` of them where forward cuts the batch into so many parts: sample
     s of B has the rows s, B + s, 2B + s, ..., and is [rows, ...] in the flat list.
+
+    The first `num_placed` arguments were given by place, the others by name: what is around a forward may look for them
+    there, as diffusers' decorators and hooks do.
     """
 
     leaves: tuple[Leaf, ...]
@@ -52,6 +55,7 @@ class InputSpec:
     signature: inspect.Signature
     batch_size: int
     rows: int = 1
+    num_placed: int = 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -114,7 +118,9 @@ class InputSpec:
         """The (args, kwargs) of the model's own call from the tensor leaves, in order."""
         remaining = iter(tensors)
         values = [self._as_called(leaf, next(remaining)) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
-        return unflatten(values, self.tree)
+        args, kwargs = unflatten(values, self.tree)
+        by_name = dict(zip(placeable(self.signature)[self.num_placed :], args[self.num_placed :], strict=False))
+        return args[: self.num_placed], by_name | kwargs
 
     def _by_sample(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
         return tensor.view(self.rows, size, *tensor.shape[1:]).transpose(0, 1)
@@ -176,7 +182,14 @@ def describe(
     if not any(leaf.batched for leaf in leaves):
         shapes = {leaf.name: leaf.shape for leaf in leaves if leaf.is_tensor}
         raise CompileError(f"no input has batch size {size} in dimension 0: {shapes}; pass batch_size=")
-    return InputSpec(tuple(leaves), tree, signature, size), [v for v in named.values() if isinstance(v, torch.Tensor)]
+    spec = InputSpec(tuple(leaves), tree, signature, size, num_placed=_num_placed(signature, args))
+    return spec, [v for v in named.values() if isinstance(v, torch.Tensor)]
+
+
+def _num_placed(signature: inspect.Signature, args: Sequence[Any]) -> int:
+    """How many arguments a call gives by place, those that have no names among them."""
+    nameless = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    return max(len(args), len(nameless))
 
 
 def _check_dense(name: str, value: torch.Tensor) -> None:

@@ -66,7 +66,7 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any, purpose: tupl
     leaves = [(leaf.name, leaf.is_tensor, leaf.batched, leaf.shape, leaf.dtype) for leaf in inputs.leaves]
     digest.value((leaves, [leaf.constant for leaf in inputs.leaves], inputs.batch_size, inputs.rows, devices), "inputs")
     digest.value(purpose, "purpose")
-    digest.value((str(inputs.tree), str(inputs.signature)), "inputs")
+    digest.value((str(inputs.tree), str(inputs.signature), inputs.num_placed), "inputs")
     digest.value(model, "model")
     return digest.hexdigest()
 
@@ -179,7 +179,7 @@ class _Digest:
         if value.device.type != "cpu":
             self._refuse(value, f"{where} is a tensor on {value.device}, no weight or buffer")
             return
-        content = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)[:, None]
         self._array(content.view(torch.uint8).numpy() if content.numel() else numpy.empty(0), where)
 
     @_add.register(numpy.ndarray)

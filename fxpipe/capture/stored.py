@@ -210,7 +210,7 @@ def _constant_data(tensor: torch.Tensor, state: str, model: nn.Module) -> dict[s
     plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel()
     if not plain or tensor.requires_grad or tensor.nbytes > _MOST_CONSTANT_BYTES:
         raise Unwritable(f"the constant {state} of {tensor.nbytes} bytes")
-    content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = tensor.reshape(-1)[:, None].view(torch.uint8).numpy().tobytes()
     kind = str(tensor.dtype).removeprefix("torch.")
     return {"shape": list(tensor.shape), "dtype": kind, "bytes": base64.b64encode(content).decode()}
 

@@ -79,12 +79,16 @@ def flatten(
     if like is not None:
         call = _ordered(call, like)
     paths, tree = pytree.tree_flatten_with_path(call)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p.name for p in signature.parameters.values() if p.kind in kinds]
-    names = [_leaf_name(path, positional) for path, _ in paths]
+    names = [_leaf_name(path, placeable(signature)) for path, _ in paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise CompileError(f"two inputs have the name {twice[0]}; rename a key")
     return dict(zip(names, (value for _, value in paths), strict=True)), tree
+
+
+def placeable(signature: inspect.Signature) -> list[str]:
+    """The parameters that can be given by place, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds]
 
 
 def unflatten(values: Iterable[Any], tree: pytree.TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -130,30 +134,44 @@ def named_leaves(value: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a forward returns beside its one tensor: a tensor alone, a tuple of one, a dataclass, ..."""
+    """What a forward returns beside its prediction: a tensor alone, a tuple of one, a dataclass, ...; or several
+    tensors of one shape and type, as of a list of samples, which are one prediction: stacked behind the batch."""
 
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
-    place: int
+    places: tuple[int, ...]
 
     @staticmethod
     def of(output: Any) -> "Returned":
-        """Raises CompileError where there is no tensor, or several."""
+        """Raises CompileError where there is no tensor, or several that are not alike."""
         leaves, tree = pytree.tree_flatten(_apart(output))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if len(places) != 1:
+        tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        first = next(iter(tensors.values()), None)
+        if first is None or any(one.shape != first.shape or one.dtype != first.dtype for one in tensors.values()):
             raise CompileError(
-                f"forward returns {len(places)} tensors in a {type(output).__name__}; a sampler needs one, the "
-                "prediction: wrap the model in a module that returns that"
+                f"forward returns {len(tensors)} tensors in a {type(output).__name__}{_shapes(tensors.values())}; a "
+                "sampler needs one, the prediction, or several of one shape: wrap the model in a module that returns "
+                "that"
             )
-        return Returned((*leaves[: places[0]], None, *leaves[places[0] + 1 :]), tree, places[0])
+        return Returned(
+            tuple(None if place in tensors else leaf for place, leaf in enumerate(leaves)), tree, (*tensors,)
+        )
 
     def tensor(self, output: Any) -> torch.Tensor:
-        """The tensor in an output like this."""
-        found: torch.Tensor = pytree.tree_leaves(_apart(output))[self.place]
-        return found
+        """The prediction in an output like this."""
+        leaves = pytree.tree_leaves(_apart(output))
+        found: list[torch.Tensor] = [leaves[place] for place in self.places]
+        return found[0] if len(found) == 1 else torch.stack(found, min(1, found[0].ndim))
 
     def rebuilt(self, tensor: torch.Tensor) -> Any:
-        """The output that has this tensor."""
-        leaves = [*self.leaves[: self.place], tensor, *self.leaves[self.place + 1 :]]
+        """The output that has this prediction."""
+        parts = [tensor] if len(self.places) == 1 else tensor.unbind(min(1, tensor.ndim - 1))
+        leaves = list(self.leaves)
+        for place, part in zip(self.places, parts, strict=True):
+            leaves[place] = part
         return _together(pytree.tree_unflatten(leaves, self.tree))
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> str:
+    listed = ", ".join(f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    return f" ({listed})" if listed else ""

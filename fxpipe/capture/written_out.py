@@ -1,13 +1,16 @@
-"""Calls that torch.export fixes to one batch size, or that cut rows by numbers in tensors, written with others.
+"""Calls that torch.export fixes to one batch size, that cut rows by numbers in tensors, or that no rule follows as they
+are, written with others.
 
     embedding_bag(ids, w)          ->   embedding(ids, w).mean(1)
     take_along_dim(x, i, 1)        ->   gather(x, 1, i)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
+    pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
 
 Only the trace does so: `program.verify` compares what is written here with torch's own.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +66,29 @@ def _embedding_bag(
     return total / kept.sum(1).clamp(min=1) if mode == "mean" else total
 
 
+def _pad_sequence(
+    func: Any,
+    sequences: Sequence[torch.Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> torch.Tensor:
+    """Sequences of known lengths, each padded to the longest."""
+    lengths = [one.shape[0] for one in sequences]
+    if not all(isinstance(length, int) for length in lengths):
+        return func(sequences, batch_first, padding_value, padding_side)  # type: ignore[no-any-return]
+    padded = [
+        F.pad(one, _missing(one, max(lengths), padding_side), value=padding_value) if length < max(lengths) else one
+        for one, length in zip(sequences, lengths, strict=True)
+    ]
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
+def _missing(one: torch.Tensor, length: int, side: str) -> list[int]:
+    ends = [0, length - one.shape[0]] if side == "right" else [length - one.shape[0], 0]
+    return [0] * (2 * one.ndim - 2) + ends
+
+
 def _istft(
     func: Any,
     input: torch.Tensor,
@@ -107,6 +133,7 @@ WRITTEN_OUT: Table = {
     torch.linalg.multi_dot: lambda func, tensors: functools.reduce(torch.matmul, tensors),
     torch.chain_matmul: lambda func, *matrices: functools.reduce(torch.matmul, matrices),
     F.embedding_bag: _embedding_bag,
+    torch._C._nn.pad_sequence: _pad_sequence,
     torch.istft: _istft,
     torch.Tensor.istft: _istft,
 }

@@ -25,7 +25,7 @@ _LAYOUTS = (
     (r"CogVideoX|ConsisID|UNetSpatioTemporal", "BFCHW"),
     (r"Kandinsky5", "BFHWC"),
     (r"LTXVideo|QwenImageTransformer", "BNC"),
-    (r"3D|UNetMotion|I2VGen", "BCFHW"),
+    (r"3D|UNetMotion|I2VGen|ZImage", "BCFHW"),
     (r"1D|StableAudio", "BCL"),
     (r"PriorTransformer", "BC"),
 )

@@ -24,7 +24,8 @@ from fxpipe.errors import CompileError
 from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
 
 _SAMPLE_NAMES = ("sample", "hidden_states", "input_ids", "x")
-_CONDITION_NAMES = {"timestep", "timestep_ratio", "micro_conds"}  # micro_conds: UVit2DModel, which knows no time
+# micro_conds: UVit2DModel, which knows no time
+_CONDITION_NAMES = {"timestep", "timesteps", "t", "timestep_ratio", "micro_conds"}
 
 
 class PredictionStep(nn.Module):
@@ -98,23 +99,30 @@ def prediction_of(output: Any) -> Tensor:
 def row_inputs(model: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
     """The inputs of a diffusers backbone that have rows, and which dimension these are.
 
-    Of a packed image (`img_ids`) every token is a row of its own, of a signal every entry.
+    Of a packed image (`img_ids`) every token is a row of its own, of a signal every entry. A list of samples has rows
+    in each, which has no batch.
 
     Raises:
         CompileError: the model is no such backbone, or predicts something without rows.
     """
-    name = next((name for name in _SAMPLE_NAMES if isinstance(example.get(name), Tensor)), None)
-    if name is None or not isinstance(getattr(model, "config", None), Mapping):
+    found = ([key for key in example if key.partition(".")[0] == name] for name in _SAMPLE_NAMES)
+    names = next(filter(None, found), [])
+    if not names or not isinstance(getattr(model, "config", None), Mapping):
         raise CompileError(
             f"{type(model).__name__}: where its image's rows are is not known; "
             "pass sample={name of the input: row dimension}"
         )
     layout = Sizes.of(model, 1, torch.float32).layout
-    layout = layout if example[name].ndim == len(layout) else layout.replace("C", "")
+    return {name: _row_dimension(model, name, example[name], layout) for name in names}
+
+
+def _row_dimension(model: nn.Module, name: str, value: Tensor, layout: str) -> int:
+    layout = layout.removeprefix("B") if "." in name else layout
+    layout = layout if value.ndim == len(layout) else layout.replace("C", "")
     dim = next((layout.index(letter) for letter in "HNL" if letter in layout), None)
-    if dim is None or example[name].ndim != len(layout):
-        raise CompileError(f"{type(model).__name__}: its {name} {_describe(example[name])} has no rows")
-    return {name: dim}
+    if dim is None or value.ndim != len(layout):
+        raise CompileError(f"{type(model).__name__}: its {name} {_describe(value)} has no rows")
+    return dim
 
 
 def image_rows(module: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:

@@ -36,9 +36,7 @@ def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
         finally:
             stream.stream_name = before
 
-    new: nn.Module = object.__new__(_like(kind, call, cache_context=cache_context))
-    object.__setattr__(new, "__dict__", module.__dict__)  # the same one: what is set on either is set on both
-    return new
+    return _sharing(module, _like(kind, call, cache_context=cache_context))
 
 
 class _Recorded(Exception):
@@ -151,7 +149,21 @@ def _components(pipe: object) -> Any:
 
 
 def with_submodule(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
-    """A shallow copy of a module, with another direct submodule; weights are shared."""
-    new = copy.copy(module)
-    new.__dict__["_modules"] = {**module._modules, name: part}
+    """The module itself in all but a direct submodule, in whose place is `part` for as long as it stays the same one:
+    of its class, with its attributes and weights."""
+    own = module._modules.get(name)
+
+    def found(self: nn.Module) -> nn.Module | None:
+        now = module._modules.get(name)
+        return part if now is own else now
+
+    kind = type(module)
+    members = {name: property(found), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return _sharing(module, type(kind.__name__, (kind,), members))
+
+
+def _sharing(module: nn.Module, kind: type) -> nn.Module:
+    """Of that class, with the attributes of `module`: what is set on either is set on both."""
+    new: nn.Module = object.__new__(kind)
+    object.__setattr__(new, "__dict__", module.__dict__)
     return new

@@ -70,8 +70,8 @@ def checksum(tensor: torch.Tensor) -> tuple[int, ...]:
     A word counts by the product of a weight of its row and one of its column, so that no exchange of values, samples or
     rows goes unseen.
     """
-    flat = tensor.detach().contiguous().flatten()
-    data = (torch.view_as_real(flat).flatten() if flat.is_complex() else flat).view(torch.uint8)
+    flat = tensor.detach().contiguous().flatten()[:, None]  # a single entry may have any stride
+    data = (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8).flatten()
     data = data.clone() if data.storage_offset() % 8 else data
     words = data[: len(data) // 8 * 8].view(torch.int64)
     whole = len(words) // _COLUMNS * _COLUMNS

@@ -47,7 +47,7 @@ class Lowering(Protocol):
 class Spread:
     """A module whose calls run on all ranks. Programs are made when a kind of call is first seen: other shapes, other
     conditions, other settings; another number of samples needs no new trace. With `or_whole`, a module for which there
-    are no programs runs whole on every rank, and `whole` says why.
+    are no programs runs whole on every rank, as do its calls that are too small for them, and `whole` says why.
 
     Several calls in one step of a pipeline, such as with the prompt and without, are streams of their own: by the name
     that the pipeline gives them (`cache_context`), else by their order among calls at the same time (an input of a name
@@ -57,6 +57,7 @@ class Spread:
     def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
         self.whole: str | None = None
+        self._all_whole, self._whole_kinds = False, set[tuple[int, int]]()
         self.stream_name: str | None = None
         self._traced: list[Traced] = []
         self._steps: dict[tuple[int, int], SampleStep] = {}
@@ -112,19 +113,33 @@ class Spread:
         return replace(self.lowering.traced(self.module, args, kwargs, tried), apart=apart)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
-        """None where the module runs whole: as soon as one of its calls must, for calls may follow from each other."""
-        if self.whole is not None:
+        """None where the module runs whole: as soon as one of its calls is no graph, for calls may follow from each
+        other; of those that are, one may run whole alone."""
+        if self._all_whole:
             self._forget_other_weights()  # others may do
-        if self.whole is not None:
+        if self._all_whole:
             return None
+        kind: tuple[int, int] | None = None
         try:
-            return self.step(args, kwargs)
+            traced, size = self.traced(args, kwargs)
+            kind = id(traced), size
+            return None if kind in self._whole_kinds else self._of_size(traced, size)
         except FxpipeError as error:
             if not self.or_whole:
                 raise
-            self.whole = f"{type(self.module).__name__} runs whole on every rank: {error}"
-            _log.warning("%s", self.whole)
+            self._run_whole(kind, error)
             return None
+
+    def _run_whole(self, kind: tuple[int, int] | None, why: FxpipeError) -> None:
+        """A kind of call, or all."""
+        what = type(self.module).__name__
+        if kind is None:
+            self._all_whole, about = True, what
+        else:
+            self._whole_kinds.add(kind)
+            about = f"{what}, where a call is like this one,"
+        self.whole = f"{about} runs whole on every rank: {why}"
+        _log.warning("%s", self.whole)
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         key = id(traced), size
@@ -180,7 +195,8 @@ class Spread:
         if settings != self._settings or [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
             self._traced.clear()
             self._steps.clear()
-            self.whole = None
+            self._whole_kinds.clear()
+            self.whole, self._all_whole = None, False
         self._weights, self._settings = now, settings
 
 
