@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe.plan import ops
 from tests.distributed import run_processes
 from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
+from tests.test_never_slower import DEVICES
 from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
 from tests.unet import TinyUNet
 
@@ -278,3 +279,24 @@ def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
     alone = heavy(data_parallel=1, **WEIGHTS).plan
     assert "shard='weights': every stage has one replica, and nothing is shared out" in str(alone)
     assert fxpipe.Plan.parse(str(alone)) == alone
+
+
+def test_gradients_are_shared_out_where_that_is_faster_or_makes_room() -> None:
+    """Of four micro-batches a replica, on a device that adds up slowly: a sum of shares instead of whole gradients."""
+
+    def heavy(**options: Any) -> fxpipe.Plan:
+        given = {"batch_size": 8, "microbatches": 8, "data_parallel": 2, "cost_model": DEVICES["busy"], "budget": 0.0}
+        plan = fxpipe.compile(Heavy(), 2, **given | {"schedule": "interleaved", "stages": 6} | options).plan
+        assert plan.best is not None
+        return plan
+
+    ways = {shard: heavy(shard=shard) for shard in ("optimizer", "gradients", "weights", "all")}
+    assert (heavy().staged, heavy().best) == (ways["gradients"].staged, ways["gradients"].best)
+    assert heavy(schedule="auto", stages=None).staged.shard == "gradients"
+    assert ways["all"].best.seconds < ways["weights"].best.seconds
+    least, room = ways["all"].peak_bytes, ways["gradients"].peak_bytes
+    assert least is not None
+    assert room is not None
+    assert least < room
+    assert heavy(memory_limit=room - 1).staged.shard == "all"
+    assert heavy(memory_limit=room).staged.shard == "gradients"

@@ -14,8 +14,8 @@ class Request:
     `conditioning` is the probability of a self-conditioned backbone's first pass, None where there is none to leave
     out; `divisible` says that the batch may be cut. Orders are searched for in `budget_seconds` where the schedule is
     open. `recompute`: whole stages (True), nothing (False), or these runs of blocks and others where nothing fits
-    otherwise. `fill` is one of `fxpipe.options.FILLS`, `shard` one of `SHARDS` there. `offload_optimizer`: the
-    optimizer's states are on the host; None where they may be if nothing fits otherwise.
+    otherwise. `fill` is one of `fxpipe.options.FILLS`, `shard` of `fxpipe.plan.staged.SHARDS`.
+    `offload_optimizer`: the optimizer's states are on the host; None where they may be if nothing fits otherwise.
     """
 
     schedule: str | Schedule

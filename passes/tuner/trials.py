@@ -253,12 +253,12 @@ class Trials:
         """The same step with gradients of every micro-batch summed as they come; None where that may not be, does not
         fit, or is not `below` as many seconds."""
         placed = trial.placed
-        may = self.request.shard is None and placed.sharded and trial.candidate.microbatches > placed.replicas
+        may = self.request.shard is None and trial.candidate.microbatches > placed.replicas > 1
         if not may or placed.scattered or not self._orders(trial).pipelines:
             return None
         if trial.bound_seconds - self._saved_seconds(trial) >= below:
             return None
-        staged = replace(placed, scattered=True)
+        staged = placed.sharing("all" if placed.gathered else "gradients")
         return self._fitting(Trial(trial.candidate, 0.0, staged, True, trial.of_one, method=trial.method), below)
 
     def _ways_to_share(self, trial: Trial) -> tuple[str, ...]:
