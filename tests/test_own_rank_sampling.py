@@ -172,6 +172,29 @@ def test_a_process_lowers_its_own_rank_by_rank_0s_plan(mode: str) -> None:
         assert seen == phases  # on all ranks alike
 
 
+def given_ways() -> list[tuple[int, str, bool]]:
+    """Of samplers for many requests, and by a plan that is given: requests of a call, the plan, whether it is exact."""
+    torch.manual_seed(0)
+    model, found = Rows().double(), list[tuple[int, str, bool]]()
+    for how in ({"objective": "throughput"}, {"patches": 2}):
+        sampler = compiled_rows(model, "exact", **how)
+        found.append((sampler.requests, str(sampler.plan), sampler.verify().ok))
+        sampler.close()
+    sampler = compiled_rows(model, "exact", plan=sampler.plan)
+    found.append((sampler.requests, str(sampler.plan), sampler.verify().ok))
+    assert len(sampler.step.programs) == (1 if "RANK" in os.environ else 2)
+    sampler.close()
+    return found
+
+
+def test_requests_and_given_plans_are_the_same_on_all_ranks() -> None:
+    wanted = given_ways()
+    assert wanted[0][0] > 1
+    assert wanted[1] == wanted[2]
+    assert all(exact for *_, exact in wanted)
+    assert run_processes(2, given_ways) == [wanted, wanted]
+
+
 def refused() -> dict[str, str]:
     """What one rank says where rank 0 has no plan, where it was asked for something else, and where one rank alone
     compiles."""
