@@ -409,6 +409,11 @@ def frozen_in_forward(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def packed(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    rows = nn.utils.rnn.pack_padded_sequence(h[:, :, None], torch.full((len(h),), 4), batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)[0][:, :, 0]
+
+
 def data_set(s: Step, h: Tensor, y: Tensor) -> Tensor:
     s.a.weight.data = s.a.weight.data / 2
     return s.a(h)
@@ -438,6 +443,7 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
         (penalty, "gradients computed inside forward"),
+        (packed, r"packed sequences have sizes that lengths decide; run the recurrent layer on the padded ones"),
         (data_set, "forward sets the .data of a tensor"),
         (replaced_buffer, "forward replaces its buffer 'scale'"),
         (lambda s, h, y: s.a(h[:, :3]), r"module a: forward fails at .*linear.py:|module a: forward fails"),

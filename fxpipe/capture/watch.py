@@ -168,6 +168,10 @@ _COND = "torch.cond decides by a tensor's value; compute both branches and choos
 _HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
 _DATA = "forward sets the .data of a tensor, which a graph cannot; compute a new tensor, and update weights elsewhere"
+_PACKED = (
+    "packed sequences have sizes that lengths decide; run the recurrent layer on the padded ones, and leave out what "
+    "is behind their ends (a mask, or gather of the last step)"
+)
 _LISTED = 64
 """Entries of a tensor that a trace may list: one by one, in milliseconds each; few may be constants that it knows."""
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
@@ -175,6 +179,7 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _refused(_GRADIENT)),
+    torch._pack_padded_sequence: _refused(_PACKED),
     **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), _as_array),
     torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]
     torch.Tensor.data.__get__: lambda func, tensor: tensor.detach(),  # type: ignore[attr-defined]
