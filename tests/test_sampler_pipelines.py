@@ -324,6 +324,38 @@ def test_a_list_that_forward_empties() -> None:
     assert error(sampler.predict(x=x, residuals=[x + 1, 2 * x]), wanted) <= 1e-10
 
 
+class Written(nn.Module):
+    """A denoiser of no library, by names that others use, and a pipeline of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Call = {}
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def forward(self, x: Tensor, t: Tensor, img_ids: Tensor | None = None) -> Tensor:
+        return self.conv(x.flatten(0, -4)).reshape(x.shape) * t
+
+
+class OwnLoop:
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.components = net, {"net": net}
+
+    def __call__(self, x: Tensor, steps: int = 3) -> Tensor:
+        for step in range(steps):
+            x = x - 0.1 * self.net(x, torch.full((), 1.0 - step / steps, dtype=x.dtype))
+        return x
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 9, 5), (2, 3, 2, 9, 5)])
+def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    pipe, x = OwnLoop(Written()), noise(*shape)
+    sampler = fxpipe.compile_sampler(pipe, 3, example={"x": x}, patches=3)
+    with torch.no_grad():
+        assert error(sampler.pipeline()(x), pipe(x)) <= 1e-10
+    assert sampler.step.traced.rows == {"x": len(shape) - 2}
+
+
 class Listed(Taking):
     """Samples come as a list, and what is predicted of each goes as one, a pair each."""
 
