@@ -1,7 +1,9 @@
 """Whole pipelines spread over ranks: the user's own call, scheduler and settings give one device's image."""
 
+import copy
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +305,29 @@ def test_another_type_after_compiling() -> None:
     wanted = sample(pipe, call, output_type="pt")
     assert wanted.dtype == torch.float32
     assert error(sample(fast, call, output_type="pt"), wanted) <= 5e-5
+
+
+def test_calls_of_two_threads_wait_for_each_other(shared: Shared) -> None:
+    prompts = ["a b", "c d e"]
+    alone = [sample(shared.pipe, shared.call, prompt=prompt) for prompt in prompts]
+    others = [copy.copy(shared.fast) for _ in prompts]
+    for one in others:  # a scheduler counts its steps
+        one.scheduler = copy.deepcopy(shared.pipe.scheduler)
+    with ThreadPoolExecutor(2) as pool:
+        found = [
+            pool.submit(sample, one, shared.call, prompt=prompt) for one, prompt in zip(others, prompts, strict=True)
+        ]
+    assert all(error(one.result(), wanted) <= 1e-10 for one, wanted in zip(found, alone, strict=True))
+
+
+def test_new_kinds_of_calls_in_inference_mode(shared: Shared) -> None:
+    given: Call = {"height": 56, "width": 16, "output_type": "pt"}
+    wanted = sample(shared.pipe, shared.call, **given)
+    with torch.inference_mode():
+        found = sample(shared.fast, shared.call, **given)
+        made = fxpipe.compile_sampler(shared.pipe, 2, example=shared.call).pipeline()
+    assert error(found.clone(), wanted) <= 1e-10
+    assert error(sample(made, shared.call, **given), wanted) <= 1e-10
 
 
 class Taking(nn.Module):
