@@ -73,6 +73,10 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         Denoiser(lambda self, x, time: (self.conv(x), x[:, :1])), 2, {},
         r"returns 2 tensors in a tuple \(\[\w+, 2, 12, 5\] float64, \[\w+, 1, 12, 5\] .* wrap the model in a module",
     ),
+    "a size as a key": (
+        Denoiser(lambda self, x, time: self.conv(x) * len({*(time > 0).sum(0, True).tolist()})), 2,
+        {}, "unhashable type.* it takes as a key, or into a set, a size or a number read from a tensor",
+    ),
     "a choice by value": (
         Denoiser(lambda self, x, time: self.conv(x) if time.sum() > 1 else x), 2, {}, "decides by the value",
     ),

@@ -1,7 +1,9 @@
 """Whole pipelines spread over ranks: the user's own call, scheduler and settings give one device's image."""
 
+import copy
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,29 @@ def test_another_type_after_compiling() -> None:
     assert error(sample(fast, call, output_type="pt"), wanted) <= 5e-5
 
 
+def test_calls_of_two_threads_wait_for_each_other(shared: Shared) -> None:
+    prompts = ["a b", "c d e"]
+    alone = [sample(shared.pipe, shared.call, prompt=prompt) for prompt in prompts]
+    others = [copy.copy(shared.fast) for _ in prompts]
+    for one in others:  # a scheduler counts its steps
+        one.scheduler = copy.deepcopy(shared.pipe.scheduler)
+    with ThreadPoolExecutor(2) as pool:
+        found = [
+            pool.submit(sample, one, shared.call, prompt=prompt) for one, prompt in zip(others, prompts, strict=True)
+        ]
+    assert all(error(one.result(), wanted) <= 1e-10 for one, wanted in zip(found, alone, strict=True))
+
+
+def test_new_kinds_of_calls_in_inference_mode(shared: Shared) -> None:
+    given: Call = {"height": 56, "width": 16, "output_type": "pt"}
+    wanted = sample(shared.pipe, shared.call, **given)
+    with torch.inference_mode():
+        found = sample(shared.fast, shared.call, **given)
+        made = fxpipe.compile_sampler(shared.pipe, 2, example=shared.call).pipeline()
+    assert error(found.clone(), wanted) <= 1e-10
+    assert error(sample(made, shared.call, **given), wanted) <= 1e-10
+
+
 class Taking(nn.Module):
     """Takes a residual out of the list it is given, as U-Nets with adapters do."""
 
@@ -322,6 +347,38 @@ def test_a_list_that_forward_empties() -> None:
     with torch.no_grad():
         wanted = model(x, [x + 1, 2 * x])
     assert error(sampler.predict(x=x, residuals=[x + 1, 2 * x]), wanted) <= 1e-10
+
+
+class Written(nn.Module):
+    """A denoiser of no library, by names that others use, and a pipeline of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Call = {}
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def forward(self, x: Tensor, t: Tensor, img_ids: Tensor | None = None) -> Tensor:
+        return self.conv(x.flatten(0, -4)).reshape(x.shape) * t
+
+
+class OwnLoop:
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.components = net, {"net": net}
+
+    def __call__(self, x: Tensor, steps: int = 3) -> Tensor:
+        for step in range(steps):
+            x = x - 0.1 * self.net(x, torch.full((), 1.0 - step / steps, dtype=x.dtype))
+        return x
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 9, 5), (2, 3, 2, 9, 5)])
+def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    pipe, x = OwnLoop(Written()), noise(*shape)
+    sampler = fxpipe.compile_sampler(pipe, 3, example={"x": x}, patches=3)
+    with torch.no_grad():
+        assert error(sampler.pipeline()(x), pipe(x)) <= 1e-10
+    assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
 class Listed(Taking):

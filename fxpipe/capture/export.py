@@ -254,6 +254,12 @@ def _trace(
     return exported
 
 
+_OF_KEYS = (
+    "; it takes as a key, or into a set, a size or a number read from a tensor, which the trace does not know: compare "
+    "it with others, or keep it a tensor"
+)
+
+
 def _traced_once(
     step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
@@ -274,7 +280,10 @@ def _traced_once(
             ) from error
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
-            raise _Failed(f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}") from error
+            hint = _OF_KEYS if isinstance(error, TypeError) and reason.endswith("SymInt") else ""
+            raise _Failed(
+                f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}{hint}"
+            ) from error
 
 
 def _free_dims(leaf: Leaf, any_batch: bool, any_size: bool) -> dict[int, Any] | None:

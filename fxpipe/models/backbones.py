@@ -120,9 +120,14 @@ def _row_dimension(model: nn.Module, name: str, value: Tensor, layout: str) -> i
     layout = layout.removeprefix("B") if "." in name else layout
     layout = layout if value.ndim == len(layout) else layout.replace("C", "")
     dim = next((layout.index(letter) for letter in "HNL" if letter in layout), None)
-    if dim is None or value.ndim != len(layout):
-        raise CompileError(f"{type(model).__name__}: its {name} {_describe(value)} has no rows")
-    return dim
+    if dim is not None and value.ndim == len(layout):
+        return dim
+    if value.ndim + ("." in name) in (4, 5):  # an image or a video all the same
+        return value.ndim - 2
+    raise CompileError(
+        f"{type(model).__name__}: its {name} {_describe(value)} has no rows that are known; if it has some, pass "
+        "sample={name of the input: row dimension}"
+    )
 
 
 def image_rows(module: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Protocol, TypeVar
 
 import torch
@@ -76,22 +77,25 @@ class Ranks(ABC):
 
     def __init__(self) -> None:
         self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
+        self._one_at_a_time = RLock()
         self._position, self._time = 0, dict[str, torch.Tensor]()
         self._conditions: list[dict[str, torch.Tensor]] = []  # of the streams, where no input is a time
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the user's pipeline: its steps belong together. Calls within a call are part of it."""
-        if self._num_steps is not None:
-            yield
-            return
-        self._num_steps = Counter()
-        self._position, self._time, self._conditions = 0, {}, []
-        try:
-            with self._ended():
+        """A call of the user's pipeline: its steps belong together. Calls within a call are part of it; those of other
+        threads wait for its end."""
+        with self._one_at_a_time:
+            if self._num_steps is not None:
                 yield
-        finally:
-            self._num_steps = None
+                return
+            self._num_steps = Counter()
+            self._position, self._time, self._conditions = 0, {}, []
+            try:
+                with self._ended():
+                    yield
+            finally:
+                self._num_steps = None
 
     @abstractmethod
     def forget(self, step: Programs) -> None:

@@ -73,8 +73,10 @@ class Tracing:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
         require_stateless(module)
         _warn_of_training(module)
-        with _sampling(module):
-            call = cached_call(module, inputs, tensors, rows if free else None, self.cache)
+        with torch.inference_mode(False), _sampling(module):
+            # No trace takes a tensor of inference_mode; of examples only shapes and types are used.
+            known = [torch.empty_like(tensor) if tensor.is_inference() else tensor for tensor in tensors]
+            call = cached_call(module, inputs, known, rows if free else None, self.cache)
         self.observe("capture", call.captured)
         return Traced(call.captured, call.returned, rows, call.any_size)
 
@@ -114,7 +116,7 @@ def _goes_by_mode(module: nn.Module) -> bool:
 def _sampling(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval and no parameter requires a gradient."""
     modes = {module: module.training for module in model.modules()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [one for one in model.parameters() if one.requires_grad and not one.is_inference()]
     try:
         model.eval()
         for parameter in trained:
