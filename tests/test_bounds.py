@@ -13,7 +13,8 @@ from fxpipe.plan.staged import Staged
 from fxpipe.simulate import simulate
 from passes.schedules.named import make_schedule
 from passes.step_ops import step_ops
-from passes.tuner.bounds import placed_seconds, reduction_seconds
+from passes.tuner.bounds import ordered_seconds, placed_seconds, reduction_seconds
+from passes.tuner.orders import Orders
 from tests.test_compare_by_hand import case, edge
 
 
@@ -52,3 +53,28 @@ def test_no_step_is_shorter_than_its_bounds(
     assert max(placed_seconds(of, staged, sizes, relayed), reduction_seconds(of, staged, len(sizes))) <= found * (
         1 + 1e-9
     )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zero-bubble"]),
+    st.integers(2, 4),
+    st.integers(1, 2),
+    st.integers(1, 4),
+    st.sampled_from([1e0, 1e2, 1e9]),
+    st.sampled_from([(0, True, True), (64, False, False), (64, True, False), (64, False, True)]),
+)
+def test_no_order_is_shorter_than_when_it_is_alone(
+    name: str, stages: int, replicas: int, microbatches: int, bandwidth: float, far: tuple[int, bool, bool]
+) -> None:
+    """Values that are of all samples, and those that no gradient comes back of, travel as such."""
+    world, count = stages * replicas, microbatches * replicas
+    cluster = Cluster("toy", (Level(world, Link("toy", bandwidth, 0.1)),))
+    line = [edge(i, i + 1, num_bytes=8) for i in range(stages - 1)]
+    read_last = Edge("far", 0, (stages - 1,), ("conditioning",), *far)
+    of = case(stages, world, 4 * count, weight_bytes=64, edges=[*line, read_last], cluster=cluster)
+    ranks = tuple(tuple(stage + stages * copy for copy in range(replicas)) for stage in range(stages))
+    staged = Staged(tuple(range(stages + 1)), ranks, name, False, world)
+    orders = Orders(of, staged, count, ahead=False)
+    found = simulate(step_ops(of, staged, orders.named(), microbatch_sizes(of.batch_size, count)), cluster).seconds
+    assert ordered_seconds(of, staged, orders.named_alone) <= found * (1 + 1e-9)

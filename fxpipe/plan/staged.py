@@ -156,12 +156,15 @@ def runs_within(runs: Sequence[Run], boundaries: Sequence[int]) -> tuple[Run, ..
     return tuple((start, stop) for start, stop in parts if start < stop)
 
 
-def stage_bytes(graph: BlockGraph, staged: Staged) -> dict[tuple[int, int], int]:
-    """Bytes per sample from stage to stage, each value once per reader."""
+def stage_bytes(
+    graph: BlockGraph, staged: Staged, num_samples: int, gradients: bool = False
+) -> dict[tuple[int, int], int]:
+    """Bytes of so many samples from stage to stage, each value once per reader; of `gradients`, that come back, by the
+    same stages."""
     moved: dict[tuple[int, int], int] = {}
     for edge in graph.edges:
-        if isinstance(edge.producer, int):
+        if isinstance(edge.producer, int) and (edge.requires_grad or not gradients):
             source = staged.stage_of_block[edge.producer]
             for target in {staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)}:
-                moved[source, target] = moved.get((source, target), 0) + edge.bytes_per_sample
+                moved[source, target] = moved.get((source, target), 0) + edge.num_bytes(num_samples)
     return moved

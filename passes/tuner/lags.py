@@ -28,8 +28,7 @@ class Lags:
         return self._known[source, target]
 
     def _seconds(self, source: int, target: int, kind: str) -> float:
-        pair = (source, target) if kind == "F" else (target, source)
-        size = self._bytes.get(pair, 0) * self.num_samples
+        size = self._bytes.get((source, target), 0) if kind == "F" else self._gradients.get((target, source), 0)
         sources, targets = self.staged.stage_ranks[source], self.staged.stage_ranks[target]
         if not size:
             return 0.0
@@ -40,7 +39,11 @@ class Lags:
 
     @cached_property
     def _bytes(self) -> dict[tuple[int, int], int]:
-        return stage_bytes(self.case.graph, self.staged)
+        return stage_bytes(self.case.graph, self.staged, self.num_samples)
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[int, int], int]:
+        return stage_bytes(self.case.graph, self.staged, self.num_samples, gradients=True)
 
 
 @lru_cache(maxsize=1 << 14)
