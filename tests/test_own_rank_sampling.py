@@ -120,7 +120,7 @@ def noted() -> list[int]:
     return seen
 
 
-def launched(mode: str) -> tuple[list[Tensor], list[int], list[str], int, list[str]]:
+def launched(mode: str, folder: str) -> tuple[list[Tensor], list[int], list[str], int, list[str]]:
     """Predictions of the example and of another size, which ranks were lowered, plans, how often one was made, and what
     was observed."""
     seen, made, phases, own = noted(), list[int](), list[str](), lowering.ranked
@@ -141,8 +141,7 @@ def launched(mode: str) -> tuple[list[Tensor], list[int], list[str], int, list[s
     assert sampler.verify().ok
     assert seen == lowered
     assert len(sampler.simulate().memory) == 2
-    folder = Path(os.environ.get("TMPDIR", "/tmp"), f"own_rank_{os.getpid()}")
-    assert len([*sampler.dump(folder).glob("rank_*.py")]) == 2
+    assert len([*sampler.dump(Path(folder, os.environ["RANK"])).glob("rank_*.py")]) == 2
     assert seen == [*lowered, 0, 1]  # once, when they are asked for
     sampler.close()
     return found, lowered, plans, len(made), phases
@@ -158,13 +157,13 @@ def compiled_rows(model: Rows, mode: str, **how: Any) -> Sampler:
 
 
 @pytest.mark.parametrize("mode", ["exact", "displaced"])
-def test_a_process_lowers_its_own_rank_by_rank_0s_plan(mode: str) -> None:
+def test_a_process_lowers_its_own_rank_by_rank_0s_plan(mode: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sampler = compiled_rows(Rows().double(), mode)
     wanted = [sampler.predict(**given(height)) for height in (12, 16, 12)]
     plans = [str(sampler.denoiser.step((), given(height)).plan) for height in (12, 16, 12)]
     phases = ["capture", "rows", "layouts", "plan", "programs"] * 2
-    for rank, (found, lowered, same, made, seen) in enumerate(run_processes(2, launched, mode)):
+    for rank, (found, lowered, same, made, seen) in enumerate(run_processes(2, launched, mode, str(tmp_path))):
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         assert lowered == [rank, rank]
         assert same == plans
