@@ -33,9 +33,9 @@ FORMS = ("displaced", "fresh")
 
 
 def piped_programs(
-    piped: Piped, ranks: Collection[int] | None = None
+    piped: Piped, ranks: Collection[int]
 ) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:
-    """The programs of these ranks, all where left out, with the forms fresh and displaced; every form's messages.
+    """The programs of these ranks, with the forms fresh and displaced; every form's messages.
 
     Raises:
         CompileError: the prediction is not made row by row.
@@ -43,7 +43,7 @@ def piped_programs(
     require_rows(next(iter(piped.plans.values())))
     messages = {form: messages_of_form(piped, form) for form in FORMS}
     programs = []
-    for rank in range(piped.num_ranks) if ranks is None else sorted(ranks):
+    for rank in sorted(ranks):
         written = _Written(piped, *divmod(rank, piped.line.num_columns), messages["displaced"], "displaced", ())
         fresh = _Written(piped, *divmod(rank, piped.line.num_columns), messages["fresh"], "fresh", written.taken)
         forms = {"fresh": fresh.form, "displaced": written.form}

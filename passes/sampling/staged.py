@@ -53,10 +53,6 @@ class Staged:
     def num_patches(self) -> int:
         return len(self.bounds) - 1
 
-    @property
-    def ranks(self) -> range:
-        return range(self.line.num_columns * self.num_patches)
-
     def rank(self, column: int, patch: int) -> int:
         return column * self.num_patches + patch
 
@@ -73,12 +69,9 @@ def piece_of(line: Line, index: int) -> Piece:
     return Piece(stage.nodes, line.early, stage.reads, stage.returns)
 
 
-def staged_programs(
-    staged: Staged, ranks: Collection[int] | None = None
-) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
-    """The programs of these ranks, all where left out, and all messages in the order of every channel."""
-    wanted = sorted(staged.ranks if ranks is None else ranks)
-    places = sorted({rank % staged.num_patches for rank in wanted})
+def staged_programs(staged: Staged, ranks: Collection[int]) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+    """The programs of these ranks, and all messages in the order of every channel."""
+    places = sorted({rank % staged.num_patches for rank in ranks})
     graphs = {
         (stage.index, size): {
             place: patch_graph(plan, of_size[place], piece_of(staged.line, stage.index), attended=attended, exact=True)
@@ -94,7 +87,7 @@ def staged_programs(
     for cell in order:
         messages.add(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)].values())
     programs = []
-    for rank in wanted:
+    for rank in sorted(ranks):
         column, patch = divmod(rank, staged.num_patches)
         own = [cell for cell in order if cell.stage.column == column]
         of_rank = [graphs[cell.stage.index, staged.size(cell.turn)][patch] for cell in own]
