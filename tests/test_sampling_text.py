@@ -1,13 +1,19 @@
 """Text that the first patch has alone: exact, the same bits as one patch at a time, and less work for the others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.errors import CompileError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.run.sampling import LocalRun
 from fxpipe.sampler import Sampler
+from passes.sampling.messages import exchange_nodes, messages_of
+from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patches import patches_of
 from passes.sampling.text import balanced_bounds
 from tests.denoisers import case, noise
 from tests.lockstep import Lockstep
@@ -74,6 +80,23 @@ def test_where_rows_read_text_otherwise_every_patch_has_it(
     everyone = fxpipe.compile_sampler(Joint(mixes).double(), 3, patches=3, example=example, sample=sample, text="all")
     assert len(everyone.step.programs[1].graph.nodes) == len(everyone.step.programs[0].graph.nodes)
     assert (sampler.plan.expects == everyone.plan.expects) is mixes
+
+
+def test_patches_that_exchange_something_else_are_refused() -> None:
+    """As a plan for which there are no programs, so that the next one is tried."""
+    example = {"x": noise(2, 8, 4), "text": noise(2, 4, 4)}
+    rows = row_programs(Joint(False).double(), example, 1, sample={"x": 1}).rows
+    patches = patches_of(rows, (0, 2, 4, 6, 8))
+    graphs = [patch_graph(rows, patch) for patch in patches]
+    assert messages_of(patches, graphs) == messages_of(patches, graphs[:1])
+    last = exchange_nodes(graphs[2])[-1]
+    exchange = last.meta["exchange"]
+    last.meta["exchange"] = replace(exchange, name="another")
+    with pytest.raises(CompileError, match=f"patches exchange {exchange.name} and another at the same place"):
+        messages_of(patches, graphs)
+    del last.meta["exchange"]
+    with pytest.raises(CompileError, match=f"patches exchange {exchange.name} and nothing more"):
+        messages_of(patches, graphs)
 
 
 def _received(sampler: Sampler) -> int:

@@ -9,10 +9,12 @@ sum        to everyone its part
 """
 
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import cast
 
 from torch import fx
 
+from fxpipe.errors import CompileError
 from fxpipe.plan.rank_program import Message
 from passes.rows.layout import shape_of
 from passes.sampling import exchanges
@@ -26,12 +28,33 @@ def exchange_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if "exchange" in node.meta]
 
 
+def exchanges_of(graphs: Collection[fx.Graph]) -> list[tuple[fx.Node, ...]]:
+    """Every exchange, as the nodes of all these patches' graphs.
+
+    Raises:
+        CompileError: the patches do not exchange the same in the same order.
+    """
+    found = list[tuple[fx.Node, ...]]()
+    for nodes in zip_longest(*map(exchange_nodes, graphs)):
+        names = dict.fromkeys("nothing more" if node is None else node.meta["exchange"].name for node in nodes)
+        if len(names) > 1:
+            raise CompileError(
+                f"patches exchange {' and '.join(names)} at the same place, all must exchange the same; make a plan "
+                "with text='all' or other patches"
+            )
+        found.append(nodes)
+    return found
+
+
 def messages_of(patches: Sequence[Patch], graphs: Collection[fx.Graph]) -> list[Message]:
-    """What every rank sends to every other, exchange by exchange: told by the graph of any patch, or of several."""
+    """What every rank sends to every other, exchange by exchange: told by the graph of any patch, or of several.
+
+    Raises:
+        CompileError: these patches do not exchange the same in the same order.
+    """
     messages: list[Message] = []
-    for node, *others in zip(*map(exchange_nodes, graphs), strict=True):
+    for node, *_ in exchanges_of(graphs):
         exchange: Exchange = node.meta["exchange"]
-        assert {other.meta["exchange"].name for other in others} <= {exchange.name}
         for source in patches:
             for dst, shape in sent_by(node, source, patches).items():
                 dtype = node.meta["val"].dtype

@@ -19,7 +19,7 @@ from passes.rows.layout import Rows
 from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.exchanges import Exchange
 from passes.sampling.latest import Latest, LatestWriter, name_of
-from passes.sampling.messages import exchange_nodes, halo_of, messages_of
+from passes.sampling.messages import exchanges_of, halo_of, messages_of
 from passes.sampling.patch_graph import sum_graph
 from passes.sampling.patches import Patch
 from passes.sampling.piped import Piped, Turn, messages_of_form, returned_names
@@ -146,7 +146,7 @@ class _Written:
     def _keep(self, cell: Cell, turn: Turn, made: dict[str, fx.Node]) -> None:
         plan = self.piped.plan(self.group, turn.run)
         patches, graphs = self.piped.patches(plan), self._of_all(cell, turn)
-        for nodes in zip(*map(exchange_nodes, graphs), strict=True):
+        for nodes in exchanges_of(graphs):
             exchange: Exchange = nodes[0].meta["exchange"]
             for name, make in _values(plan, patches, nodes, cell.stage.index, turn.run, made):
                 if name in self.wanted:
