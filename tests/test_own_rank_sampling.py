@@ -239,6 +239,24 @@ def test_what_is_refused_is_refused_alike_on_all_ranks() -> None:
         assert one[name].startswith("RunError: ranks [1] have another shape of sample than rank 0")
 
 
+def one_cannot(name: str) -> str:
+    """Rank 1 alone finds out that the plan is none."""
+    if os.environ["RANK"] == "1":
+
+        def refuse(*_: Any) -> Any:
+            raise CompileError("not here")
+
+        setattr(lowering, name, refuse)
+    with pytest.raises(CompileError) as caught:
+        compiled_rows(Rows().double(), "exact", patches=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["is_of", "line_for"])
+def test_what_one_rank_cannot_lower_no_rank_does(name: str) -> None:
+    assert run_processes(2, one_cannot, name) == ["not here"] * 2
+
+
 class Odd(Rows):
     """Another model on rank 1."""
 

@@ -96,16 +96,9 @@ class SampleLowering:
             while True:
                 # plan: groups of samples, stages, patches of the rows; the next best where one cannot be lowered
                 plan, outcomes = ranks.of_rank_zero(lambda: _next(plans, errors))
-                if ranks.rank and not is_of(plan, case):
-                    raise RunError(
-                        f"rank 0 has planned call {plan.fingerprint} with {plan.num_samples} samples, which rank "
-                        f"{ranks.rank} does not make: its model is another one; give every rank the same"
-                    )
                 if outcomes:
                     self.observe("layouts", outcomes)
                 self.observe("plan", plan)
-                if (line := line_for(case, plan)) is not None:
-                    self.observe("stages", line)
 
                 # programs: patches that follow each other, or groups of patches beside each other; every form checked
                 made = ranks.agreed(self._tried(case, plan, ranks.rank))
@@ -124,8 +117,19 @@ class SampleLowering:
         return shapes_of(case.likes) | given | asked
 
     def _tried(self, case: SampleCase, plan: SamplePlan, rank: int | None) -> SampleStep | CompileError:
-        """The programs, or why there are none."""
+        """The programs, or why there are none.
+
+        Raises:
+            RunError: the plan of another rank is of a call that this one does not make.
+        """
         try:
+            if rank and not is_of(plan, case):
+                raise RunError(
+                    f"rank 0 has planned call {plan.fingerprint} with {plan.num_samples} samples, which rank {rank} "
+                    "does not make: its model is another one; give every rank the same"
+                )
+            if (line := line_for(case, plan)) is not None:
+                self.observe("stages", line)
             return self._lowered(case, plan, rank)
         except CompileError as error:
             return error
