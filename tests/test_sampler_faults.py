@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import RunError
+from fxpipe.errors import CompileError, RunError
 from fxpipe.run.launched_rank import LaunchedRank
-from fxpipe.run.transport import distributed
+from fxpipe.run.transport import InProcessTransport, distributed
+from fxpipe.run.transport.mailboxes import Mailboxes
 from tests.distributed import run_processes, start_processes
 
 STEPS = 4
@@ -173,6 +174,15 @@ def released() -> dict[str, Any]:
             refused()
         said[name] = str(caught.value)
     return said
+
+
+def test_ranks_that_cannot_compile_are_in_the_loop_again() -> None:
+    transport: Any = InProcessTransport(Mailboxes(1, 1.0), 0)
+    ranks = LaunchedRank(lambda: transport)
+    with pytest.raises(CompileError), ranks.compiling({}):
+        assert transport._action == "compile"
+        raise CompileError("no")
+    assert transport._action == "the loop around predictions"
 
 
 def test_a_rank_holds_the_weights_of_its_stage_alone() -> None:

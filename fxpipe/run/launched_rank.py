@@ -21,6 +21,9 @@ from fxpipe.run.read_ahead import version
 from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors
 from fxpipe.run.step_agreement import StepAgreement
 
+_LOOP = "the loop around predictions"
+"""What a rank does between them, for errors."""
+
 
 class Launched(Transport, Protocol):
     """The network of a launch."""
@@ -62,7 +65,7 @@ class LaunchedRank(Ranks):
         assert held.bound is not None
         found = self._run.predict(held.bound, tensors, form, stream)
         self._agreement.inputs(tensors.values())
-        self._transport.set_action("the loop around predictions")
+        self._transport.set_action(_LOOP)
         self._num_made += 1
         return found
 
@@ -79,11 +82,14 @@ class LaunchedRank(Ranks):
                 agree(self._transport, what)
             self._agreement.passed()
             yield
+        except (CompileError, Stopped):  # of all ranks, which go on
+            self._transport.set_action(_LOOP)
+            raise
         except BaseException as error:
-            if not in_call and not isinstance(error, CompileError | Stopped):
+            if not in_call:
                 self._transport.abort(error)
             raise
-        self._transport.set_action("the loop around predictions")
+        self._transport.set_action(_LOOP)
 
     def of_rank_zero(self, make: Callable[[], T]) -> T:
         made, error = self.broadcast(_tried(make) if self.rank == 0 else (None, None))
