@@ -2,6 +2,7 @@
 rank 0's plan, and the same messages; what it is asked of the others it makes then."""
 
 import os
+import time
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from fxpipe.plan import ops
 from fxpipe.plan.program_check import check_programs
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.unroll import in_sequence
+from fxpipe.run import launch
+from fxpipe.run.launched_rank import LaunchedRank
 from fxpipe.run.transport import distributed
 from fxpipe.sampler import Sampler
 from fxpipe.sampling import lowering, programs
@@ -237,6 +240,34 @@ def test_what_is_refused_is_refused_alike_on_all_ranks() -> None:
     assert one["options"] == "RunError: ranks [1] have another steps than rank 0; give every rank the same one"
     for name in ("rank 1 compiles", "rank 0 compiles"):
         assert one[name].startswith("RunError: ranks [1] have another shape of sample than rank 0")
+
+
+def planning() -> list[str]:
+    """What a rank hears of plans that take longer than messages may; of one that takes too long, and of one that fails."""
+    made: Any = partial(distributed.DistributedTransport, heartbeat_seconds=0.1, timeout_seconds=3.0)
+
+    def plan(fails: bool, seconds: float) -> str:
+        time.sleep(seconds)
+        return f"{1 // (not fails)} plan"
+
+    said = list[str]()
+    for bound, fails, seconds in ((1800.0, False, 3.5), (0.5, False, 1.0), (1800.0, True, 0.0)):
+        launch.PLAN_SECONDS, ranks = bound, LaunchedRank(made)
+        try:
+            with ranks.compiling({}):
+                said.append(ranks.of_rank_zero(partial(plan, fails, seconds)))
+        except (RunError, ZeroDivisionError) as error:
+            said.append(str(error))
+        ranks.close()
+    return said
+
+
+def test_ranks_wait_for_the_plan_for_longer_than_for_messages() -> None:
+    one, other = run_processes(2, planning)
+    waited = "waited 0.5 s for plan 1 of rank 0"
+    division = "integer division or modulo by zero"
+    assert one == ["1 plan", f"rank 1 failed in compile: {waited}", division]
+    assert other == ["1 plan", waited, f"rank 0 failed in compile: ZeroDivisionError: {division}"]
 
 
 def one_cannot(name: str) -> str:

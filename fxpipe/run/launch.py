@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fxpipe.errors import RunError
 from fxpipe.plan.plan import Plan
 
-_PLAN_SECONDS = 1800.0
+PLAN_SECONDS = 1800.0
 """How long ranks wait for a plan: rank 0 may have captured nothing yet when they have all, and plan for minutes."""
 
 
@@ -52,4 +52,4 @@ def text_of_rank_zero(make: Callable[[], str]) -> str:
     """
     from fxpipe.run.transport.launched import from_rank_zero
 
-    return from_rank_zero(make, _PLAN_SECONDS)
+    return from_rank_zero(make, PLAN_SECONDS)

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import CompileError, RunError, Stopped
 from fxpipe.plan.transport import Channel, T, Transport
+from fxpipe.run import launch
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.ownership import is_empty, is_released
 from fxpipe.run.ranks import D, Programs, Ranks, shapes_of
@@ -32,6 +33,10 @@ class Launched(Transport, Protocol):
         """Whether every rank says the same, within a bounded time."""
         ...
 
+    def await_rank_zero(self, what: str, seconds: float) -> None:
+        """Collective: returns when rank 0 is here. Raises RunError where it is not in time; `what` is said once."""
+        ...
+
 
 class LaunchedRank(Ranks):
     """This process as one rank of a launch, which all run the same loop.
@@ -45,6 +50,7 @@ class LaunchedRank(Ranks):
         self._transport = connect()
         self.rank: int = self._transport.rank
         self._num_calls, self._num_begun, self._num_made = 0, 0, 0  # predictions since the last call began
+        self._num_plans = 0
         self._run = SampleRun(self._transport)
         self._agreement = StepAgreement(self._transport)
         self._bound: dict[int, _Held] = {}
@@ -92,7 +98,11 @@ class LaunchedRank(Ranks):
         self._transport.set_action(_LOOP)
 
     def of_rank_zero(self, make: Callable[[], T]) -> T:
-        made, error = self.broadcast(_tried(make) if self.rank == 0 else (None, None))
+        own = _tried(make) if self.rank == 0 else (None, None)
+        self._num_plans += 1
+        self._transport.set_action("compile")  # or it raises, where another has failed meanwhile
+        self._transport.await_rank_zero(f"plan {self._num_plans} of rank 0", launch.PLAN_SECONDS)
+        made, error = self._transport.broadcast_object(own)
         if error is not None:
             everyones(self._transport, None)  # rank 0 stays until all have read it
             raise error

@@ -164,6 +164,16 @@ class DistributedTransport(Collectives):
         that say nothing may be in any wait."""
         return self._watchdog.met(what)
 
+    def await_rank_zero(self, what: str, seconds: float) -> None:
+        """Collective: returns when rank 0 is here, which may take longer than the timeout of messages."""
+        start = time.monotonic()
+        if self.rank == 0:
+            self._watchdog.say(what)
+        elif not self._watchdog.heard(what, [0], seconds):
+            if time.monotonic() - start >= seconds:
+                raise RunError(f"waited {seconds:g} s for {what}")
+            raise RunError(self._watchdog.verdict(0) or f"lost rank 0 while waiting for {what}")
+
     def broadcast_object(self, value: T, src: int = 0) -> T:
         values = [value]
         with self._named(f"an object from rank {src}", src):

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -87,12 +87,24 @@ class Watchdog:
 
     def met(self, what: str) -> bool:
         """Whether all ranks say this, each once, before one that stood still as long would count as lost."""
-        deadline = time.monotonic() + self._lost_ticks * self._heartbeat_seconds
+        self.say(what)
+        return self.heard(what, self._others, self._lost_ticks * self._heartbeat_seconds)
+
+    def say(self, what: str) -> None:
+        """Once."""
         with suppress(RuntimeError):  # the store is gone: found out elsewhere
-            self._store.set(f"met/{what}/{self.rank}", "")
-            while time.monotonic() < deadline and not self._failed.wait(0.05):
-                if self._store.check([f"met/{what}/{other}" for other in self._others]):
+            self._store.set(f"said/{what}/{self.rank}", "")
+
+    def heard(self, what: str, others: Sequence[int], seconds: float) -> bool:
+        """Whether these ranks say this within so many seconds; False as soon as one has failed or left."""
+        deadline = time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while time.monotonic() < deadline and not self._failed.is_set():
+                if self._store.check([f"said/{what}/{other}" for other in others]):
                     return True
+                if any(self._beats.get(other, ["alive"])[0] == "left" for other in others):
+                    break
+                self._failed.wait(0.05)
         return False
 
     def verdict(self, peer: int | None) -> str | None:
