@@ -243,7 +243,8 @@ def test_what_is_refused_is_refused_alike_on_all_ranks() -> None:
 
 
 def planning() -> list[str]:
-    """What a rank hears of plans that take longer than messages may; of one that takes too long, and of one that fails."""
+    """What a rank hears of plans: of one that takes longer than messages may, of one that takes too long, of one that
+    fails."""
     made: Any = partial(distributed.DistributedTransport, heartbeat_seconds=0.1, timeout_seconds=3.0)
 
     def plan(fails: bool, seconds: float) -> str:
