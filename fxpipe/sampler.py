@@ -120,8 +120,9 @@ class Sampler:
         return self.denoiser(*args, **kwargs)
 
     def call(self) -> AbstractContextManager[None]:
-        """Around the steps of a loop of one's own, which belong together, as those of a pipeline's call do."""
-        return self.ranks.call()
+        """Around the steps of a loop of one's own, which belong together, as those of a pipeline's call do. Until it
+        ends, `predict` is its next step on any thread; other calls of other threads wait."""
+        return self.ranks.call(for_all=True)
 
     def pipeline(self) -> Any:
         """The user's pipeline, same call, scheduler and callbacks, with its denoiser spread over the ranks.

@@ -2,9 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import diffusers
@@ -318,6 +319,50 @@ def test_calls_of_two_threads_wait_for_each_other(shared: Shared) -> None:
             pool.submit(sample, one, shared.call, prompt=prompt) for one, prompt in zip(others, prompts, strict=True)
         ]
     assert all(error(one.result(), wanted) <= 1e-10 for one, wanted in zip(found, alone, strict=True))
+
+
+def threaded(mode: str = "displaced") -> tuple[Sampler, Callable[[int], Call]]:
+    """A sampler of one's own, and what its steps are given; one later than the first is displaced."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    how: dict[str, Any] = {"mode": mode, "warmup": 1, "patches": 2, "sample": {"input": 2}}
+    sampler = fxpipe.compile_sampler(model, 2, example={"input": noise(1, 2, 12, 5)}, **how)
+    return sampler, lambda seed: {"input": noise(1, 2, 12, 5, seed=seed)}
+
+
+def test_a_call_goes_on_and_ends_on_any_thread() -> None:
+    """As a stream of a server's is, whose steps come from a pool; or a prediction for which a step waits."""
+    sampler, given = threaded()
+
+    def stream() -> Iterator[Tensor]:
+        with sampler.call():
+            for step in range(3):
+                yield sampler.predict(**given(step))
+
+    wanted = [*stream()]
+    assert not torch.equal(wanted[1], sampler.predict(**given(1)))  # which is exact
+    found = list[Tensor]()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            steps, found = stream(), []
+            for pool in (one, other, one):
+                found.append(pool.submit(next, steps).result(20))
+            other.submit(steps.close).result(20)  # type: ignore[attr-defined]
+            assert all(map(torch.equal, found, wanted))
+        with sampler.call():
+            found = [pool.submit(sampler.predict, **given(step)).result(20) for step, pool in enumerate((one, other))]
+        assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, stream(), wanted))
+
+
+def test_new_sizes_of_several_threads_are_compiled_one_by_one() -> None:
+    sampler, _ = threaded("exact")
+    inputs = [noise(1, 2, height, width) for height, width in ((14, 5), (16, 6), (12, 7), (10, 8))]
+    with ThreadPoolExecutor(4) as pool:
+        together = Barrier(4)
+        found = [*pool.map(lambda x: (together.wait(20), sampler.predict(input=x))[1], inputs)]
+    with torch.no_grad():
+        assert all(error(one, sampler.model(x)) <= 1e-10 for one, x in zip(found, inputs, strict=True))
 
 
 def test_new_kinds_of_calls_in_inference_mode(shared: Shared) -> None:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import RLock
+from threading import Lock, RLock, get_ident
 from typing import Protocol, TypeVar
 
 import torch
@@ -70,32 +70,36 @@ class Programs(Digested, Protocol):
 class Ranks(ABC):
     """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run.
 
-    `rank` is this process's, None where it has all of them.
+    `rank` is this process's, None where it has all of them. `turn` is held to compile or to make one prediction,
+    whatever the thread; who waits for a call holds no turn.
     """
 
     rank: int | None
 
     def __init__(self) -> None:
         self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
-        self._one_at_a_time = RLock()
+        self.turn = RLock()
+        self._one_call = Lock()  # until a call ends, on whichever thread
+        self._opened_by, self._for_all = 0, False  # the thread; whether others predict in it
         self._position, self._time = 0, dict[str, torch.Tensor]()
         self._conditions: list[dict[str, torch.Tensor]] = []  # of the streams, where no input is a time
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, for_all: bool = False) -> Iterator[None]:
         """A call of the user's pipeline: its steps belong together. Calls within a call are part of it; those of other
-        threads wait for its end."""
-        with self._one_at_a_time:
-            if self._num_steps is not None:
-                yield
-                return
-            self._num_steps = Counter()
+        threads wait for its end. `for_all`: what other threads predict until then is part of it, and any may end it."""
+        if self._num_steps is not None and self._opened_by == get_ident():
+            yield
+            return
+        with self._one_call:
+            self._opened_by, self._for_all, self._num_steps = get_ident(), for_all, Counter()
             self._position, self._time, self._conditions = 0, {}, []
             try:
                 with self._ended():
                     yield
             finally:
-                self._num_steps = None
+                with self.turn:
+                    self._num_steps = None
 
     @abstractmethod
     def forget(self, step: Programs) -> None:
@@ -108,14 +112,23 @@ class Ranks(ABC):
             state: the module's tensors by their original names.
             stream: where one step predicts more than once: which of these it is; by its position where left out.
         """
-        with self.call():
-            form, name = "fresh", ""
-            if "displaced" in step.programs[0].forms:
-                assert self._num_steps is not None
-                name = self.stream(step, tensors) if stream is None else stream
-                form = "displaced" if self._num_steps[name, id(step)] >= step.warmup else "fresh"
-                self._num_steps[name, id(step)] += 1
-            return self._predict(step, state, tensors, form, name)
+        with self.turn:
+            if self._num_steps is not None and (self._for_all or self._opened_by == get_ident()):
+                return self._next(self._num_steps, step, state, tensors, stream)
+        with self.call(), self.turn:
+            assert self._num_steps is not None
+            return self._next(self._num_steps, step, state, tensors, stream)
+
+    def _next(
+        self, num_steps: Counter[tuple[str, int]], step: Programs, state: Tensors, tensors: Tensors, stream: str | None
+    ) -> torch.Tensor:
+        """The next prediction of the call that is open."""
+        form, name = "fresh", ""
+        if "displaced" in step.programs[0].forms:
+            name = self.stream(step, tensors) if stream is None else stream
+            form = "displaced" if num_steps[name, id(step)] >= step.warmup else "fresh"
+            num_steps[name, id(step)] += 1
+        return self._predict(step, state, tensors, form, name)
 
     def stream(self, step: Programs, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.

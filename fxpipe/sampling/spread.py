@@ -67,7 +67,8 @@ class Spread:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients."""
-        step = self._step_or_none(args, kwargs)
+        with self.ranks.turn:
+            step = self._step_or_none(args, kwargs)
         if step is None:
             with torch.no_grad():
                 return self.module(*args, **kwargs)
@@ -79,12 +80,15 @@ class Spread:
         """By these programs, as the next step of a stream; which one is found out where it has no name."""
         tensors, _ = step.traced.captured.inputs.bind(args, kwargs)
         own = self.stream_name if stream is None else stream
-        prediction = self.ranks.predict(step, self.state(step.traced), step.bind(tensors), own)
+        with self.ranks.turn:
+            state = self.state(step.traced)
+        prediction = self.ranks.predict(step, state, step.bind(tensors), own)
         return step.traced.returned.rebuilt(prediction)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
         """The programs for a call; of its tensors only shapes and types are used."""
-        return self._of_size(*self.traced(args, kwargs))
+        with self.ranks.turn:
+            return self._of_size(*self.traced(args, kwargs))
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
         """A call's graph, and its number of samples."""
@@ -163,7 +167,7 @@ class Spread:
         before = self._steps.get(key)
         self._steps[key] = made
         try:
-            with self.ranks.call():
+            with self.ranks.call(for_all=True):
                 yield
         finally:
             self._steps.pop(key)
