@@ -238,3 +238,20 @@ def test_formulas_are_the_operations() -> None:
         with Calls(EXACT, IN_A_TRACE):
             found = call()
         torch.testing.assert_close(found, call(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_formulas_of_norms_are_as_precise_as_the_operations(dtype: torch.dtype) -> None:
+    """Which take moments in float32; against the same in float64."""
+    torch.manual_seed(0)
+    x, given = (torch.randn(3, 4, 5, 64) + 3.0).to(dtype), torch.randn(4, 64).to(dtype)
+    for call in (
+        lambda x, p: F.layer_norm(x, (64,), p[0], p[1]),
+        lambda x, p: F.group_norm(x, 2, p[0, :4], p[1, :4]),
+        lambda x, p: F.instance_norm(x, weight=p[0, :4], bias=p[1, :4]),
+    ):
+        kernel, exact = call(x, given), call(x.double(), given.double())
+        with Calls(EXACT, IN_A_TRACE):
+            found = call(x, given)
+        assert found.dtype == kernel.dtype
+        assert (found - exact).abs().max() <= 1.05 * (kernel - exact).abs().max()

@@ -86,7 +86,7 @@ def _layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    return _affine(_normalised(input, tuple(range(-len(normalized_shape), 0)), eps), weight, bias)
+    return _affine(_normalised(input, tuple(range(-len(normalized_shape), 0)), eps), weight, bias, input.dtype)
 
 
 def _group_norm(
@@ -100,7 +100,7 @@ def _group_norm(
     """Its kernel's own derivative asks for sizes as numbers, and for strides."""
     groups = _normalised(input.unflatten(1, (num_groups, -1)), tuple(range(2, input.ndim + 1)), eps).flatten(1, 2)
     of_channels = [p if p is None else p.view(-1, *[1] * (input.ndim - 2)) for p in (weight, bias)]
-    return _affine(groups, *of_channels)
+    return _affine(groups, *of_channels, input.dtype)
 
 
 def _instance_norm(
@@ -120,13 +120,21 @@ def _instance_norm(
 
 
 def _normalised(input: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
-    centred = input - input.mean(dims, keepdim=True)
+    """In float32 at least, as kernels take moments of a lower precision."""
+    wide = _of_type(input, torch.promote_types(input.dtype, torch.float32))
+    centred = wide - wide.mean(dims, keepdim=True)
     return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _affine(value: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(
+    value: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     scaled = value if weight is None else value * weight
-    return scaled if bias is None else scaled + bias
+    return _of_type(scaled if bias is None else scaled + bias, dtype)
+
+
+def _of_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def _attention(
