@@ -108,8 +108,8 @@ def _group_norm(
 ) -> torch.Tensor:
     """Its kernel's own derivative asks for sizes as numbers, and for strides."""
     groups = _normalised(input.unflatten(1, (num_groups, -1)), tuple(range(2, input.ndim + 1)), eps).flatten(1, 2)
-    of_channels = [p if p is None else p.view(-1, *[1] * (input.ndim - 2)) for p in (weight, bias)]
-    return _affine(groups, *of_channels, input.dtype)
+    scale, shift = (p if p is None else p.view(-1, *[1] * (input.ndim - 2)) for p in (weight, bias))
+    return _affine(groups, scale, shift, input.dtype)
 
 
 def _instance_norm(
