@@ -276,10 +276,14 @@ class Requested:
         return (f"{blocks} blocks are recomputed as the model asks; recompute='auto': only where memory does",)
 
     def _unshared(self, plan: Plan) -> tuple[str, ...]:
-        asked = self.request.shard
-        if asked in (None, "none") or plan.staged.replicas > 1:
+        asked, found = self.request.shard, plan.staged
+        if asked in (None, "none", found.shard):
             return ()
-        return (f"shard={asked!r}: every stage has one replica, and nothing is shared out; data_parallel gives more",)
+        if found.replicas == 1:
+            why = "every stage has one replica, and nothing is shared out; data_parallel gives more"
+        else:
+            why = f"replicas have one micro-batch each, which makes it {found.shard!r}; microbatches gives more"
+        return (f"shard={asked!r}: {why}",)
 
     def replanned(self, step: CostedStep) -> Replanned | None:
         """How other plans for it are made, without a search; None where the order is the user's own."""

@@ -29,7 +29,7 @@ from fxpipe.run.agreement import told
 from fxpipe.run.engine import Engine
 from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.local_engine import LocalEngine
-from fxpipe.run.nearness import Distance, Nearness
+from fxpipe.run.nearness import Distance, Nearness, values_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
 from fxpipe.run.unchanged import Unchanged
@@ -215,7 +215,7 @@ class Program:
             return found
         wide = self._shown_step(one_device_in_float32(self.model, args, kwargs, draws))
         expected = replace(wide, outputs={name: wide.outputs[name] for name in errors})
-        rounding = max((TOLERANCES.get(g.dtype, 0.0) for g in wide.gradients.values()), default=0.0)
+        rounding = {name: TOLERANCES.get(value.dtype.to_real(), 0.0) for name, value in values_of(expected).items()}
         return replace(found, nearness=Nearness(Distance.of(result, expected), Distance.of(own, expected), rounding))
 
     def _shown_step(self, step: StepResult) -> StepResult:

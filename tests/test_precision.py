@@ -148,6 +148,19 @@ def test_gradients_that_no_lower_precision_reaches_may_round_as_float32_does() -
     assert report.nearness.own.together == 0.0
     assert 0.0 < report.nearness.ours.together < 1e-6
     assert report.ok, report
+    assert "3 times its own, or 0.0001 where its own is 0" in str(report)
+
+
+def test_what_a_lower_precision_reaches_may_not_round_as_float32_does() -> None:
+    """However near to float32 one device is, and whatever of another type is not reached."""
+
+    def distance(a: float, b: float) -> Distance:
+        return Distance(0.0, {"a": a, "b": b}, max(a, b), {"kept": a})
+
+    found = Nearness(distance(9e-5, 9e-5), distance(1e-6, 0.0), {"a": 5e-2, "b": 1e-4, "output kept": 5e-2})
+    assert found.farther == {"a": (9e-5, 3e-6), "output kept": (9e-5, 3e-6)}
+    assert "or 0.0001 where its own is 0" in str(found)
+    assert " where " not in str(replace(found, own=distance(1e-6, 1e-6)))
 
 
 @pytest.mark.parametrize(("make", "precision"), [(Net, "fp16"), (Kinds, None)])

@@ -67,6 +67,10 @@ EXACT: dict[str, tuple[Middle, int]] = {
     "causal attention": (lambda s, h, y: attend(h, is_causal=True), 1),
     "masked attention": (lambda s, h, y: attend(h, attn_mask=torch.tensor([[True, False], [False, False]])), 1),
     "biased attention": (lambda s, h, y: attend(h, attn_mask=square(y), scale=0.7), 1),
+    "attention of hidden rows": (
+        lambda s, h, y: attend(h, attn_mask=torch.tensor([[0.5, -torch.inf], [-torch.inf, -torch.inf]]).to(h)),
+        1,
+    ),
     "multihead": (lambda s, h, y: s.attention(*[tokens(h, y)] * 3, need_weights=False)[0].mean(1), 1),
     "checkpoint": (lambda s, h, y: checkpoint(lambda t: s.drop(F.gelu(t)), h, use_reentrant=False), 1),
     "draws that nobody reads": (unused, 4),

@@ -69,7 +69,7 @@ IN_TURN = TWO.replace("0B0 0B2 0R0", "0B0 0R0 0B2 0R0:1").replace("0B1 0B3 0R2",
         ("0B2 0R0:1", "0B2", "0R0 comes before 0B2; reduce after the last gradient"),
         ("0B2 0R0:1", "0B2 0R0:2", "0R0:2 is reduction 1 of stage 0 on its rank, counted from 0; write 0R0:1"),
         ("0B2 0R0:1", "0B2 0R0:1 0R0:2", "0R0:2 has nothing to sum: no gradient of stage 0 has come since"),
-        ("0B2 0R0:1", "0B2 0R2:1", "0R2:1 on rank 0: the number after R is the rank; write 0R0"),
+        ("0B2 0R0:1", "0B2 0R2:1", "0R2:1 on rank 0: the number after R is the rank; write 0R0:1"),
         ("0B0 0R0 0B2 0R0:1", "0B0 0B2 0R0", "ranks [0, 2] reduce the stages [0] (rank 0) and [0, 0] (rank 2)"),
     ],
 )

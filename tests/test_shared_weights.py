@@ -136,7 +136,10 @@ def test_a_unet_is_exact(
             r"ranks 0, 1, which do not train in one order",
         ),
         (("on ranks 0, 1: ", "on rank 0: "), r"shared out, but stages have \[1\] replicas|0F1 on rank 1"),
-        (("0B0 0B2 0R0", "0B0 0R0 0B2 0R0:1"), r"shares out 'weights', but schedule gpipe sums .* several times"),
+        (
+            ("0B0 0B2 0R0", "0B0 0R0 0B2 0R0:1"),
+            r"shares out 'weights', but schedule gpipe sums .* several times: share out 'all', or .* in place of 0R0",
+        ),
     ],
 )
 def test_a_plan_whose_replicas_cannot_gather_together_is_refused(change: tuple[str, str], says: str) -> None:
@@ -279,6 +282,31 @@ def test_weights_are_shared_out_where_memory_asks_for_it() -> None:
     alone = heavy(data_parallel=1, **WEIGHTS).plan
     assert "shard='weights': every stage has one replica, and nothing is shared out" in str(alone)
     assert fxpipe.Plan.parse(str(alone)) == alone
+
+
+@pytest.mark.parametrize(("shard", "found"), [("gradients", "optimizer"), ("all", "weights")])
+def test_gradients_of_one_micro_batch_each_are_those_of_the_step(shard: str, found: str) -> None:
+    """Which the plan says, also of an order that is given."""
+    given: dict[str, Any] = {"batch_size": 4, "shard": shard}
+    made = fxpipe.compile(Heavy(), 2, schedule="gpipe", stages=2, microbatches=2, data_parallel=2, **given)
+    again = fxpipe.compile(Heavy(), 2, schedule=made.plan.step, **given)
+    for plan in (made.plan, again.plan):
+        assert plan.staged.shard == found
+        assert f"shard='{shard}': replicas have one micro-batch each, which makes it '{found}'" in str(plan)
+    assert again.verify(**Heavy().example_inputs(4)).ok
+
+
+def test_an_order_of_scattered_gradients_may_be_given_as_one_of_whole_ones() -> None:
+    """As the refusal says."""
+    scattered = """
+        rank 0: 0F0 0B0 0R0 0F2 0B2 0R0:1
+        rank 1: 0F1 0F3 0B1 0R1 0B3 0R1:1"""
+    with pytest.raises(fxpipe.CompileError) as told:
+        fxpipe.compile(Heavy(), 2, schedule=scattered, batch_size=4)
+    remedy = "make them agree, or shard='optimizer', where you reduce once, after the last gradient of a stage: 0R0 in "
+    assert f"{remedy}place of 0R0 and 0R0:1" in str(told.value)
+    once = scattered.replace("0B0 0R0", "0B0").replace("0B1 0R1", "0B1").replace(":1", "")
+    assert fxpipe.compile(Heavy(), 2, schedule=once, batch_size=4, shard="optimizer").plan.staged.shard == "optimizer"
 
 
 def test_gradients_are_shared_out_where_that_is_faster_or_makes_room() -> None:

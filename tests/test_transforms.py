@@ -226,15 +226,56 @@ def test_formulas_are_the_operations() -> None:
     torch.manual_seed(0)
     x, (weight, bias) = torch.randn(3, 4, 5, 6, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
     mask = torch.rand(5, 5) > 0.5
+    mask[2] = False
+    added = torch.randn(5, 5, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     for call in (
         lambda: F.group_norm(x, 2, weight, bias),
         lambda: F.instance_norm(x, weight=weight, bias=bias, eps=1e-3),
         lambda: F.scaled_dot_product_attention(x, x, x, mask, scale=0.3),
         lambda: F.scaled_dot_product_attention(x, x, x, mask.double(), enable_gqa=True),
         lambda: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], is_causal=True, enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(x, x, x, added),
+        lambda: F.scaled_dot_product_attention(x, x, x, mask, is_causal=True),
+        lambda: F.scaled_dot_product_attention(x, x, x, added, is_causal=True),
         lambda: F.glu(x, 1),
         *(lambda mode=mode: F.pad(x, (3, 1, 0, 2), mode) for mode in ("reflect", "replicate", "circular", "constant")),
     ):
         with Calls(EXACT, IN_A_TRACE):
             found = call()
         torch.testing.assert_close(found, call(), rtol=1e-12, atol=1e-12)
+
+
+def test_formulas_refuse_what_operations_do() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    for call in (
+        lambda: F.pad(x, (5, 0, 0, 0), "reflect"),
+        lambda: F.pad(x, (1, 1), "replicate"),
+        lambda: F.pad(x, (0, 0, 0, 4), "reflect"),
+        lambda: F.pad(x, (0, 6, 0, 0), "circular"),
+    ):
+        with pytest.raises(RuntimeError) as own:
+            call()
+        with pytest.raises(RuntimeError) as found, Calls(EXACT, IN_A_TRACE):
+            call()
+        assert str(found.value) == str(own.value)
+    with Calls(EXACT, IN_A_TRACE):
+        widest = [F.pad(x, (4, 0, 0, 3), "reflect"), F.pad(x, (0, 5, 4, 0), "circular")]
+    assert torch.equal(widest[0], F.pad(x, (4, 0, 0, 3), "reflect"))
+    assert torch.equal(widest[1], F.pad(x, (0, 5, 4, 0), "circular"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_formulas_of_norms_are_as_precise_as_the_operations(dtype: torch.dtype) -> None:
+    """Which take moments in float32; against the same in float64."""
+    torch.manual_seed(0)
+    x, given = (torch.randn(3, 4, 5, 64) + 3.0).to(dtype), torch.randn(4, 64).to(dtype)
+    for call in (
+        lambda x, p: F.layer_norm(x, (64,), p[0], p[1]),
+        lambda x, p: F.group_norm(x, 2, p[0, :4], p[1, :4]),
+        lambda x, p: F.instance_norm(x, weight=p[0, :4], bias=p[1, :4]),
+    ):
+        kernel, exact = call(x, given), call(x.double(), given.double())
+        with Calls(EXACT, IN_A_TRACE):
+            found = call(x, given)
+        assert found.dtype == kernel.dtype
+        assert (found - exact).abs().max() <= 1.05 * (kernel - exact).abs().max()

@@ -5,6 +5,7 @@ takes another path for padded samples, is refused where it does.
 scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -107,11 +108,13 @@ def _written_out(
         size = [shape[-2], key.meta["val"].shape[-2]]
         ones = add(aten.ones.default, size, dtype=torch.bool, device=node.meta["val"].device)
         attn_mask, masked = add(aten.tril.default, ones), True
-    hidden = add(aten.logical_not.default, attn_mask) if masked else None
-    if hidden is not None:
-        scores = add(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+    hidden = None
+    if masked:
+        hidden = add(aten.logical_not.default, attn_mask)
     elif attn_mask is not None:
-        scores = add(aten.add.Tensor, scores, attn_mask)
+        hidden, scores = add(aten.eq.Scalar, attn_mask, -math.inf), add(aten.add.Tensor, scores, attn_mask)
+    if hidden is not None:
+        scores = add(aten.masked_fill.Scalar, scores, hidden, -math.inf)
     weights = add(aten.softmax.int, scores, -1)
     if hidden is not None:  # a row that sees nothing has weight on nothing
         weights = add(aten.masked_fill.Scalar, weights, hidden, 0.0)

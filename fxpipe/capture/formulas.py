@@ -67,7 +67,7 @@ def _pad(
     func: Any, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> torch.Tensor:
     """Rows of the input in another order, where none is a constant: the derivatives of the kernels write in place."""
-    if mode == "constant":
+    if mode == "constant" or _is_refused(input, pad, mode):
         return func(input, pad, mode, value)  # type: ignore[no-any-return]
     for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         last = input.shape[-1 - place] - 1
@@ -78,6 +78,15 @@ def _pad(
     return input
 
 
+def _is_refused(input: torch.Tensor, pad: Sequence[int], mode: str) -> bool:
+    """Whether torch pads other dimensions, or repeats rows at most once; a size that is a symbol is not checked."""
+    if input.ndim - len(pad) // 2 not in (1, 2):
+        return True
+    most = {"reflect": -1, "circular": 0}.get(mode, math.inf)
+    sizes = zip(reversed(input.shape), pad[::2], pad[1::2], strict=False)
+    return any(isinstance(size, int) and max(both) > size + most for size, *both in sizes)
+
+
 def _layer_norm(
     func: Any,
     input: torch.Tensor,
@@ -86,7 +95,7 @@ def _layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    return _affine(_normalised(input, tuple(range(-len(normalized_shape), 0)), eps), weight, bias)
+    return _affine(_normalised(input, tuple(range(-len(normalized_shape), 0)), eps), weight, bias, input.dtype)
 
 
 def _group_norm(
@@ -99,8 +108,8 @@ def _group_norm(
 ) -> torch.Tensor:
     """Its kernel's own derivative asks for sizes as numbers, and for strides."""
     groups = _normalised(input.unflatten(1, (num_groups, -1)), tuple(range(2, input.ndim + 1)), eps).flatten(1, 2)
-    of_channels = [p if p is None else p.view(-1, *[1] * (input.ndim - 2)) for p in (weight, bias)]
-    return _affine(groups, *of_channels)
+    scale, shift = (p if p is None else p.view(-1, *[1] * (input.ndim - 2)) for p in (weight, bias))
+    return _affine(groups, scale, shift, input.dtype)
 
 
 def _instance_norm(
@@ -120,13 +129,21 @@ def _instance_norm(
 
 
 def _normalised(input: torch.Tensor, dims: tuple[int, ...], eps: float) -> torch.Tensor:
-    centred = input - input.mean(dims, keepdim=True)
+    """In float32 at least, as kernels take moments of a lower precision."""
+    wide = _of_type(input, torch.promote_types(input.dtype, torch.float32))
+    centred = wide - wide.mean(dims, keepdim=True)
     return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _affine(value: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(
+    value: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     scaled = value if weight is None else value * weight
-    return scaled if bias is None else scaled + bias
+    return _of_type(scaled if bias is None else scaled + bias, dtype)
+
+
+def _of_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def _attention(
@@ -145,13 +162,17 @@ def _attention(
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
     if is_causal:
-        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        earlier = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is None:
+            attn_mask = earlier
+        else:  # of torch's kernels that of CPUs takes both
+            attn_mask = torch.where(earlier, attn_mask, False if attn_mask.dtype == torch.bool else -math.inf)
     if attn_mask is None:
         weights = scores.softmax(-1)
-    elif attn_mask.dtype == torch.bool:  # a row that sees nothing has weight on nothing
-        weights = torch.where(attn_mask, torch.where(attn_mask, scores, float("-inf")).softmax(-1), 0.0)
-    else:
-        weights = (scores + attn_mask).softmax(-1)
+    else:  # a row that sees nothing has weight on nothing
+        is_bool = attn_mask.dtype == torch.bool
+        seen, scores = (attn_mask, scores) if is_bool else (attn_mask != -math.inf, scores + attn_mask)
+        weights = torch.where(seen, torch.where(seen, scores, -math.inf).softmax(-1), 0.0)
     return _dropout(F.dropout, weights, dropout_p) @ value
 
 

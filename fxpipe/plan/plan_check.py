@@ -7,6 +7,7 @@ That an order is correct is checked beside schedules.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from fxpipe.errors import CompileError
@@ -65,17 +66,19 @@ def unlike_replicas(order: Schedule, staged: Staged) -> Iterator[str]:
     they gather or sum them together."""
     what = "weights are" if staged.gathered else "gradients of every micro-batch are"
     if order.is_scattered != staged.scattered:
+        agreeing = replace(staged, sharded=True, scattered=order.is_scattered).shard
         yield (
             f"the plan shares out {staged.shard!r}, but schedule {order.name} sums gradients of a stage "
-            f"{'several times' if order.is_scattered else 'once'}; make them agree"
+            f"{'several times' if order.is_scattered else 'once'}: share out {agreeing!r}, or {_otherwise(order)}"
         )
     if not (staged.gathered or staged.scattered):
         return
     if not staged.sharded:
         yield f"{what} shared out, optimizer states are not; share both out"
+    once = f", where you {_otherwise(order)}" if order.is_scattered else ""
     if not staged.pipelines:
         counts = [*map(len, staged.stage_ranks)]
-        yield f"{what} shared out, but stages have {counts} replicas; give all as many, or shard='optimizer'"
+        yield f"{what} shared out, but stages have {counts} replicas; give all as many, or shard='optimizer'{once}"
         return
     for ranks in {tuple(sorted(ranks)) for ranks in staged.stage_ranks}:
         does = [" ".join(f"{a.stage}{a.kind}" for a in order.ranks[r] if a.kind != "T") for r in ranks]
@@ -83,8 +86,18 @@ def unlike_replicas(order: Schedule, staged: Staged) -> Iterator[str]:
             if other != does[0]:
                 yield (
                     f"{what} shared out over ranks {', '.join(map(str, ranks))}, which do not train in one order: "
-                    f"rank {ranks[0]} does {does[0]}, rank {rank} does {other}; make them agree, or shard='optimizer'"
+                    f"rank {ranks[0]} does {does[0]}, rank {rank} does {other}; make them agree, or "
+                    f"shard='optimizer'{once}"
                 )
+
+
+def _otherwise(order: Schedule) -> str:
+    """What makes an order sum gradients once, if it does so several times, or the other way round."""
+    later = next((action for actions in order.ranks for action in actions if action.turn), None)
+    if later is None:
+        return "reduce after every gradient of a stage, counted as 0R0, 0R0:1, ..."
+    first = replace(later, turn=0)
+    return f"reduce once, after the last gradient of a stage: {first} in place of {first} and {later}"
 
 
 def _frozen(plan: Plan, components: Sequence[str]) -> Iterator[str]:

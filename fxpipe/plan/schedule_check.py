@@ -137,7 +137,8 @@ def _unreduced(schedule: Schedule, work: Work, planned: Schedule | None) -> Iter
                 here = f"{actions[places[0]]} on rank {rank}"
                 yield f"{here}: there is no replica of stage {stage} to reduce with; remove the action"
             elif wrong := [actions[i] for i in places if actions[i].microbatch != rank]:
-                yield f"{wrong[0]} on rank {rank}: the number after R is the rank; write {stage}R{rank}"
+                right = replace(wrong[0], microbatch=rank)
+                yield f"{wrong[0]} on rank {rank}: the number after R is the rank; write {right}"
             elif replicated and rank in ranks:
                 last = max((i for i, a in enumerate(actions) if a.kind in "BW" and a.stage == stage), default=-1)
                 if not places:

@@ -83,6 +83,11 @@ class Staged:
         sharded, scattered, gathered = SHARDS[shard]
         return replace(self, sharded=sharded, scattered=scattered, gathered=gathered)
 
+    def summed_for(self, num_microbatches: int) -> "Staged":
+        """The same for so many micro-batches: where no replica has two, gradients of each are those of the step."""
+        several = any(1 < len(ranks) < num_microbatches for ranks in self.stage_ranks)
+        return replace(self, scattered=self.scattered and several)
+
     @property
     def num_stages(self) -> int:
         return len(self.boundaries) - 1

@@ -54,33 +54,46 @@ class Distance:
 class Nearness:
     """A step's distance to float32, and one device's own.
 
-    `rounding` is what the float32 step itself may round: where nothing in a lower precision reaches the gradients, as
-    where the loss alone is cast, one device's own is at no distance at all.
+    `rounding` is what each of the float32 step's values may round by its own type, by the names of `farther`. It counts
+    only where one device's own is at no distance at all, as are gradients where the loss alone is cast: nothing in a
+    lower precision has reached them.
     """
 
     ours: Distance
     own: Distance
-    rounding: float = 0.0
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def farther(self) -> dict[str, tuple[float, float]]:
         """What is too far, by name: its distance, and what it may be."""
-        most = {name: self._allowed(own) for name, own in self.own.gradients.items()}
-        pairs = {name: (ours, most.get(name, 0.0)) for name, ours in self.ours.gradients.items()}
-        pairs["the loss"] = self.ours.loss, self._allowed(self.own.loss)
-        for name, ours in self.ours.outputs.items():
-            pairs[f"output {name}"] = ours, self._allowed(self.own.outputs[name])
+        own = _by_name(self.own)
+        pairs = {name: (ours, self._allowed(name, own.get(name))) for name, ours in _by_name(self.ours).items()}
         return {name: pair for name, pair in pairs.items() if not pair[0] <= pair[1]}  # a NaN is too far
 
-    def _allowed(self, own: float) -> float:
-        return max(FACTOR * max(own, self.own.together), self.rounding)
+    def _allowed(self, name: str, own: float | None) -> float:
+        """Nothing where one device has none."""
+        if own is None:
+            return 0.0
+        return max(FACTOR * max(own, self.own.together), 0.0 if own else self.rounding.get(name, 0.0))
 
     def __str__(self) -> str:
+        rounded = [self.rounding.get(name, 0.0) for name, own in _by_name(self.own).items() if own == 0.0]
         return (
             f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
-            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; "
-            f"allowed is {FACTOR:g} times its own, or {self.rounding:g}"
+            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
+            + (f", or {max(rounded):g} where its own is 0" if any(rounded) else "")
         )
+
+
+def values_of(step: StepResult) -> dict[str, torch.Tensor]:
+    """What is judged of a step, by name."""
+    outputs = {f"output {name}": value for name, value in step.outputs.items()}
+    return {**step.gradients, "the loss": step.loss, **outputs}
+
+
+def _by_name(of: Distance) -> dict[str, float]:
+    outputs = {f"output {name}": distance for name, distance in of.outputs.items()}
+    return {**of.gradients, "the loss": of.loss, **outputs}
 
 
 def _rms(tensor: torch.Tensor) -> float:

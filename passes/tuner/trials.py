@@ -195,7 +195,7 @@ class Trials:
             return (nothing,)
         if asked is not None and trains_alike(asked):
             even = staged.pipelines and len(sizes) % staged.replicas == 0
-            return (_once(staged.sharing(asked), sizes),) if even else ()
+            return (staged.sharing(asked).summed_for(len(sizes)),) if even else ()
         return (states, nothing) if asked is None and shares_may_slow(self.case, staged, sizes[-1]) else (states,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
@@ -397,11 +397,6 @@ class Trials:
             return _known(trial, step, done=True)
         room = next((room for room in self._rooms(trial, step) if room.most == way.room.most), None)
         return self._with(trial, step, replace(way, room=room or Room.everywhere(step.clock, 0.0)), None)
-
-
-def _once(staged: Staged, sizes: Sequence[int]) -> Staged:
-    """Where a replica has one micro-batch, its gradients are those of the step."""
-    return replace(staged, scattered=staged.scattered and len(sizes) > staged.replicas)
 
 
 def _known(trial: Trial, found: Simulated, done: bool) -> Trial:
