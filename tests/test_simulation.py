@@ -19,8 +19,9 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.timeline import END, Event, RankMemory, Timeline
-from fxpipe.simulate import noisy_makespans, walk
-from fxpipe.simulate.op_lists import Op
+from fxpipe.simulate import noisy_makespans, simulate, walk
+from fxpipe.simulate.collectives import Collective
+from fxpipe.simulate.op_lists import Op, StepOps
 from tests.unet import TinyUNet
 
 
@@ -101,6 +102,26 @@ def test_messages_take_from_what_their_ends_compute() -> None:
     assert walked.op_seconds[1][-1] == (4 + 2 * 0.75, 4 + 2 * 0.75)
     assert walked.arrival_seconds[2] > 0.75
     assert walked.op_seconds[2][-1] == pytest.approx([walked.arrival_seconds[2] + 1] * 2)
+
+
+def test_collectives_take_from_what_their_ranks_compute() -> None:
+    """Of two ranks each sends half of the bytes around and receives as many, twice for an all-reduce."""
+    link = Link("busy", 4.0, 0.0, taken_share=0.25, overhead_seconds=0.5)
+    gather, reduce = Collective(0, "all_gather", (0, 1), 16), Collective(1, "reduce", (0, 1), 16)
+    ops = [begin("0F0"), Op("all_gather", collective=gather), RUN, Op("reduce", collective=reduce), RUN, begin(END)]
+    walked = walk([ops, ops], ONE_SECOND, Cluster("toy", (Level(2, link),)))
+    assert [of_rank[-1][0] for of_rank in walked.op_seconds] == [1 + 2 * 1.0 + 1 + 4 * 1.0] * 2
+
+
+def test_an_action_starts_after_its_own_waits_and_before_the_next() -> None:
+    """A reduction that waits for one before it, then a forward that waits for a gather."""
+    first, second = (Collective(edge, "reduce", (0, 1), 4) for edge in range(2))
+    ops = [
+        *(begin("0B0"), RUN, Op("reduce", collective=first), begin("0R0"), Op("wait_reduce", collective=first)),
+        *(Op("reduce", collective=second), begin("1F0"), Op("wait_reduce", collective=second), RUN, begin(END)),
+    ]
+    step = StepOps([ops, ops], [{}, {}], ONE_SECOND)
+    assert simulate(step, A_SECOND).starts[0] == (0.0, 3.0, 5.0, 6.0)
 
 
 def test_a_deadlock_is_an_error() -> None:

@@ -135,6 +135,7 @@ class Cluster:
     all_reduce_seconds = network.all_reduce_seconds
     all_gather_seconds = network.all_gather_seconds
     taken_seconds = network.taken_seconds
+    ring_taken_seconds = network.ring_taken_seconds
 
 
 def _from_short(text: str) -> Cluster:

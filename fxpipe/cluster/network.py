@@ -161,6 +161,14 @@ def all_gather_seconds(cluster: Cluster, ranks: Sequence[int], num_bytes: float)
     return 0.0 if len(ranks) < 2 or not num_bytes else _group(cluster, tuple(ranks)).gather_seconds(num_bytes)
 
 
+def ring_taken_seconds(cluster: Cluster, ranks: Sequence[int], rank: int, num_bytes: float) -> float:
+    """Seconds of computation that a gather of `num_bytes`, or a reduce-scatter, costs one of its ranks: as many as the
+    messages that it sends around a ring cost it, and those that it receives."""
+    place, count = ranks.index(rank), len(ranks)
+    of_one = taken_seconds(cluster, rank, ranks[(place + 1) % count], num_bytes / count)
+    return 2 * (count - 1) * of_one
+
+
 @dataclass(frozen=True)
 class _Rings:
     """Rings of `num` ranks, all at once: the latency of a step, and of the busiest port seconds per byte that each rank

@@ -12,6 +12,8 @@ prediction     a rank program's step, simulated          host_update  the optimi
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 
 from fxpipe.cluster import Cluster
 from fxpipe.costs.call_costs import Block
@@ -59,7 +61,7 @@ def simulate(step: StepOps, cluster: Cluster) -> Clock:
             continue
         spans = [(start, stop, of_rank[place][1]) for start, stop, place in waits]
         idle.append(_joined([*spans, (last, end, of_rank[-1][1])]))
-    starts = tuple(tuple(_starts(begins, spans)) for begins, spans in zip(machine.begins, idle, strict=True))
+    starts = tuple(tuple(_starts(begins, waits)) for begins, waits in zip(machine.begins, machine.waits, strict=True))
     most = tuple(max((during for during, _ in of_rank), default=0) for of_rank in found)
     times = tuple(tuple((start, stop) for start, stop, _ in spans) for spans in idle)
     return Clock(end, times, tuple(tuple(size for *_, size in spans) for spans in idle), starts, most)
@@ -80,11 +82,13 @@ def _joined(spans: Sequence[_Idle]) -> list[_Idle]:
     return found
 
 
-def _starts(begins: Sequence[float], idle: Sequence[_Idle]) -> Iterator[float]:
-    """When actions compute that begin, and wait, at these seconds."""
-    ends = {start: end for start, end, _ in idle}
-    for begin in begins:
-        yield ends.get(begin, begin)
+def _starts(begins: Sequence[float], waits: Sequence[tuple[float, float, int]]) -> Iterator[float]:
+    """When actions compute that begin at these seconds: after the waits that they begin with, and none of the next."""
+    ends = {start: end for start, end, _ in waits}
+    for begin, following in pairwise([*begins, inf]):
+        while begin < following and begin in ends:
+            begin = ends[begin]
+        yield begin
 
 
 def timeline(step: StepOps, cluster: Cluster, spread: tuple[float, ...] = ()) -> Timeline:

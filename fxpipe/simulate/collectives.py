@@ -98,6 +98,12 @@ class Collectives:
         counts[rank] = count + 1
 
 
+def taken_seconds(cluster: Cluster, rank: int, collective: Collective) -> float:
+    """What a collective costs one of its ranks in computation; an all-reduce goes around twice."""
+    rounds = 2 if collective.kind == "reduce" else 1
+    return rounds * cluster.ring_taken_seconds(collective.ranks, rank, collective.num_bytes)
+
+
 @lru_cache(maxsize=1 << 12)
 def ring_ports(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Port, ...]:
     """The ports that a ring over these ranks uses."""

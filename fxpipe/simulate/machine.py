@@ -7,8 +7,8 @@
 Every rank is one compute stream that keeps the order of its ops; one without any is not there. Sends never block, nor
 does the issue of a collective; a wait ends when its message has arrived, or its collective is over. `wires` says how
 long messages take that share links, `collectives` when a collective runs. Where messages take time from computation
-(`Link.taken_share`, `overhead_seconds`), a rank owes it from a send, or the wait for a receive, on; it pays while it
-waits, or else with what it computes next.
+(`Link.taken_share`, `overhead_seconds`), a rank owes it from a send, the wait for a receive, or the issue of a
+collective on; it pays while it waits, or else with what it computes next.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from math import inf
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.timeline import COLLECTIVES
-from fxpipe.simulate.collectives import Collective, Collectives
+from fxpipe.simulate.collectives import Collective, Collectives, taken_seconds
 from fxpipe.simulate.op_lists import Op, Transfer
 from fxpipe.simulate.wires import Arrival, Wires
 
@@ -125,6 +125,8 @@ class Machine:
 
     def _issue(self, rank: int, collective: Collective, clock: float) -> tuple[float, float] | None:
         span = self._collectives.issue(clock, rank, collective)
+        if self._takes:
+            self._owed[rank] += taken_seconds(self._cluster, rank, collective)
         if span is not None:
             self._finish(collective.edge, span[1])
         return span

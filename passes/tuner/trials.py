@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
-from fxpipe.errors import ScheduleError
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged, trains_alike
 from fxpipe.simulate.op_lists import StepOps
@@ -356,10 +355,7 @@ class Trials:
         """By the trial's way; in ways that need less, if it does not fit."""
         assert trial.simulated is not None
         assert trial.way is not None
-        try:
-            found = self._with(trial, trial.simulated, trial.way, self._first(trial))
-        except ScheduleError:  # replicas that share out what they hold would start their collectives in unlike orders
-            return
+        found = self._with(trial, trial.simulated, trial.way, self._first(trial))
         if self.fits(found):
             yield found
             yield from self._at_home(found, trial.bound_seconds)
