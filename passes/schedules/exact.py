@@ -10,8 +10,6 @@ the largest (end + what follows) is the makespan.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from passes.schedules.job_shop import JobShop, Orders, Run, run, within_limits
 
 
@@ -46,6 +44,8 @@ def reorder(
     floor = max(fixed, bound_ticks)
     if known.ticks <= floor:
         return Solved(orders, known.ticks, floor)
+    from ortools.sat.python import cp_model  # 0.2 s, most of it pandas: where an order is searched for
+
     model = cp_model.CpModel()
     latest = {i: known.ticks - tails[i] - shop.ticks[i] for i in sorted(window)}
     begins = {i: model.new_int_var(heads[i], latest[i], "") for i in latest}
@@ -68,6 +68,8 @@ def reorder(
 
 
 def _solve(shop: JobShop, model: Any, begins: dict[int, Any], known: Solved, limit: float, seed: int) -> Solved:
+    from ortools.sat.python import cp_model
+
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed

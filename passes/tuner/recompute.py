@@ -23,8 +23,6 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from fxpipe.plan.actions import Action
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Run, Staged
@@ -224,6 +222,8 @@ def cheapest(
 ) -> tuple[Run, ...] | None:
     """The runs of a place that take least time and fit, with the blocks of `always`; None where none do in
     `most_seconds`."""
+    from ortools.sat.python import cp_model  # 0.2 s, most of it pandas: where memory decides
+
     model = cp_model.CpModel()
     blocks = [block for of_stage in place.blocks for block in of_stage]
     firsts = {of_stage[0] for of_stage in place.blocks}
