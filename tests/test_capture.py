@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe.capture import Capture, capture
+from fxpipe.capture import Capture, capture, private
 from fxpipe.capture.inputs import call_of, describe
 from fxpipe.errors import CaptureError, CompileError
 from fxpipe.run.verification import Tolerance, compare, tolerance_of
@@ -491,10 +491,11 @@ def test_an_array_is_told_as_such() -> None:
 
 
 @pytest.mark.parametrize("middle", [lambda s, h, y: h if y.sum() > 0 else 2 * h, lambda s, h, y: s.a(h[:, :3])])
-def test_failed_trials_leave_no_noise(middle: Middle, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_trials_leave_no_noise_and_no_hooks(middle: Middle, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CaptureError):
         captured(Step(middle), batch())
     assert capfd.readouterr() == ("", "")
+    private.require_no_modes(AssertionError)
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def _traced_once(
     shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
-            with private.quiet(), watched(step.model), ExitStack() as stack:
+            with private.global_hooks_kept(), private.quiet(), watched(step.model), ExitStack() as stack:
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())
                     examples = stack.enter_context(step.surroundings.moved(step.model, examples))

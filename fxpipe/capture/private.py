@@ -460,8 +460,26 @@ def require_no_modes(refuse: Callable[[str], Exception]) -> None:
     """Refuse what changes every call that a trace makes, and is no part of the model."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise refuse("a mode of torch functions or dispatch is active")
-    if any(found for name, found in vars(nn.modules.module).items() if name.startswith("_global_") and "hook" in name):
+    if any(_global_hooks()):
         raise refuse("hooks of all modules are registered")
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Those of all modules, by kind."""
+    module = vars(nn.modules.module)
+    return [module[name] for name in module if name.startswith("_global_") and isinstance(module[name], dict)]
+
+
+@contextmanager
+def global_hooks_kept() -> Iterator[None]:
+    """Hooks of all modules are afterwards those of before: torch 2.11 leaves one of every trace that fails."""
+    before = [dict(hooks) for hooks in _global_hooks()]
+    try:
+        yield
+    finally:
+        for hooks, found in zip(_global_hooks(), before, strict=True):
+            for key in hooks.keys() - found.keys():
+                del hooks[key]
 
 
 def switches() -> list[Any]:
