@@ -24,7 +24,7 @@ from fxpipe.sampler import Sampler
 from fxpipe.sampling import lowering, programs
 from fxpipe.sampling.planning import line_for
 from passes.sampling import piped, staged, text
-from tests.denoisers import case, noise
+from tests.denoisers import noise, small
 from tests.distributed import run_processes
 from tests.test_sampler_faults import Rows
 
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 @cache
 def compiled(name: str) -> Sampler:
     key, world_size, how = LAYOUTS[name]
-    given = case(key)
+    given = small(key)
     return fxpipe.compile_sampler(given.model, world_size, example=given.example, **how)
 
 
