@@ -16,7 +16,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.step import SampleStep
 from passes.sampling.stages import Line
-from tests.denoisers import case
+from tests.denoisers import small
 from tests.distributed import run_processes
 
 UNET = "UNet2DConditionModel"
@@ -27,7 +27,7 @@ KEYS = (UNET, "DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer
 def compiled(key: str) -> tuple[Sampler, list[Line]]:
     """A sampler of two stages, and the lines it has been cut into so far."""
     lines: list[Line] = []
-    given = case(key)
+    given = small(key)
     sampler = fxpipe.compile_sampler(
         given.model, 2, stages=2, cfg=1, example=given.example,
         observe=lambda name, artefact: lines.append(artefact) if name == "stages" else None,
@@ -152,7 +152,7 @@ def test_refusals(world_size: int, how: dict[str, int], says: str) -> None:
 
 
 def launched(key: str) -> float:
-    given = case(key)
+    given = small(key)
     sampler = fxpipe.compile_sampler(given.model, 3, stages=3, example=given.example)
     found = prediction_of(sampler.predict(**given.example))
     with torch.no_grad():

@@ -15,7 +15,7 @@ from passes.sampling.messages import exchange_nodes, messages_of
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
 from passes.sampling.text import balanced_bounds
-from tests.denoisers import case, noise
+from tests.denoisers import noise, small
 from tests.lockstep import Lockstep
 from tests.row_programs import row_programs
 
@@ -24,7 +24,7 @@ FORMS = ("fresh", "fresh", "displaced", "displaced", "last")
 
 @pytest.mark.parametrize("key", ["SD3Transformer2DModel", "QwenImageTransformer2DModel"])
 def test_displaced_patches_read_the_text_of_the_step_before(key: str) -> None:
-    given = case(key)
+    given = small(key)
     count = row_programs(given.model, given.example, 1).rows.units.count
     programs = row_programs(given.model, given.example, (0, 1, count // 2 + 1, count), mode="displaced")
     assert programs.step.plan.text_first
