@@ -202,7 +202,7 @@ def frozen_specs(draw: st.DrawFn) -> StepSpec:
 
 
 @given(frozen_specs(), splits(), st.sampled_from(("auto", "idle", "after")))
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_any_step_in_any_layout(spec: StepSpec, split: Split, fill: str) -> None:
     model = RandomStep(spec)
     batch = model.example_inputs(split.batch_size)

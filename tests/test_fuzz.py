@@ -98,6 +98,7 @@ def compiled(model: RandomStep, batch: dict[str, Any], split: Split, **more: Any
     options: dict[str, Any] = {"example_inputs": batch, "batch_size": split.batch_size, **more}
     if split.recompute == "blocks":
         plan = compiled(model, batch, replace(split, recompute=None), **more).plan
+        options.pop("fill", None)  # the plan has chosen
         return fxpipe.compile(model, split.world_size, **options, plan=with_random_runs(plan, split.seed))
     if split.schedule != "custom":
         named = {"schedule": split.schedule, "stages": split.stages, "microbatches": split.microbatches}
