@@ -18,7 +18,7 @@ from fxpipe.run.patched import Patched
 from fxpipe.run.sampling import BoundProgram, LocalRun
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.step import SampleStep
-from tests.denoisers import noise, revealed, small
+from tests.denoisers import case, noise, revealed
 from tests.distributed import run_processes
 from tests.tiny_backbones import CONFIGS
 
@@ -32,7 +32,7 @@ FORMS = ("fresh", "fresh", "displaced", "displaced", "displaced")
 
 @cache
 def compiled(key: str) -> Sampler:
-    given = small(key)
+    given = case(key)
     return fxpipe.compile_sampler(given.model, 2, stages=2, cfg=1, patches=3, mode="displaced", example=given.example)
 
 

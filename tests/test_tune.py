@@ -114,7 +114,7 @@ def test_memory_limits_choose_other_plans() -> None:
     assert tight.best.needs <= limit
     assert any("on a rank" in trial.why for trial in tight.ranked)
     with pytest.raises(NothingFits, match=r"no plan fits into memory_limit=10 B per rank: the least tried needs"):
-        found(4, 8, memory_limit_bytes=10)
+        found(4, 8, data_parallel=1, microbatches=4, memory_limit_bytes=10)
 
 
 class Layers(torch.nn.Module):
