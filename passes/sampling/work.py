@@ -81,7 +81,8 @@ class PatchWork:
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
-        return {node.name: size for node, size in self.sizes.items()}
+        """Of values; what it reads of another patch it has not."""
+        return {node.name: size for node, size in self.sizes.items() if node.meta.get("kind") != "read"}
 
     def held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
