@@ -438,6 +438,8 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * float(h.detach().numpy()[0, 0]), r"reads the values of a tensor .* by .numpy\(\)"),
         (lambda s, h, y: h * numpy.asarray(h.detach()).max(), r"reads the values of a tensor .* by .__array__"),
         (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
+        (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
+        (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
         (lambda s, h, y: Straight.apply(h), "the autograd function Straight hides its gradient from the trace"),
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
