@@ -53,6 +53,17 @@ def per_sample(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+class ByName(Small):
+    """Takes whatever it is given by name."""
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return (self.run(batch["x"]) * batch["factor"]).square().mean()
+
+
+def test_the_first_of_inputs_by_name_has_the_batch() -> None:
+    assert describe(ByName(), (), {"x": noise(6, 4), "factor": noise(1)}, None)[0].batch_size == 6
+
+
 def when(test: Callable[[int], bool]) -> Middle:
     return lambda s, h, y: h * 2 if test(h.shape[0]) else h * 3
 
@@ -143,7 +154,7 @@ GOOD = {"x": noise(6, 4), "y": noise(6, 4)}
     [
         ({"mode": "b"}, "input mode was compiled as 'a', called with 'b'"),
         ({"weight": noise(6, 4)}, r"input weight was compiled as None, called with a tensor \[6, 4\]"),
-        ({"extra": noise(6, 4)}, r"inputs \['x', 'extra', .*\] are not the compiled ones"),
+        ({"extra": noise(6, 4)}, r"inputs \['x', .*'extra'\] are not the compiled ones"),
         ({"x": noise(6, 5)}, r"a batch of x \[6, 5\], y \[6, 4\]: compiled are batches of x \[6, 4\], y \[6, 4\];"),
         ({"x": noise(6, 5, 4)}, r"input x must be \['batch', 4\] torch.float64, got \[6, 5, 4\]"),
         ({"x": noise(6, 4).float()}, r"got \[6, 4\] torch.float32"),
@@ -578,4 +589,8 @@ def test_a_tolerance_says_what_widens_it() -> None:
     text = str(compare(one, {}, (one, {}, 0), 0, tolerance))
     assert text.endswith(f"tolerance 1e-04, for {tolerance.widened_by}")
     assert tolerance_of(captured(Step(lambda s, h, y: h), batch()).graph) == Tolerance(1e-10)
+    model = Step(lambda s, h, y: h * s.factor)
+    model.factor = nn.Parameter(torch.ones(4))
+    of_gradient = tolerance_of(captured(model, batch()).graph)
+    assert (of_gradient.value, of_gradient.widened_by) == (1e-4, "float32 in module (the model itself), factor")
     assert str(planted()).endswith("tolerance 1e-06")

@@ -39,15 +39,17 @@ class Tolerance:
 
 
 def tolerance_of(graph: fx.Graph, local: Collection[str] = (), outputs: bool = False) -> Tolerance:
-    """By the least precise type that the graph computes in; the nodes `local` are left out (cheap, on every unit).
+    """By the least precise type that the graph computes in, or a gradient has; the nodes `local` are left out (cheap,
+    on every unit).
 
     With `outputs` also what is computed for what forward returns beside the loss alone.
     """
     found: dict[torch.dtype, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # operations tell more
         value = node.meta.get("val")
         counts = node.name not in local and (outputs or not node.meta.get("extra"))
-        if node.op == "call_function" and counts and isinstance(value, torch.Tensor):
+        computes = node.op == "call_function" or (node.op == "placeholder" and node.meta["requires_grad"])
+        if computes and counts and isinstance(value, torch.Tensor):
             if value.is_floating_point() or value.is_complex():
                 found.setdefault(value.dtype.to_real(), []).append(node)
     values = {dtype: TOLERANCES.get(dtype, _LOOSEST) for dtype in found}
@@ -55,7 +57,7 @@ def tolerance_of(graph: fx.Graph, local: Collection[str] = (), outputs: bool = F
     if len(set(values.values())) == 1:
         return Tolerance(values[least])
     first, *more = found[least]
-    where = f"{str(least).removeprefix('torch.')} in {private.where(first)}, {first.target}"
+    where = f"{str(least).removeprefix('torch.')} in {private.where(first)}, {first.meta.get('state', first.target)}"
     return Tolerance(values[least], where + (f", and {len(more)} more operations" if more else ""))
 
 
