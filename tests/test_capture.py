@@ -580,6 +580,13 @@ def test_verification_accepts_what_is_right(changes: dict[str, Any]) -> None:
     assert report.max_grad_error == 0.0
 
 
+@pytest.mark.parametrize(("loss", "ok"), [(1e-17, True), (1e-10, False)])
+def test_a_loss_that_is_nothing_is_judged_beside_gradients(loss: float, ok: bool) -> None:
+    gradients = {"weight": torch.ones(2)}
+    report = compare(torch.tensor(loss), gradients, (torch.tensor(-1e-17), gradients, 0), 0, 1e-10)
+    assert report.ok is ok
+
+
 def test_a_tolerance_says_what_widens_it() -> None:
     mixed = captured(Step(lambda s, h, y: h + s.a(h).float().sin().double()), batch())
     tolerance = tolerance_of(mixed.graph)

@@ -15,7 +15,8 @@ from fxpipe.run.nearness import Nearness
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _LOOSEST = 5e-2  # of any other floating type
-# A gradient far below the largest one is rounding noise: errors are taken relative to at least this share of it.
+# A gradient far below the largest one is rounding noise, and so is a loss, as that of a policy gradient whose advantages
+# add up to nothing: errors are taken relative to at least this share of it.
 NOISE_SHARE = 1e-4
 
 
@@ -64,7 +65,7 @@ def tolerance_of(graph: fx.Graph, local: Collection[str] = (), outputs: bool = F
 @dataclass(frozen=True)
 class Verification:
     """Relative errors against one device. A gradient's error is its largest difference over its largest value; so is
-    that of an output, what forward returns beside the loss.
+    that of an output, what forward returns beside the loss. Of what is nearly zero, see `NOISE_SHARE`.
 
     A step that computes in a lower precision than float32 is judged by its `nearness` to float32 alone.
     """
@@ -140,7 +141,7 @@ def compare(
         for name in sorted({*gradients, *reference_gradients})
     }
     limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
-    loss_error = _error(loss, reference_loss, 0.0)
+    loss_error = _error(loss, reference_loss, NOISE_SHARE * largest)
     return Verification(float(loss), float(reference_loss), loss_error, errors, limit.value, limit.widened_by)
 
 
