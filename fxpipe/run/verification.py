@@ -15,8 +15,8 @@ from fxpipe.run.nearness import Nearness
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _LOOSEST = 5e-2  # of any other floating type
-# A gradient far below the largest one is rounding noise, and so is a loss, as that of a policy gradient whose advantages
-# add up to nothing: errors are taken relative to at least this share of it.
+# A gradient far below the largest one is rounding noise, and so is a loss, as that of a policy gradient whose
+# advantages add up to nothing: errors are taken relative to at least this share of it.
 NOISE_SHARE = 1e-4
 
 
