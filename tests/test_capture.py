@@ -53,6 +53,13 @@ def per_sample(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def test_what_divides_by_the_rows_of_a_part_of_the_batch_is_priced() -> None:
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:  # of frozen values; one sample has no pair
+        return h * y.reshape(-1, 2, 4).repeat_interleave(2, 0).flatten(0, 1)[: y.shape[0]]
+
+    exact(Step(middle), batch(), microbatches=6)
+
+
 class ByName(Small):
     """Takes whatever it is given by name."""
 
