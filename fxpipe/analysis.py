@@ -278,7 +278,10 @@ def _captured(
             if parts == 1:
                 raise
             inputs = example.inputs.of_rows(parts)
-            return of(inputs, cut.of_samples(inputs.batch_size) if cut.of_samples else cut.microbatches)
+            try:
+                return of(inputs, cut.of_samples(inputs.batch_size) if cut.of_samples else cut.microbatches)
+            except CompileError as error:
+                raise CompileError(f"{error}; {inputs.notes[0]}") from error.__cause__
     except CompileError:
         if not (cut.or_whole and refused):
             raise

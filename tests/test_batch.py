@@ -229,6 +229,12 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "einsum": ('torch.einsum("bij,bkj,jl->bikl", m.linear(x), y, m.linear.weight).mean()', "mean", 0),
     "baddbmm": ("torch.baddbmm(m.linear(x) @ y.mT, m.linear(x), y.mT).square().mean()", "mean", 0),
     "norms": ("F.mse_loss(m.norm(F.instance_norm(m.conv(m.group(x)))), y)", "mean", 0),
+    "modulated": (
+        "F.conv1d(x.reshape(1, -1, 6), m.linear(y).reshape(-1, 4, 3), padding=1, groups=x.shape[0])"
+        ".view(x.shape[0], -1).square().mean()",
+        "mean",
+        0,
+    ),
     "rms_statistics": (
         "(F.rms_norm(m.linear(x), (6,)) - m.linear(x).var(-1, keepdim=True)).square().mean()",
         "mean",
@@ -313,6 +319,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "crossed_entries": (
         "m.linear(x).index_put((ids[:, 0] % 2, torch.arange(x.shape[0]) % 4), x[:, 0]).square().mean()",
         r"index_put.*it writes samples by number",
+    ),
+    "crossed_groups": (
+        "F.conv1d(x.transpose(0, 1).reshape(1, -1, 6), m.linear(y).reshape(-1, 4, 3), groups=x.shape[0]).mean()",
+        r"conv1d.*its groups are not those of the samples",
     ),
     "no_rule": ("torch.histc(m.linear(x)).mean()", r"histc.*no rule"),
     "part": ("torch.renorm(m.linear(x), 2, 1, 1.0).mean()", r"renorm.*its part aten.linalg_vector_norm.*the batch"),

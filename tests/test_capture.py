@@ -53,6 +53,24 @@ def per_sample(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def test_what_divides_by_the_rows_of_a_part_of_the_batch_is_priced() -> None:
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:  # of frozen values; one sample has no pair
+        return h * y.reshape(-1, 2, 4).repeat_interleave(2, 0).flatten(0, 1)[: y.shape[0]]
+
+    exact(Step(middle), batch(), microbatches=6)
+
+
+class ByName(Small):
+    """Takes whatever it is given by name."""
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return (self.run(batch["x"]) * batch["factor"]).square().mean()
+
+
+def test_the_first_of_inputs_by_name_has_the_batch() -> None:
+    assert describe(ByName(), (), {"x": noise(6, 4), "factor": noise(1)}, None)[0].batch_size == 6
+
+
 def when(test: Callable[[int], bool]) -> Middle:
     return lambda s, h, y: h * 2 if test(h.shape[0]) else h * 3
 
@@ -143,7 +161,7 @@ GOOD = {"x": noise(6, 4), "y": noise(6, 4)}
     [
         ({"mode": "b"}, "input mode was compiled as 'a', called with 'b'"),
         ({"weight": noise(6, 4)}, r"input weight was compiled as None, called with a tensor \[6, 4\]"),
-        ({"extra": noise(6, 4)}, r"inputs \['x', 'extra', .*\] are not the compiled ones"),
+        ({"extra": noise(6, 4)}, r"inputs \['x', .*'extra'\] are not the compiled ones"),
         ({"x": noise(6, 5)}, r"a batch of x \[6, 5\], y \[6, 4\]: compiled are batches of x \[6, 4\], y \[6, 4\];"),
         ({"x": noise(6, 5, 4)}, r"input x must be \['batch', 4\] torch.float64, got \[6, 5, 4\]"),
         ({"x": noise(6, 4).float()}, r"got \[6, 4\] torch.float32"),
@@ -438,6 +456,8 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * float(h.detach().numpy()[0, 0]), r"reads the values of a tensor .* by .numpy\(\)"),
         (lambda s, h, y: h * numpy.asarray(h.detach()).max(), r"reads the values of a tensor .* by .__array__"),
         (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
+        (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
+        (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
         (lambda s, h, y: Straight.apply(h), "the autograd function Straight hides its gradient from the trace"),
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
@@ -568,6 +588,13 @@ def test_verification_accepts_what_is_right(changes: dict[str, Any]) -> None:
     assert report.max_grad_error == 0.0
 
 
+@pytest.mark.parametrize(("loss", "ok"), [(1e-17, True), (1e-10, False)])
+def test_a_loss_that_is_nothing_is_judged_beside_gradients(loss: float, ok: bool) -> None:
+    gradients = {"weight": torch.ones(2)}
+    report = compare(torch.tensor(loss), gradients, (torch.tensor(-1e-17), gradients, 0), 0, 1e-10)
+    assert report.ok is ok
+
+
 def test_a_tolerance_says_what_widens_it() -> None:
     mixed = captured(Step(lambda s, h, y: h + s.a(h).float().sin().double()), batch())
     tolerance = tolerance_of(mixed.graph)
@@ -577,4 +604,8 @@ def test_a_tolerance_says_what_widens_it() -> None:
     text = str(compare(one, {}, (one, {}, 0), 0, tolerance))
     assert text.endswith(f"tolerance 1e-04, for {tolerance.widened_by}")
     assert tolerance_of(captured(Step(lambda s, h, y: h), batch()).graph) == Tolerance(1e-10)
+    model = Step(lambda s, h, y: h * s.factor)
+    model.factor = nn.Parameter(torch.ones(4))
+    of_gradient = tolerance_of(captured(model, batch()).graph)
+    assert (of_gradient.value, of_gradient.widened_by) == (1e-4, "float32 in module (the model itself), factor")
     assert str(planted()).endswith("tolerance 1e-06")

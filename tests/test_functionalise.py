@@ -59,6 +59,13 @@ def by_row_mask(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def rows_by_mask(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    h[y[:, 0] > 0] = s.a.bias
+    rows = y[:, 1] > 0
+    h[rows] = y[rows]
+    return h
+
+
 def scattered(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h.scatter_(1, torch.zeros_like(y[:, :1], dtype=torch.long), y[:, :1])
 
@@ -185,8 +192,9 @@ def views_of_views(s: Step, h: Tensor, y: Tensor) -> Tensor:
 
 
 EXACT: list[Middle] = [
-    write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask, scattered,
-    copied, filled, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen, constant_in_forward,
+    write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask,
+    rows_by_mask, scattered, copied, filled, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen,
+    constant_in_forward,
     cast_that_changes_nothing, cast_that_copies, keeps_its_type, inactive_dropout, activations, changed_shape,
     of_several_results, reshape_that_copies, logical, views_of_views,
 ]  # fmt: skip

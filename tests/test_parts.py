@@ -36,6 +36,8 @@ class Parts(FrozenStep):
                 return [value[start * size : (start + 1) * size] for start in range(self.count)]
             case "split":
                 return torch.split(value, [size] * self.count)
+            case "strided":
+                return [value[start :: self.count] for start in range(self.count)]
             case _:
                 return value.view(self.count, size, *value.shape[1:]).unbind()
 
@@ -110,6 +112,10 @@ def test_parts_over_gloo_are_those_of_one_process() -> None:
 def test_what_is_no_multiple_is_refused() -> None:
     with pytest.raises(CompileError, match="a batch of 7 has no 2 alike: pass a multiple of 2"):
         compiled(2, Parts(), 7, schedule="1f1b")
+    with pytest.raises(CompileError, match=r"exceeds the batch of .* parts: a sample is 2 rows of the batch"):
+        compiled(2, Parts(), schedule="1f1b", microbatches=ROWS)
+    with pytest.raises(CompileError, match=r"picks some samples of the batch.* parts: a sample is 2 rows"):
+        compiled(2, Parts("strided"), schedule="1f1b", microbatches=2)
     program = compiled(2, Parts(), schedule="1f1b")
     with pytest.raises(CompileError, match="has 5 rows, and forward cuts it into 2 parts"):
         program.run_local(**Parts().example_inputs(5))

@@ -337,9 +337,12 @@ def test_an_overflow_on_one_rank_is_that_of_all(tmp_path: Path) -> None:
     assert_as_on_one_device(run_processes(2, rank_main, str(tmp_path)))
 
 
-def test_training_with_a_scaler() -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_training_with_a_scaler(default: torch.dtype, request: pytest.FixtureRequest) -> None:
     model = Net(large=16.0)
     engine = compiled(model, "fp16").local_engine()
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(default)  # as a script may, for what it computes itself
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-2), engine.scaler(init_scale=INIT)
     before = [p.detach().clone() for p in model.parameters()]
     training = engine.train(map(batch, range(2)), optimizer, max_norm=1.0, scaler=scaler)

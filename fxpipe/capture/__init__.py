@@ -269,11 +269,24 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 def _refuse_values(graph: fx.Graph) -> None:
     """Refuse numbers and sizes that depend on what tensors hold."""
     for node in graph.nodes:
-        if node.op == "call_function" and private_sizes.depends_on_values(node.meta.get("val")):
+        unknown = private_sizes.depends_on_values(node.meta.get("val"))
+        if node.op == "call_function" and (unknown or _has_size_of_values(node)):
             raise CaptureError(
                 f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; "
-                "keep it a tensor of fixed size (a weighted sum or torch.where instead of a mask index, no .item())"
+                "keep it a tensor of fixed size (a weighted sum, torch.where, or gather by argsort instead of a mask "
+                "index, no .item())"
             )
+
+
+def _has_size_of_values(node: fx.Node) -> bool:
+    """Whether values make the size of a node's result, also where what follows holds for one size alone."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    masks = (i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.all_input_nodes[1:])
+    return any(masks) if node.target is torch.ops.aten.index.Tensor else node.target not in _SIZED_BY_NUMBER
+
+
+_SIZED_BY_NUMBER = (torch.ops.aten.one_hot.default, torch.ops.aten.repeat_interleave.Tensor)  # where they are given one
 
 
 def _drop_no_ops(graph: fx.Graph) -> None:

@@ -190,9 +190,9 @@ class _Rewriter:
         if node.target is aten.zero_.default:
             return aten.zeros_like.default, args, kwargs
         if node.target is aten.index_put_.default and not kwargs and len(args) == 3 and len(args[1]) == 1:
-            mask, value = args[1][0].meta["val"], args[2].meta["val"]
-            if mask.dtype == torch.bool and value.ndim == 0:
-                return aten.masked_fill.Tensor, (args[0], self._trailing(args[1][0], args[0]), args[2]), {}
+            (mask,), value = args[1], _chosen_from(args[0], args[1][0], args[2])
+            if value is not None:
+                return aten.where.self, (self._trailing(mask, args[0]), value, args[0]), {}
         target = _functional_target(node)
         return target, _with_defaults(node.target, target, args, kwargs), kwargs
 
@@ -203,6 +203,21 @@ class _Rewriter:
             value = private.fake_result(mask.target, mask.args, {}, below.meta["val"])
             mask.meta = {**below.meta, "val": value}
         return mask
+
+
+def _chosen_from(into: fx.Node, mask: fx.Node, values: fx.Node) -> fx.Node | None:
+    """What `into[mask] = values` takes its entries from, place by place; None where they are in another order.
+
+    Entries are alike wherever the mask is true, or `values` is another tensor at the same mask.
+    """
+    if mask.meta["val"].dtype != torch.bool:
+        return None
+    if values.target is aten.index.Tensor and values.args[1] == [mask]:
+        source = cast(fx.Node, values.args[0])
+        return source if source.meta["val"].shape == into.meta["val"].shape else None
+    value, below = values.meta["val"], into.meta["val"].ndim - mask.meta["val"].ndim
+    alike = value.ndim <= below or (value.ndim == below + 1 and isinstance(value.shape[0], int) and value.shape[0] == 1)
+    return values if alike else None
 
 
 def _written(node: fx.Node) -> fx.Node:

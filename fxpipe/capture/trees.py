@@ -75,7 +75,7 @@ def flatten(
     except TypeError as error:
         raise CompileError(f"inputs do not fit the model's forward{signature}: {error}") from None
     bound.apply_defaults()
-    call = _apart((tuple(bound.args), dict(sorted(bound.kwargs.items()))))
+    call = _apart((tuple(bound.args), dict(bound.kwargs)))
     if like is not None:
         call = _ordered(call, like)
     paths, tree = pytree.tree_flatten_with_path(call)

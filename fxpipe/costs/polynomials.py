@@ -31,8 +31,16 @@ class Polynomials:
         """The value of every expression."""
         values: Floats = self._coefficients @ np.array([1.0, num_samples, float(num_samples) ** 2])
         for position, expression in self._others:
-            values[position] = evaluate(expression, num_samples)
+            values[position] = _count(expression, num_samples)
         return values
+
+
+def _count(expression: sympy.Expr, num_samples: int) -> float:
+    """Its value; nothing where it divides by the rows of a part of the batch, and so few samples have no such part."""
+    try:
+        return float(evaluate(expression, num_samples))
+    except ZeroDivisionError:
+        return 0.0
 
 
 @lru_cache(maxsize=REMEMBERED)

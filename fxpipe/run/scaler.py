@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def now(self) -> torch.Tensor | None:
         """What losses are multiplied with; None where that is nothing."""
-        return self.scale(torch.ones((), device=self._where)) if self.is_enabled() else None
+        return self.scale(torch.ones((), dtype=torch.float32, device=self._where)) if self.is_enabled() else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; the state of a run in which nothing was scaled leaves it as it is."""
@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         found = private.overflows(self, optimizer)
         overflown = self._on_any(any(bool(value) for value in found.values()))
         for device in found or (self._where,):  # none where this rank has no gradient
-            found[device] = torch.full((), float(overflown), device=device)
+            found[device] = torch.full((), float(overflown), dtype=torch.float32, device=device)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Collective: as torch's; left out on all ranks or on none."""

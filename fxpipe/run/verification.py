@@ -15,7 +15,8 @@ from fxpipe.run.nearness import Nearness
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _LOOSEST = 5e-2  # of any other floating type
-# A gradient far below the largest one is rounding noise: errors are taken relative to at least this share of it.
+# A gradient far below the largest one is rounding noise, and so is a loss, as that of a policy gradient whose
+# advantages add up to nothing: errors are taken relative to at least this share of it.
 NOISE_SHARE = 1e-4
 
 
@@ -39,15 +40,17 @@ class Tolerance:
 
 
 def tolerance_of(graph: fx.Graph, local: Collection[str] = (), outputs: bool = False) -> Tolerance:
-    """By the least precise type that the graph computes in; the nodes `local` are left out (cheap, on every unit).
+    """By the least precise type that the graph computes in, or a gradient has; the nodes `local` are left out (cheap,
+    on every unit).
 
     With `outputs` also what is computed for what forward returns beside the loss alone.
     """
     found: dict[torch.dtype, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # operations tell more
         value = node.meta.get("val")
         counts = node.name not in local and (outputs or not node.meta.get("extra"))
-        if node.op == "call_function" and counts and isinstance(value, torch.Tensor):
+        computes = node.op == "call_function" or (node.op == "placeholder" and node.meta["requires_grad"])
+        if computes and counts and isinstance(value, torch.Tensor):
             if value.is_floating_point() or value.is_complex():
                 found.setdefault(value.dtype.to_real(), []).append(node)
     values = {dtype: TOLERANCES.get(dtype, _LOOSEST) for dtype in found}
@@ -55,14 +58,14 @@ def tolerance_of(graph: fx.Graph, local: Collection[str] = (), outputs: bool = F
     if len(set(values.values())) == 1:
         return Tolerance(values[least])
     first, *more = found[least]
-    where = f"{str(least).removeprefix('torch.')} in {private.where(first)}, {first.target}"
+    where = f"{str(least).removeprefix('torch.')} in {private.where(first)}, {first.meta.get('state', first.target)}"
     return Tolerance(values[least], where + (f", and {len(more)} more operations" if more else ""))
 
 
 @dataclass(frozen=True)
 class Verification:
     """Relative errors against one device. A gradient's error is its largest difference over its largest value; so is
-    that of an output, what forward returns beside the loss.
+    that of an output, what forward returns beside the loss. Of what is nearly zero, see `NOISE_SHARE`.
 
     A step that computes in a lower precision than float32 is judged by its `nearness` to float32 alone.
     """
@@ -138,7 +141,7 @@ def compare(
         for name in sorted({*gradients, *reference_gradients})
     }
     limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
-    loss_error = _error(loss, reference_loss, 0.0)
+    loss_error = _error(loss, reference_loss, NOISE_SHARE * largest)
     return Verification(float(loss), float(reference_loss), loss_error, errors, limit.value, limit.widened_by)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State
-from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, factor
+from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of, spatial, trailing
 from passes.operations import einsum_labels, matrix_labels
 
 Labels = list[Any]
@@ -97,3 +97,21 @@ def solve(call: RuleCall) -> list[Result]:
             raise Mixed("it solves one system over the batch")
         shapes.append((lead, layout))
     return moved(call, broadcast(shapes))
+
+
+def convolution(call: RuleCall) -> list[Result]:
+    """A convolution of every sample; or of all as groups of one, which gives each weights of its own.
+
+    x.view(1, B*C, H, W), weight [B*K, C, k, k], groups=B   ->   [1, B*K, H, W]
+    """
+    groups, (value, *weights) = factor(call.number("groups")), call.operands
+    if groups == 0:
+        return trailing(lambda call, ndim: spatial(call, ndim) + 1)(call)
+    no_batch_numbers(call, "groups")
+    channels = value.meta["val"].ndim - spatial(call, 0) - 1
+    for node, dim in ((value, channels), *((weight, 0) for weight in weights)):
+        layout = call.layout(node)
+        if groups is None or layout is None or (layout.dim, layout.outer) != (dim, 1) or layout.inner % groups:
+            raise Mixed("its groups are not those of the samples", "view all samples as [1, batch * channels, ...]")
+    ((_, found),) = batch_dims(call.node.meta["val"])
+    return [State(Layout(channels, 1, found))]

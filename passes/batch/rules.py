@@ -137,6 +137,11 @@ def trailing(count: Callable[[RuleCall, int], int], shared: Sequence[str] = ()) 
     return rule
 
 
+def spatial(call: RuleCall, ndim: int) -> int:
+    """How many of the last dimensions an operation is on, as its name says."""
+    return int(next(c for c in call.name if c in "123"))
+
+
 def batch_norm(call: RuleCall) -> list[Result]:
     if call.arguments["training"]:
         raise Mixed("batch normalisation in training uses statistics of the whole batch", "use GroupNorm, or .eval()")

@@ -2,7 +2,7 @@
 
 from passes.batch import lookups, products, rules, sums, views
 from passes.batch.layout import Rule, RuleCall
-from passes.batch.rules import trailing
+from passes.batch.rules import spatial, trailing
 from passes.operations import (
     ALONG,
     CASTS,
@@ -19,10 +19,6 @@ from passes.operations import (
 
 def _names(text: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(text.split(), rule)
-
-
-def _spatial(call: RuleCall, ndim: int) -> int:
-    return int(next(c for c in call.name if c in "123"))
 
 
 def _pad_count(call: RuleCall, ndim: int) -> int:
@@ -58,11 +54,8 @@ RULES: dict[str, Rule] = {
     **_names("slice narrow", views.cut),
     **dict.fromkeys(PRODUCTS, products.matmul),
     **dict.fromkeys(ALONG, rules.along),
-    **_names(_SPATIAL, trailing(_spatial)),
-    **_names(
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
-        trailing(lambda call, ndim: _spatial(call, ndim) + 1),
-    ),
+    **_names(_SPATIAL, trailing(spatial)),
+    **_names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", products.convolution),
     **_names(
         "group_norm instance_norm prelu channel_shuffle local_response_norm im2col col2im convolution",
         trailing(lambda call, ndim: ndim - 1),
@@ -78,9 +71,9 @@ RULES: dict[str, Rule] = {
     ),
     **_names(
         "avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
-        trailing(_spatial, ("self", "indices")),
+        trailing(spatial, ("self", "indices")),
     ),
-    **_names("max_unpool2d max_unpool3d", trailing(lambda call, ndim: _spatial(call, ndim) + 1, ("indices",))),
+    **_names("max_unpool2d max_unpool3d", trailing(lambda call, ndim: spatial(call, ndim) + 1, ("indices",))),
     **_names("pixel_shuffle pixel_unshuffle", trailing(lambda call, ndim: 3)),
     **_names(
         "tril triu linalg_inv inverse linalg_det det linalg_cholesky cholesky linalg_matrix_exp linalg_qr trace "
