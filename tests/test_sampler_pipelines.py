@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import CompileError
+from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.sampler import Sampler
 from tests.tiny_pipelines import PIPELINES, Call, noise, tiny
@@ -353,6 +353,46 @@ def test_a_call_goes_on_and_ends_on_any_thread() -> None:
             found = [pool.submit(sampler.predict, **given(step)).result(20) for step, pool in enumerate((one, other))]
         assert all(map(torch.equal, found, wanted))
     assert all(map(torch.equal, stream(), wanted))
+
+
+def test_a_call_that_waits_for_one_that_waits_for_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shared: Shared
+) -> None:
+    monkeypatch.setattr("fxpipe.run.ranks._TOLD_SECONDS", 0.05)
+    monkeypatch.setattr("fxpipe.run.ranks._IDLE_SECONDS", 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        with shared.sampler.call(), pytest.raises(RunError, match="nothing has been predicted for 0 s; where that one"):
+            pool.submit(sample, shared.fast, shared.call).result(20)
+        assert "a call waits for another thread's" in caplog.text
+        assert pool.submit(sample, shared.fast, shared.call).result(20).isfinite().all()
+
+
+class Scaled(nn.Module):
+    """By a number of the call, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(2, 2, 3, padding=1).double(), 1.0
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return self.conv(x) * (scale * self.scale)
+
+
+def test_programs_of_old_scales_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.sampling.spread._MOST_KINDS", 2)
+    model, x = Scaled(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x, "scale": 1.0}, sample={"x": 2}, patches=2)
+    ranks: Any = sampler.ranks
+    first = sampler.step
+    with torch.no_grad():
+        for scale in (1.0, 2.0, 3.0, 2.0, 4.0, 5.0, 2.0, 1.0):
+            assert error(sampler.predict(x=x, scale=scale), model(x, scale)) <= 1e-12
+            assert len(ranks._bound) <= 3
+        assert sampler.step is first
+        for scale in (1.5, 2.5, 3.5):
+            model.scale = scale
+            assert error(sampler.predict(x=x, scale=1.0), model(x, 1.0)) <= 1e-12
+            assert len(ranks._bound) == 1
 
 
 def test_new_sizes_of_several_threads_are_compiled_one_by_one() -> None:
