@@ -2,10 +2,12 @@
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -393,6 +395,45 @@ def test_programs_of_old_scales_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -
             model.scale = scale
             assert error(sampler.predict(x=x, scale=1.0), model(x, 1.0)) <= 1e-12
             assert len(ranks._bound) == 1
+
+
+FACTOR = 1.0
+
+
+class Named(nn.Module):
+    """By numbers that its code names."""
+
+    factor, config = 1.0, SimpleNamespace(factors=[1.0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * (self.factor * FACTOR * self.config.factors[0])
+
+
+def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Named(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2}, patches=2)
+
+    def doubled(module: nn.Module, given: object, output: Any) -> Any:
+        return output * 2 if isinstance(module, nn.Conv2d) else output
+
+    with torch.no_grad():
+        for where, name in ((Named, "factor"), (sys.modules[__name__], "FACTOR")):
+            first = sampler.step
+            assert sampler.step is first
+            monkeypatch.setattr(where, name, 3.0)
+            assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        monkeypatch.setattr(Named.config, "factors", [2.0])
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        hook = nn.modules.module.register_module_forward_hook(doubled)
+        try:
+            assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        finally:
+            hook.remove()
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
 
 
 def test_new_sizes_of_several_threads_are_compiled_one_by_one() -> None:

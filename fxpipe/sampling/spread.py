@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from fxpipe.capture.any_size import AnySize
-from fxpipe.capture.settings import Settings, settings_of
+from fxpipe.capture.holders import Holder
+from fxpipe.capture.settings import Settings, named_by, settings_of
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.run.ownership import is_released, release, require_new
@@ -71,6 +72,7 @@ class Spread:
         self._states = WeakKeyDictionary[Traced, dict[str, torch.Tensor]]()
         self._weights: list[tuple[Any, ...]] = []
         self._settings: Settings = []
+        self._named: list[Holder] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients."""
@@ -110,7 +112,8 @@ class Spread:
         assert size is not None
         self._traced.append(traced)
         self._used_last(traced)
-        self._settings = settings_of(self.module)  # as tracing has left them
+        self._named = named_by(self.module)
+        self._settings = settings_of(self.module, self._named)  # as tracing has left them
         return traced, size
 
     def _used_last(self, traced: Traced) -> None:
@@ -219,7 +222,7 @@ class Spread:
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
-        settings = settings_of(self.module)
+        settings = settings_of(self.module, self._named)
         if settings != self._settings or [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
             self._forget(self._traced)
             self._traced = []
