@@ -404,16 +404,23 @@ class Named(nn.Module):
     """By numbers that its code names."""
 
     factor, config = 1.0, SimpleNamespace(factors=[1.0])
+    of_closure: Callable[["Named"], float]
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) * (self.factor * FACTOR * self.config.factors[0])
+        return self.conv(x) * (self.factor * FACTOR * self.config.factors[0] * self.of_closure())
+
+
+def closed(factors: list[float]) -> Callable[[Named], float]:
+    return lambda self: factors[0]
 
 
 def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = [1.0]
+    monkeypatch.setattr(Named, "of_closure", closed(factors), raising=False)
     model, x = Named(), noise(2, 2, 9, 5)
     sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2}, patches=2)
 
@@ -427,6 +434,11 @@ def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(where, name, 3.0)
             assert error(sampler.predict(x=x), model(x)) <= 1e-12
         monkeypatch.setattr(Named.config, "factors", [2.0])
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        factors[0] = 0.5
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        forward = nn.Conv2d.forward
+        monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: forward(self, x) * 2)
         assert error(sampler.predict(x=x), model(x)) <= 1e-12
         hook = nn.modules.module.register_module_forward_hook(doubled)
         try:

@@ -1,5 +1,5 @@
 """What forward reads of a model beside tensors, as far as its attributes tell, and the classes and globals that its own
-code names: equal ones before every call are cheap to compare, and mean the same graph.
+code names (`holders.named_by`): equal ones before every call are cheap to compare, and mean the same graph.
 
     unet.set_attn_processor(...), a processor's scale, enable_freeu, a hook, a config's entry   ->   other settings
     weights, training                                                                            ->   the same
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture.files import is_installed
-from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder, holders_of
+from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder
 from fxpipe.errors import CaptureError
 
 Settings = list[Any]
@@ -38,20 +38,15 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def named_by(model: nn.Module) -> list[Holder]:
-    """Its own classes, and the globals that its own code names."""
-    return [one for one in holders_of(model)[0] if one.keys is not None or isinstance(one.values, type)]
-
-
 def settings_of(model: nn.Module, named: Sequence[Holder] = ()) -> Settings:
     """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
-    found: Settings = []
+    found: Settings = [nn.functional.scaled_dot_product_attention]
     for name in _AROUND:
         _add_attributes(found, vars(nn.modules.module)[name], 1)
     for holder in named:
         _add_attributes(found, {key: value for key, value in holder.entries().items() if _is_told(value)}, _DEPTH)
     for part in model.modules():
-        found.append(type(part))
+        found += type(part), type(part).forward
         _add_attributes(found, part.__dict__, _DEPTH)
     return found
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fxpipe.capture.any_size import AnySize
-from fxpipe.capture.holders import Holder
-from fxpipe.capture.settings import Settings, named_by, settings_of
+from fxpipe.capture.holders import Holder, named_by
+from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.run.ownership import is_released, release, require_new
