@@ -448,6 +448,14 @@ def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPa
         assert error(sampler.predict(x=x), model(x)) <= 1e-12
 
 
+def test_a_forward_that_is_wrapped_on_the_module_has_its_class_arguments() -> None:
+    pipe, call = tiny("sd/small")
+    forward = pipe.unet.forward
+    pipe.unet.forward = lambda *args, **kwargs: tuple(1.5 * one for one in forward(*args, **kwargs))
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2, cfg=1).pipeline()
+    assert error(sample(fast, call), sample(pipe, call)) <= 1e-10
+
+
 def test_new_sizes_of_several_threads_are_compiled_one_by_one() -> None:
     sampler, _ = threaded("exact")
     inputs = [noise(1, 2, height, width) for height, width in ((14, 5), (16, 6), (12, 7), (10, 8))]

@@ -28,7 +28,7 @@ from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
 
 _log = logging.getLogger(__name__)
 
-_TOLD_SECONDS, _IDLE_SECONDS = 60.0, 600.0
+_TOLD_SECONDS, _IDLE_SECONDS = 60.0, 1800.0
 """How long a call waits for an open one in which nothing is done, until it says so, and until it is an error."""
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
