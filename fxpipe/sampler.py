@@ -121,7 +121,8 @@ class Sampler:
 
     def call(self) -> AbstractContextManager[None]:
         """Around the steps of a loop of one's own, which belong together, as those of a pipeline's call do. Until it
-        ends, `predict` is its next step on any thread; other calls of other threads wait."""
+        ends, `predict` is its next step on any thread; other calls of other threads wait, and end with an error where
+        nothing is predicted for half an hour."""
         return self.ranks.call(for_all=True)
 
     def pipeline(self) -> Any:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CompileError, RunError
 from fxpipe.run.launched_rank import LaunchedRank
-from fxpipe.run.transport import InProcessTransport, distributed
+from fxpipe.run.transport import InProcessTransport, RankThreads, distributed
 from fxpipe.run.transport.mailboxes import Mailboxes
 from tests.distributed import run_processes, start_processes
 
@@ -182,6 +183,17 @@ def test_ranks_that_cannot_compile_are_in_the_loop_again() -> None:
     with pytest.raises(CompileError, match="no"), ranks.compiling({}):
         raise CompileError("no")
     assert transport._action == "the loop around predictions"
+
+
+def test_patches_of_one_rank_that_exchange_something_else_have_no_programs_on_any() -> None:
+    """Of the same model, as each has compared before: the next plan is tried."""
+
+    def agreed(transport: Any) -> Any:
+        return LaunchedRank(lambda: transport).agreed(SimpleNamespace(digest=str(transport.rank % 2)))
+
+    for found in RankThreads(3).run(agreed):
+        assert isinstance(found, CompileError)
+        assert "patches of ranks [1] exchange something else than rank 0's" in str(found)
 
 
 def test_a_rank_holds_the_weights_of_its_stage_alone() -> None:

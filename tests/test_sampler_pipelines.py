@@ -2,10 +2,12 @@
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import CompileError
+from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.sampler import Sampler
 from tests.tiny_pipelines import PIPELINES, Call, noise, tiny
@@ -353,6 +355,105 @@ def test_a_call_goes_on_and_ends_on_any_thread() -> None:
             found = [pool.submit(sampler.predict, **given(step)).result(20) for step, pool in enumerate((one, other))]
         assert all(map(torch.equal, found, wanted))
     assert all(map(torch.equal, stream(), wanted))
+
+
+def test_a_call_that_waits_for_one_that_waits_for_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shared: Shared
+) -> None:
+    monkeypatch.setattr("fxpipe.run.ranks._TOLD_SECONDS", 0.05)
+    monkeypatch.setattr("fxpipe.run.ranks._IDLE_SECONDS", 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        with shared.sampler.call(), pytest.raises(RunError, match="nothing has been predicted for 0 s; where that one"):
+            pool.submit(sample, shared.fast, shared.call).result(20)
+        assert "a call waits for another thread's" in caplog.text
+        assert pool.submit(sample, shared.fast, shared.call).result(20).isfinite().all()
+
+
+class Scaled(nn.Module):
+    """By a number of the call, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(2, 2, 3, padding=1).double(), 1.0
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return self.conv(x) * (scale * self.scale)
+
+
+def test_programs_of_old_scales_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.sampling.spread._MOST_KINDS", 2)
+    model, x = Scaled(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x, "scale": 1.0}, sample={"x": 2}, patches=2)
+    ranks: Any = sampler.ranks
+    first = sampler.step
+    with torch.no_grad():
+        for scale in (1.0, 2.0, 3.0, 2.0, 4.0, 5.0, 2.0, 1.0):
+            assert error(sampler.predict(x=x, scale=scale), model(x, scale)) <= 1e-12
+            assert len(ranks._bound) <= 3
+        assert sampler.step is first
+        for scale in (1.5, 2.5, 3.5):
+            model.scale = scale
+            assert error(sampler.predict(x=x, scale=1.0), model(x, 1.0)) <= 1e-12
+            assert len(ranks._bound) == 1
+
+
+FACTOR = 1.0
+
+
+class Named(nn.Module):
+    """By numbers that its code names."""
+
+    factor, config = 1.0, SimpleNamespace(factors=[1.0])
+    of_closure: Callable[["Named"], float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * (self.factor * FACTOR * self.config.factors[0] * self.of_closure())
+
+
+def closed(factors: list[float]) -> Callable[[Named], float]:
+    return lambda self: factors[0]
+
+
+def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = [1.0]
+    monkeypatch.setattr(Named, "of_closure", closed(factors), raising=False)
+    model, x = Named(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2}, patches=2)
+
+    def doubled(module: nn.Module, given: object, output: Any) -> Any:
+        return output * 2 if isinstance(module, nn.Conv2d) else output
+
+    with torch.no_grad():
+        for where, name in ((Named, "factor"), (sys.modules[__name__], "FACTOR")):
+            first = sampler.step
+            assert sampler.step is first
+            monkeypatch.setattr(where, name, 3.0)
+            assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        monkeypatch.setattr(Named.config, "factors", [2.0])
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        factors[0] = 0.5
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        forward = nn.Conv2d.forward
+        monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: forward(self, x) * 2)
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        hook = nn.modules.module.register_module_forward_hook(doubled)
+        try:
+            assert error(sampler.predict(x=x), model(x)) <= 1e-12
+        finally:
+            hook.remove()
+        assert error(sampler.predict(x=x), model(x)) <= 1e-12
+
+
+def test_a_forward_that_is_wrapped_on_the_module_has_its_class_arguments() -> None:
+    pipe, call = tiny("sd/small")
+    forward = pipe.unet.forward
+    pipe.unet.forward = lambda *args, **kwargs: tuple(1.5 * one for one in forward(*args, **kwargs))
+    fast = fxpipe.compile_sampler(pipe, 2, example=call, patches=2, cfg=1).pipeline()
+    assert error(sample(fast, call), sample(pipe, call)) <= 1e-10
 
 
 def test_new_sizes_of_several_threads_are_compiled_one_by_one() -> None:

@@ -140,6 +140,38 @@ def test_backbones_are_one_devices_at_other_sizes(key: str, sizes: list[tuple[in
     assert not traces, str(sampler)
 
 
+DECISIONS: dict[str, Callable[[Tensor], int]] = {
+    "one sample": lambda x: 2 if x.shape[0] == 1 else 1,
+    "a dimension less": lambda x: x.squeeze(0).ndim,
+    "few samples": lambda x: 2 if x.shape[0] < 4 else 1,
+    "many samples": lambda x: 2 if x.shape[0] > 2 else 1,
+    "even numbers": lambda x: 2 if x.shape[0] % 2 == 0 else 1,
+    "frames": lambda x: len([0] * (x.shape[0] // 2 + 1)),
+}
+
+
+class Deciding(nn.Module):
+    def __init__(self, decide: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        self.conv, self.decide = nn.Conv2d(2, 2, 3, padding=1).double(), decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * self.decide(x)
+
+
+@pytest.mark.parametrize("sizes", ["one", "any"])
+@pytest.mark.parametrize("decides_by", DECISIONS)
+def test_numbers_of_samples_by_which_forward_decides_have_graphs_of_their_own(decides_by: str, sizes: Any) -> None:
+    model = Deciding(DECISIONS[decides_by])
+    for first in (1, 2, 4):
+        example = {"x": noise(first, 2, 9, 5)}
+        sampler = fxpipe.compile_sampler(model, 2, example=example, sample={"x": 2}, cfg=1, patches=2, sizes=sizes)
+        for number in (1, 2, 3, 4, 6):
+            x = noise(number, 2, 9, 5)
+            with torch.no_grad():
+                assert (sampler.predict(x=x) - model(x)).abs().max() <= 1e-12, (first, number)
+
+
 def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
     given = case("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
     first, other = (of_size(dict(given.example), size, size) for size in (12, 20))

@@ -51,7 +51,7 @@ class Capture:
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
     `fingerprint` tells the step, as it was captured, from others. Smaller batches than the call's, down to
-    `fewest` samples, are computed by the same graph.
+    `fewest` samples, and larger ones up to `most` (None is infinity), are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -65,6 +65,7 @@ class Capture:
     unused: tuple[str, ...]
     notes: tuple[str, ...]
     fewest: int
+    most: int | None
     left_out: tuple[str, ...] = ()
     fingerprint: str = ""
 
@@ -208,7 +209,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        tuple(left_out), step_fingerprint(graph, draws),
+        exported.most, tuple(left_out), step_fingerprint(graph, draws),
     )  # fmt: skip
 
 

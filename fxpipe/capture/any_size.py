@@ -50,13 +50,17 @@ class AnySize:
             raise CompileError("its tensors are other ones")
         leaves = tuple(replace(leaf, shape=shapes.get(leaf.name, ())) for leaf in inputs.leaves)
         size = next(shapes[leaf.name][0] for leaf in leaves if leaf.batched)
+        if size < self.captured.fewest:
+            raise CompileError(f"forward has another form with {size} samples")
         here = replace(inputs, leaves=leaves, batch_size=size)
         here.bind(args, kwargs, shapes_alone=True)
         return self._put(here, self.free.numbers(shapes))
 
     def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
         sizes = {one: number for one, number in numbers.items() if one not in self.captured.batch}
-        return replace(self.captured, graph=_with_numbers(self.captured.graph, sizes), inputs=inputs)
+        size = inputs.batch_size  # at others it may be other numbers that hold
+        graph = _with_numbers(self.captured.graph, sizes)
+        return replace(self.captured, graph=graph, inputs=inputs, fewest=size, most=size)
 
     def require_equal(self, other: Capture) -> None:
         """Raise CaptureError unless, at that capture's sizes, this is the same computation."""

@@ -21,7 +21,7 @@ from torch import fx, nn
 from fxpipe.capture import private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.same import computation
-from fxpipe.capture.size_reads import sizes_read_plainly
+from fxpipe.capture.size_reads import decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
 from fxpipe.capture.surroundings import Surroundings
@@ -38,7 +38,8 @@ Trace = Callable[..., torch.export.ExportedProgram]
 class Exported:
     """`graph` is flat; `fixed` says why only the batch size of `inputs` runs, None where any does.
 
-    With `fewest` samples and more, up to that batch size, forward itself decides as it did in the trace.
+    With `fewest` samples and more, up to that batch size and on to `most` (None is infinity), forward itself decides as
+    it did in the trace.
     """
 
     program: torch.export.ExportedProgram
@@ -46,6 +47,7 @@ class Exported:
     inputs: InputSpec
     fixed: str | None
     fewest: int
+    most: int | None
 
 
 class Step(nn.Module):
@@ -157,9 +159,23 @@ def export_any_size(
 
 
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
-    size = inputs.batch_size
-    fewest = private_sizes.fewest_samples(_batched_values(program, inputs), size) if fixed is None else size
-    return Exported(program, private.flatten_regions(program.graph_module), inputs, fixed, fewest)
+    size, values = inputs.batch_size, _batched_values(program, inputs)
+    graph = private.flatten_regions(program.graph_module)
+    if fixed is not None:
+        return Exported(program, graph, inputs, fixed, size, size)
+    fewest = private_sizes.fewest_samples(values, size)
+    if any(map(_squeezes_free_sizes, graph.nodes)):
+        fewest = max(fewest, 2)
+    return Exported(program, graph, inputs, fixed, fewest, private_sizes.most_samples(values, size))
+
+
+def _squeezes_free_sizes(node: fx.Node) -> bool:
+    """Whether another dimension goes, and with it what forward may ask for, where such a size is one."""
+    if private.packet_name(node.target) != "squeeze":
+        return False
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    dims: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
+    return any(is_symbolic(shape[dim]) for dim in ([dims] if isinstance(dims, int) else dims))
 
 
 def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.ExportedProgram | None, str | None]:
@@ -266,7 +282,9 @@ def _traced_once(
     shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
     with _module_trail() as trail:
         try:
-            with private.global_hooks_kept(), private.quiet(), watched(step.model), ExitStack() as stack:
+            with ExitStack() as stack:
+                for guard in (private.global_hooks_kept(), private.quiet(), watched(step.model), decisions_noted()):
+                    stack.enter_context(guard)
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())
                     examples = stack.enter_context(step.surroundings.moved(step.model, examples))

@@ -82,6 +82,14 @@ def holders_of(model: nn.Module) -> tuple[list[Holder], list[Any]]:
     return list(walk.found.values()), walk.caches
 
 
+def named_by(model: nn.Module) -> list[Holder]:
+    """Its own classes, the globals that its own code names, and what is in its closures."""
+    walk = _Walk()
+    for name, module in model.named_modules():
+        walk.code(name, module)
+    return list(walk.found.values())
+
+
 def is_opaque(value: Any) -> bool:
     """Whether nothing is looked for inside."""
     return type(value) in PLAIN or isinstance(value, _OPAQUE)
@@ -96,6 +104,12 @@ class _Walk:
     def module(self, name: str, module: nn.Module) -> None:
         self._add(Holder(name, "", module.__dict__, of_attributes=True), _DEPTH)
         self._class(name, type(module))
+
+    def code(self, name: str, module: nn.Module) -> None:
+        """Without the attributes of modules themselves."""
+        self._class(name, type(module))
+        for value in module.__dict__.values():
+            self._code(name, value)
 
     def _add(self, holder: Holder, depth: int) -> None:
         known = self.found.setdefault(id(holder.values), holder)

@@ -156,6 +156,15 @@ def is_same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """Of its forward; of its class's, where one put in its place, as wrappers are, names no argument."""
+    own = inspect.signature(model.forward)
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if "forward" not in vars(model) or any(one.kind not in unnamed for one in own.parameters.values()):
+        return own
+    return inspect.signature(type(model).forward.__get__(model))
+
+
 def describe(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int | None
 ) -> tuple[InputSpec, list[torch.Tensor]]:
@@ -163,7 +172,7 @@ def describe(
     for path, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise CompileError(f"{path or 'the model'} is a script of torch.jit, which hides its forward; leave it out")
-    signature = inspect.signature(model.forward)
+    signature = signature_of(model)
     named, tree = flatten(signature, args, kwargs)
     size = batch_size or _guess_batch(named)
     if not size:

@@ -34,7 +34,7 @@ from fxpipe.capture.code_names import Unknowable, imported, is_outside, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
 
-_FORMAT = 3  # of what is stored: another one makes every entry another
+_FORMAT = 4  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
 _UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
 _MADE = ("_CAN_RECORD_REGISTRY", "_can_set_experts_implementation_cached_value")  # notes of transformers, by class

@@ -1,6 +1,6 @@
 """Private and unstable names of torch's symbolic sizes: what a trace decides by them, and how they are made again.
 
-    trace with a free batch  ->  guards, bounds  ->  `dynamic_fault`, `fewest_samples`, `conditions`
+    trace with a free batch  ->  guards, bounds  ->  `dynamic_fault`, `fewest_samples`, `most_samples`, `conditions`
     stored expressions       ->  `traced_mode`   ->  `traced_number`, `traced_tensor`
 
 Checked on torch 2.11, 2.12 and 2.13.
@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -27,6 +28,11 @@ _NUMBER = (
     "forward makes it a number (take x.shape[0], not len(x) or int(), no loop over samples, and transforms of "
     "torch.func of one sample, under torch.vmap)"
 )
+
+
+_MANY = 64
+"""So many more samples than a call has are looked at, where forward decides by their number."""
+_decided = WeakKeyDictionary[Any, list[Any]]()  # of a trace's sizes, by forward itself: expressions that were true
 
 
 def general_sizes() -> AbstractContextManager[None]:
@@ -96,21 +102,63 @@ def dynamic_fault(values: Sequence[torch.Tensor], batch_size: int) -> str | None
     return _NUMBER if fixed else None
 
 
+def expression_of(value: Any) -> Any:
+    """Of a size, or a truth about sizes; None where it is no symbol."""
+    expr = value.node.expr if isinstance(value.node, SymNode) else None
+    return expr if expr is not None and expr.free_symbols else None
+
+
+def note(value: Any, expr: Any, found: Any) -> None:
+    """Forward has decided by this, which was found."""
+    true = sympy.Eq(expr, found) if isinstance(value, torch.SymInt) else expr if found else sympy.Not(expr)
+    _decided.setdefault(value.node.shape_env, []).append(true)
+
+
 def fewest_samples(values: Sequence[torch.Tensor], batch_size: int) -> int:
     """From how many samples on, up to `batch_size`, forward decides by their number as it did in a trace.
 
-    One sample counts as two, as which it was traced. `values` as in `dynamic_fault`.
+    For what torch decides, one sample counts as two, as which it was traced. `values` as in `dynamic_fault`.
     """
     env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    symbols = {symbol for value in values for symbol in _symbols(value.shape[0])}
-    guards = dict.fromkeys(env.replace(guard.expr) for guard in env.guards)
-    decided = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= symbols]
+    symbols = _batch_symbols(values)
+    decided = _decisions(env, symbols, [guard.expr for guard in env.guards])
     lowest = max((int(env.var_to_range[symbol].lower) for symbol in symbols if symbol in env.var_to_range), default=2)
     for number in range(batch_size - 1, 0, -1):
-        counted = dict.fromkeys(symbols, sympy.Integer(max(number, 2)))
-        if max(number, 2) < lowest or any(guard.xreplace(counted) == sympy.false for guard in decided):
+        if max(number, 2) < lowest or not _hold(decided, symbols, max(number, 2)):
             return number + 1
+        if number == 1 and not _hold(_decisions(env, symbols, _decided.get(env, [])), symbols, 1):
+            return 2
     return 1
+
+
+def most_samples(values: Sequence[torch.Tensor], batch_size: int) -> int | None:
+    """Up to how many samples, from `batch_size` on, forward decides by their number as it did in a trace; None where it
+    does not decide by it."""
+    env: Any = values[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    symbols = _batch_symbols(values)
+    decided = _decisions(env, symbols, [guard.expr for guard in env.guards])
+    ranges = [env.var_to_range[symbol].upper for symbol in symbols if symbol in env.var_to_range]
+    highest = min((int(upper) for upper in ranges if upper.is_Integer), default=None)
+    if not decided:
+        return highest
+    last = batch_size + _MANY if highest is None else min(highest, batch_size + _MANY)
+    fails = (number for number in range(batch_size + 1, last + 1) if not _hold(decided, symbols, number))
+    return next(fails, last + 1) - 1
+
+
+def _batch_symbols(values: Sequence[torch.Tensor]) -> set[Any]:
+    return {symbol for value in values for symbol in _symbols(value.shape[0])}
+
+
+def _decisions(env: Any, symbols: set[Any], found: Sequence[Any]) -> list[Any]:
+    """Those that depend on these symbols alone."""
+    guards = dict.fromkeys(env.replace(expr) for expr in found)
+    return [guard for guard in guards if guard.free_symbols and guard.free_symbols <= symbols]
+
+
+def _hold(decided: Sequence[Any], symbols: set[Any], number: int) -> bool:
+    counted = dict.fromkeys(symbols, sympy.Integer(number))
+    return not any(guard.xreplace(counted) == sympy.false for guard in decided)
 
 
 def conditions(

@@ -1,5 +1,5 @@
-"""What forward reads of a model beside tensors, as far as its attributes tell: equal ones before every call are cheap
-to compare, and mean the same graph.
+"""What forward reads of a model beside tensors, as far as its attributes tell, and the classes and globals that its own
+code names (`holders.named_by`): equal ones before every call are cheap to compare, and mean the same graph.
 
     unet.set_attn_processor(...), a processor's scale, enable_freeu, a hook, a config's entry   ->   other settings
     weights, training                                                                            ->   the same
@@ -7,18 +7,20 @@ to compare, and mean the same graph.
 
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpipe.capture.holders import NOT_STATE, PLAIN
+from fxpipe.capture.files import is_installed
+from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder
 from fxpipe.errors import CaptureError
 
 Settings = list[Any]
 
 _NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_AROUND = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _DEPTH = 4  # of objects and containers in each other
 
 
@@ -36,13 +38,24 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def settings_of(model: nn.Module) -> Settings:
-    """Of all its modules, in order, flat."""
-    found: Settings = []
+def settings_of(model: nn.Module, named: Sequence[Holder] = ()) -> Settings:
+    """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
+    found: Settings = [nn.functional.scaled_dot_product_attention]
+    for name in _AROUND:
+        _add_attributes(found, vars(nn.modules.module)[name], 1)
+    for holder in named:
+        _add_attributes(found, {key: value for key, value in holder.entries().items() if _is_told(value)}, _DEPTH)
     for part in model.modules():
-        found.append(type(part))
+        found += type(part), type(part).forward
         _add_attributes(found, part.__dict__, _DEPTH)
     return found
+
+
+def _is_told(value: Any) -> bool:
+    """Whether a class's attribute, or a global, is compared: numbers and texts, functions, and what has such."""
+    kind = type(value)
+    told = kind in PLAIN or isinstance(value, types.FunctionType | dict | list | tuple | types.SimpleNamespace)
+    return told or not (isinstance(value, type) or is_installed(kind.__module__))
 
 
 def require_stateless(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 isinstance(height, int)     True, as without a trace
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
+if batch == 1:              noted down, though a trace takes for granted that no free size is one
 """
 
 import builtins
@@ -15,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 
-from fxpipe.capture import private
+from fxpipe.capture import private, private_sizes
 
 _LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fxpipe"} - {"__main__"}
@@ -37,6 +38,15 @@ def sizes_read_plainly() -> Iterator[None]:
             names.pop("isinstance", None)
 
 
+@contextmanager
+def decisions_noted() -> Iterator[None]:
+    """Inside, what forward itself decides by free sizes is known to `private_sizes.fewest_samples`."""
+    with ExitStack() as stack:
+        for kind, name in ((torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")):
+            stack.enter_context(private.replaced(kind, name, _noted(vars(kind)[name])))
+        yield
+
+
 def _of_users(name: str, module: Any) -> bool:
     known = isinstance(module, types.ModuleType) and name.partition(".")[0] not in _NOT_USERS
     return known and "isinstance" not in vars(module)
@@ -49,8 +59,21 @@ def _isinstance(value: Any, kinds: Any) -> bool:
 
 def _text(original: Any, read: Any) -> Any:
     def text(size: Any) -> str:
-        file = sys._getframe(1).f_code.co_filename
-        ours = file.startswith((*private.FRAMEWORK, *sympy.__path__))
-        return original(size) if ours else repr(read(size))
+        return original(size) if _is_ours(sys._getframe(1)) else repr(read(size))
 
     return text
+
+
+def _noted(original: Any) -> Any:
+    def decide(value: Any) -> Any:
+        expr = private_sizes.expression_of(value)
+        found = original(value)
+        if expr is not None and not _is_ours(sys._getframe(1)):
+            private_sizes.note(value, expr, found)
+        return found
+
+    return decide
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((*private.FRAMEWORK, *sympy.__path__))

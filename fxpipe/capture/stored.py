@@ -62,6 +62,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         "unused": list(captured.unused),
         "notes": list(captured.notes),
         "fewest": captured.fewest,
+        "most": captured.most,
         "left_out": list(captured.left_out),
         "fingerprint": captured.fingerprint,
     }
@@ -84,6 +85,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         unused=tuple(data["unused"]),
         notes=tuple(data["notes"]),
         fewest=int(data["fewest"]),
+        most=data["most"],
         left_out=tuple(data["left_out"]),
         fingerprint=data["fingerprint"],
     )

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.capture.inputs import signature_of
+
 # Where the config is silent: tokens along each side of an image, frames of a video, tokens of a text.
 _SIDE_TOKENS, _FRAMES, _TEXT_TOKENS = 16, 4, 77
 
@@ -55,7 +57,7 @@ class Sizes:
     @classmethod
     def of(cls, model: nn.Module, batch_size: int, dtype: torch.dtype) -> "Sizes":
         config: Mapping[str, Any] = model.config  # type: ignore[assignment]
-        arguments = inspect.signature(model.forward).parameters
+        arguments = signature_of(model).parameters
         names = " ".join(c.__name__ for c in type(model).__mro__)
         layout = next((layout for pattern, layout in _LAYOUTS if re.search(pattern, names)), "BCHW")
         layout = "BNC" if "img_ids" in arguments else layout

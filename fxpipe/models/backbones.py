@@ -11,7 +11,6 @@ plan for your own sizes with your own inputs.
 """
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import private
+from fxpipe.capture.inputs import signature_of
 from fxpipe.errors import CompileError
 from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
 
@@ -52,7 +52,7 @@ def is_backbone(model: object) -> bool:
     """
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), Mapping):
         return False
-    names = inspect.signature(model.forward).parameters.keys()
+    names = signature_of(model).parameters.keys()
     return bool(names & {*_SAMPLE_NAMES} and names & _CONDITION_NAMES) and "controlnet_cond" not in names
 
 

@@ -114,7 +114,10 @@ class LaunchedRank(Ranks):
         errors = [one for one in found if isinstance(one, CompileError)]
         others = [rank for rank, one in enumerate(found) if one != found[0]]
         if others and not errors:
-            raise RunError(f"ranks {others} make another step of rank 0's plan; give every rank the same model")
+            return CompileError(
+                f"patches of ranks {others} exchange something else than rank 0's, all must exchange the same; make a "
+                "plan with text='all' or other patches"
+            )
         return errors[0] if errors else made
 
     @contextmanager

@@ -9,11 +9,13 @@ with ranks.compiling(what):                             all ranks of a launch ar
     ranks.agreed(lowered(plan))                         this rank's programs, if all have theirs
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, RLock, get_ident
+from time import monotonic
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,6 +26,10 @@ from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel, T
 from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
 
+_log = logging.getLogger(__name__)
+
+_TOLD_SECONDS, _IDLE_SECONDS = 60.0, 1800.0
+"""How long a call waits for an open one in which nothing is done, until it says so, and until it is an error."""
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
@@ -67,6 +73,10 @@ class Programs(Digested, Protocol):
         ...
 
 
+Counts = Counter[tuple[str, Programs]]
+"""Steps of streams by programs."""
+
+
 class Ranks(ABC):
     """What in-process ranks and a launch's have in common: which step of a call it is, and so which form is run.
 
@@ -77,7 +87,8 @@ class Ranks(ABC):
     rank: int | None
 
     def __init__(self) -> None:
-        self._num_steps: Counter[tuple[str, int]] | None = None  # of a stream by a program; None outside of calls
+        self._num_steps: Counts | None = None  # None outside of calls
+        self._num_predictions = 0
         self.turn = RLock()
         self._one_call = Lock()  # until a call ends, on whichever thread
         self._opened_by, self._for_all = 0, False  # the thread; whether others predict in it
@@ -87,11 +98,16 @@ class Ranks(ABC):
     @contextmanager
     def call(self, for_all: bool = False) -> Iterator[None]:
         """A call of the user's pipeline: its steps belong together. Calls within a call are part of it; those of other
-        threads wait for its end. `for_all`: what other threads predict until then is part of it, and any may end it."""
+        threads wait for its end. `for_all`: what other threads predict until then is part of it, and any may end it.
+
+        Raises:
+            RunError: nothing is predicted in the open call of another thread, and it does not end.
+        """
         if self._num_steps is not None and self._opened_by == get_ident():
             yield
             return
-        with self._one_call:
+        self._begin_alone()
+        try:
             self._opened_by, self._for_all, self._num_steps = get_ident(), for_all, Counter()
             self._position, self._time, self._conditions = 0, {}, []
             try:
@@ -100,6 +116,30 @@ class Ranks(ABC):
             finally:
                 with self.turn:
                     self._num_steps = None
+        finally:
+            self._one_call.release()
+
+    def _begin_alone(self) -> None:
+        """Wait for the end of another thread's call, which may in turn wait for this one."""
+        seen, since = self._num_predictions, monotonic()
+        while not self._one_call.acquire(timeout=_TOLD_SECONDS):
+            if self._num_predictions != seen or self._compiles():
+                seen, since = self._num_predictions, monotonic()
+                continue
+            seconds = monotonic() - since
+            text = (
+                f"a call waits for another thread's, in which nothing has been predicted for {seconds:.0f} s; where "
+                "that one waits for this, call sampler.predict, or this pipeline on the thread that opened it"
+            )
+            if seconds >= _IDLE_SECONDS:
+                raise RunError(text)
+            _log.warning("%s", text)
+
+    def _compiles(self) -> bool:
+        if self.turn.acquire(blocking=False):
+            self.turn.release()
+            return False
+        return True
 
     @abstractmethod
     def forget(self, step: Programs) -> None:
@@ -120,14 +160,15 @@ class Ranks(ABC):
             return self._next(self._num_steps, step, state, tensors, stream)
 
     def _next(
-        self, num_steps: Counter[tuple[str, int]], step: Programs, state: Tensors, tensors: Tensors, stream: str | None
+        self, num_steps: Counts, step: Programs, state: Tensors, tensors: Tensors, stream: str | None
     ) -> torch.Tensor:
         """The next prediction of the call that is open."""
+        self._num_predictions += 1
         form, name = "fresh", ""
         if "displaced" in step.programs[0].forms:
             name = self.stream(step, tensors) if stream is None else stream
-            form = "displaced" if num_steps[name, id(step)] >= step.warmup else "fresh"
-            num_steps[name, id(step)] += 1
+            form = "displaced" if num_steps[name, step] >= step.warmup else "fresh"
+            num_steps[name, step] += 1
         return self._predict(step, state, tensors, form, name)
 
     def stream(self, step: Programs, tensors: Tensors) -> str:

@@ -4,24 +4,32 @@ pipe.unet(sample, t, text)   ->   programs for this kind of call   ->   ranks   
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
-from fxpipe.run.ownership import release, require_new
+from fxpipe.run.ownership import is_released, release, require_new
 from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.simulate.op_lists import StepOps
 
 _log = logging.getLogger(__name__)
+
+Kind = tuple[Traced, int]
+"""Calls of one graph, with so many samples."""
+
+_MOST_KINDS = 32
+"""As many graphs as are kept, of other sizes and scales, beside the example's and those of free sizes."""
 
 
 class Lowering(Protocol):
@@ -57,13 +65,14 @@ class Spread:
     def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
         self.whole: str | None = None
-        self._all_whole, self._whole_kinds = False, set[tuple[int, int]]()
+        self._all_whole, self._whole_kinds = False, set[Kind]()
         self.stream_name: str | None = None
         self._traced: list[Traced] = []
-        self._steps: dict[tuple[int, int], SampleStep] = {}
-        self._states: dict[int, dict[str, torch.Tensor]] = {}
+        self._steps: dict[Kind, SampleStep] = {}
+        self._states = WeakKeyDictionary[Traced, dict[str, torch.Tensor]]()
         self._weights: list[tuple[Any, ...]] = []
         self._settings: Settings = []
+        self._named: list[Holder] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients."""
@@ -96,13 +105,32 @@ class Spread:
         for traced in self._traced:
             size = traced.num_samples(args, kwargs)
             if size is not None:
+                self._used_last(traced)
                 return traced, size
         traced = self._resized(args, kwargs)
         size = traced.num_samples(args, kwargs)
         assert size is not None
         self._traced.append(traced)
-        self._settings = settings_of(self.module)  # as tracing has left them
+        self._used_last(traced)
+        self._named = named_by(self.module)
+        self._settings = settings_of(self.module, self._named)  # as tracing has left them
         return traced, size
+
+    def _used_last(self, traced: Traced) -> None:
+        """Those that were not used for long are let go of, unless weights are that others would need."""
+        if traced is not self._traced[0] and traced is not self._traced[-1]:
+            self._traced.remove(traced)
+            self._traced.append(traced)
+        old = [one for one in self._traced[1:] if not isinstance(one.any_size, AnySize)][:-_MOST_KINDS]
+        if old and not any(map(is_released, self.module.parameters())):
+            self._traced = [one for one in self._traced if one not in old]
+            self._forget(old)
+
+    def _forget(self, graphs: Sequence[Traced]) -> None:
+        """Let go of all that was made of these."""
+        for kind in [kind for kind in self._steps if kind[0] in graphs]:
+            self.ranks.forget(self._steps.pop(kind))
+        self._whole_kinds = {kind for kind in self._whole_kinds if kind[0] not in graphs}
 
     def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """A call's graph by one with free sizes, if one holds for it, else by a trace."""
@@ -123,10 +151,10 @@ class Spread:
             self._forget_other_weights()  # others may do
         if self._all_whole:
             return None
-        kind: tuple[int, int] | None = None
+        kind: Kind | None = None
         try:
             traced, size = self.traced(args, kwargs)
-            kind = id(traced), size
+            kind = traced, size
             return None if kind in self._whole_kinds else self._of_size(traced, size)
         except FxpipeError as error:
             if not self.or_whole:
@@ -134,7 +162,7 @@ class Spread:
             self._run_whole(kind, error)
             return None
 
-    def _run_whole(self, kind: tuple[int, int] | None, why: FxpipeError) -> None:
+    def _run_whole(self, kind: Kind | None, why: FxpipeError) -> None:
         """A kind of call, or all."""
         what = type(self.module).__name__
         if kind is None:
@@ -146,16 +174,15 @@ class Spread:
         _log.warning("%s", self.whole)
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
-        key = id(traced), size
-        if key not in self._steps:
-            self._steps[key] = self.lowering.step(traced, size, self.ranks)
-        return self._steps[key]
+        if (traced, size) not in self._steps:
+            self._steps[traced, size] = self.lowering.step(traced, size, self.ranks)
+        return self._steps[traced, size]
 
     def adopt(self, made: SampleStep) -> None:
         """Run the calls that these programs are for by them from now on."""
         lowering: Any = self.lowering
         self.lowering = replace(lowering, plan=made.plan)
-        key = id(made.traced), made.batch_size
+        key = made.traced, made.batch_size
         if (before := self._steps.get(key)) is not None:
             self.ranks.forget(before)
         self._steps[key] = made
@@ -163,7 +190,7 @@ class Spread:
     @contextmanager
     def by(self, made: SampleStep) -> Iterator[None]:
         """Run the calls that these programs are for by them inside."""
-        key = id(made.traced), made.batch_size
+        key = made.traced, made.batch_size
         before = self._steps.get(key)
         self._steps[key] = made
         try:
@@ -178,10 +205,10 @@ class Spread:
 
     def state(self, traced: Traced) -> dict[str, torch.Tensor]:
         """The module's tensors and the graph's constants, by the programs' names."""
-        if id(traced) not in self._states:
+        if traced not in self._states:
             constants = {f"_constants.{name}": tensor for name, tensor in traced.captured.constants.items()}
-            self._states[id(traced)] = _tensors_of(self.module) | constants
-        return self._states[id(traced)]
+            self._states[traced] = _tensors_of(self.module) | constants
+        return self._states[traced]
 
     def release(self, rank: int) -> int:
         """Let go of what no program of this rank reads, of all kinds of calls so far; how many bytes that frees."""
@@ -195,11 +222,10 @@ class Spread:
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
-        settings = settings_of(self.module)
+        settings = settings_of(self.module, self._named)
         if settings != self._settings or [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
-            self._traced.clear()
-            self._steps.clear()
-            self._whole_kinds.clear()
+            self._forget(self._traced)
+            self._traced = []
             self.whole, self._all_whole = None, False
         self._weights, self._settings = now, settings
 

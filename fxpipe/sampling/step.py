@@ -18,7 +18,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel
-from passes.rows.sized import Sized
+from passes.rows.sized import Sized, at_batch_size, require_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,24 @@ class Traced:
             return None
         if not size:
             raise CompileError("the call has no samples; give at least one")
-        return size if self.captured.batch or size == self.captured.inputs.batch_size else None
+        return size if self.holds(size) else None
+
+    def holds(self, size: int) -> bool:
+        """Whether forward does the same with so many samples."""
+        captured = self.captured
+        if size == captured.inputs.batch_size:
+            return True
+        return bool(captured.batch) and self._fewest <= size <= (captured.most or size)
+
+    @cached_property
+    def _fewest(self) -> int:
+        """A trace knows no single sample: of it operations must give what the graph says."""
+        if self.captured.fewest == 1:
+            try:
+                require_shapes(at_batch_size(self.captured, 1))
+            except CompileError:
+                return 2
+        return self.captured.fewest
 
 
 @dataclass(frozen=True, eq=False)

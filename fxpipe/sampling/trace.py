@@ -44,7 +44,8 @@ class Tracing:
     def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
         """The call as one flat graph; the module stays as it is. `num_free`: traces there are whose sizes are free.
 
-        A single sample is traced as two, since a graph of one holds for one alone; where that fails, as it is.
+        A single sample is traced as two, since a graph of one holds for one alone; as it is where that fails, or is
+        something else.
 
         Raises:
             CaptureError: the module cannot be captured as one graph.
@@ -56,7 +57,7 @@ class Tracing:
             with suppress(FxpipeError):
                 twice = inputs.rebuild(_repeated(inputs, tensors, 2))
                 found = self._traced(module, *describe(module, *twice, 2), free)
-                if found.captured.batch:
+                if found.holds(1):
                     return found
         return self._traced(module, inputs, tensors, free)
 
