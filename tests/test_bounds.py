@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +12,10 @@ from fxpipe.plan.block_graph import Edge
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate import simulate
+from passes.placement.place import shape
 from passes.schedules.named import make_schedule
 from passes.step_ops import step_ops
-from passes.tuner.bounds import ordered_seconds, placed_seconds, reduction_seconds
+from passes.tuner.bounds import compute_seconds, ordered_seconds, placed_seconds, reduction_seconds, shares_may_slow
 from passes.tuner.orders import Orders
 from tests.test_compare_by_hand import case, edge
 
@@ -78,3 +80,23 @@ def test_no_order_is_shorter_than_when_it_is_alone(
     orders = Orders(of, staged, count, ahead=False)
     found = simulate(step_ops(of, staged, orders.named(), microbatch_sizes(of.batch_size, count)), cluster).seconds
     assert ordered_seconds(of, staged, orders.named_alone) <= found * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_backbones_do_not_wait_for_each_other(name: str, microbatches: int) -> None:
+    """Two of two blocks each, whose losses the last block adds up."""
+    lines = [edge(0, 1, num_bytes=0), edge(2, 3, num_bytes=0), edge(1, 4, num_bytes=0), edge(3, 4, num_bytes=0)]
+    of = case(5, 3, microbatches, edges=lines)
+    staged, bound = Staged((0, 2, 4, 5), ((0,), (1,), (2,)), name, False, 3), shape(name, 3, 3, 1)
+    orders = Orders(of, staged, microbatches, ahead=False)
+    found = simulate(step_ops(of, staged, orders.named(), (1,) * microbatches), of.cluster).seconds
+    assert compute_seconds(of, bound, microbatches, ahead=False) <= found * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("taken", [0.0, 0.5])
+def test_sharing_out_may_be_slower_where_links_take_from_computation(taken: float) -> None:
+    """Sums at a step's end are paid for while a rank waits; what it trained for others, from its first forward on."""
+    link = Link("toy", 1e9, 0.0, taken_share=taken)
+    of = case(3, 2, 2, cluster=Cluster("toy", (Level(2, link),)))
+    assert shares_may_slow(of, Staged((0, 3), ((0, 1),), "1f1b", False, 2), 1) == bool(taken)

@@ -92,6 +92,7 @@ WRONG = [
     ("device = 3", 'has device = "..."'),
     ("device = ", "does not parse"),
     ('device = "CPU"\nlevel = []', "at least one level"),
+    ('device = "CPU"\nlevel = [3]', "[[level]] tables, the innermost first"),
     ('device = "CPU"\nrack = 2', "unknown key 'rack' in a cluster's TOML; known are device, level"),
     (LEVEL + "size = 2\nspeed = 1", "unknown key 'speed' in a level's TOML"),
     (LEVEL + 'size = 2\nlink = "string"', "unknown link 'string'"),
@@ -110,6 +111,12 @@ def test_wrong_text_is_refused(text: str, says: str) -> None:
     with pytest.raises(CompileError) as caught:
         Cluster.parse(text)
     assert says in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(CompileError, match=r"binary.toml cannot be read: .*; write it as 8xA100-80GB"):
+        Cluster.parse(str(tmp_path / "binary.toml"))
 
 
 def test_devices_of_clusters_have_rooflines() -> None:

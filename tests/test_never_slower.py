@@ -52,6 +52,7 @@ CLUSTERS = {
     "PCIe": nodes(1.6e7, shared=True),
     "2 nodes, 10 Gbit/s": nodes(3e8, 1.25e6),
     "2 nodes, 1 Gbit/s": nodes(3e8, 1.25e5),
+    "copying": Cluster("A100-80GB", (Level(4, Link("copies", 8e6, 1e-5, taken_share=0.8, overhead_seconds=1e-5)),)),
 }
 """Links a thousandth as fast as their names say, as are the devices."""
 
@@ -96,3 +97,26 @@ def test_never_slower(
         ours = tuned(case, request).best
     assert ours.seconds is not None
     assert ours.seconds <= best.seconds * (1 + 1e-9), f"{best.name}, {best.setting}: {best.seconds} s, {ours.outcome}"
+
+
+HALF = Cluster("A100-80GB", (Level(6, Link("half", 6941437.0, 0.0, duplex=False)),))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch_size", "limit"),
+    [
+        ("cascade", CLUSTERS["PCIe"], 8, None),  # backbones do not wait for each other
+        ("cascade", HALF, 64, 0.6833),  # stages cut anew
+        ("frozen", CLUSTERS["copying"], 8, None),  # frozen work where it is read
+    ],
+)
+def test_no_step_is_shorter_than_what_it_was_pruned_by(
+    model: str, cluster: Cluster, batch_size: int, limit: float | None
+) -> None:
+    case = replace(costed(model, "launching"), cluster=cluster, batch_size=batch_size, world_size=cluster.num_ranks)
+    if limit is not None:
+        case = replace(case, limit_bytes=int(limit * at_once_bytes(case)))
+    request = Request("auto", case.world_size, batch_size, budget_seconds=0.0, memory_limit_bytes=case.limit_bytes)
+    for trial in (trial for trial in tuned(case, request).ranked if trial.done):
+        assert trial.simulated is not None
+        assert trial.bound_seconds <= trial.simulated.seconds * (1 + 1e-9), trial.outcome

@@ -113,6 +113,17 @@ def test_collectives_take_from_what_their_ranks_compute() -> None:
     assert [of_rank[-1][0] for of_rank in walked.op_seconds] == [1 + 2 * 1.0 + 1 + 4 * 1.0] * 2
 
 
+def test_what_takes_no_time_pays_for_no_message() -> None:
+    """An operation without seconds between two sends does not keep the second one back."""
+    cluster = Cluster("toy", (Level(3, Link("busy", 8.0, 0.0, overhead_seconds=1.0)),))
+    others = [[begin("1F0"), wait(0, 0, 1), begin(END)], [begin("2F0"), wait(1, 0, 2), begin(END)]]
+    ends = [
+        walk([[begin("0F0"), send(0, 0, 1), *between, send(1, 0, 2), begin(END)], *others], {}, cluster).arrival_seconds
+        for between in ([], [Op("run")])
+    ]
+    assert ends[0] == ends[1]
+
+
 def test_an_action_starts_after_its_own_waits_and_before_the_next() -> None:
     """A reduction that waits for one before it, then a forward that waits for a gather."""
     first, second = (Collective(edge, "reduce", (0, 1), 4) for edge in range(2))

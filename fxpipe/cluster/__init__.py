@@ -72,7 +72,7 @@ class Cluster:
             path = Path(text.strip())
             if not path.is_file():
                 raise CompileError(f"no cluster file {path}; {_HELP}")
-            return _from_toml(path.read_text())
+            return _from_toml(_read(path))
         return _from_toml(text) if "=" in text else _from_short(text.strip())
 
     def __str__(self) -> str:
@@ -169,18 +169,30 @@ def _short(cluster: Cluster) -> str:
     return "+".join([f"{sizes}x{cluster.device}{'' if usual else f'-{inner}'}", *outer]) + speeds
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CompileError(f"the cluster file {path} cannot be read: {error}; {_HELP}") from None
+
+
 def _from_toml(text: str) -> Cluster:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CompileError(f"the cluster's TOML does not parse: {error}") from None
     _known(table, {"device", "level", "speeds"}, "a cluster")
-    if not isinstance(table.get("device"), str) or not isinstance(table.get("level"), list):
+    levels = table.get("level")
+    if not isinstance(table.get("device"), str) or not isinstance(levels, list) or not all(map(_is_table, levels)):
         raise CompileError('a cluster\'s TOML has device = "..." and [[level]] tables, the innermost first')
     speeds = table.get("speeds", [])
     if not isinstance(speeds, list) or any(isinstance(s, bool) or not isinstance(s, int | float) for s in speeds):
         raise CompileError(f"speeds of a cluster are a list of numbers, one for every device, not {speeds!r}")
-    return Cluster(table["device"], tuple(map(_level, table["level"])), tuple(map(float, speeds)))
+    return Cluster(table["device"], tuple(map(_level, levels)), tuple(map(float, speeds)))
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _level(table: Mapping[str, Any]) -> Level:

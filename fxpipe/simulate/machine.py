@@ -84,8 +84,11 @@ class Machine:
         """When the op ends that begins at `clock`; None if nobody knows yet."""
         kind = op.kind
         if kind == "run":
+            seconds = op.seconds + (self._seconds[op.call] if op.call else 0.0)
+            if not seconds:
+                return clock  # what takes no time pays nothing, wherever it stands
             owed, self._owed[rank] = self._owed[rank], 0.0
-            return clock + op.seconds + (self._seconds[op.call] if op.call else 0.0) + owed
+            return clock + seconds + owed
         if kind == "begin":
             self.begins[rank].append(clock)
             self._begin(rank, op.call, clock)

@@ -9,6 +9,7 @@ value that it reads or to a weight of its own.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fxpipe.capture import Capture
 from fxpipe.plan.actions import Work
@@ -32,6 +33,12 @@ class StepWork:
     @staticmethod
     def in_capture(capture: Capture, graph: BlockGraph) -> "StepWork":
         return StepWork(graph, gradient_flow(capture), capture.result.name)
+
+    @cached_property
+    def of_blocks(self) -> Work:
+        """The work of one micro-batch, were each block a stage."""
+        count = len(self.graph.blocks)
+        return self.of(Staged(tuple(range(count + 1)), ((0,),) * count, "", False, 1), 1)
 
     def of(self, staged: Staged, num_microbatches: int) -> Work:
         """The work of these stages, with the frozen components' in every micro-batch."""

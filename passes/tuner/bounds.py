@@ -9,6 +9,7 @@ frozen       what is idle, and the next batch's frozen work in it
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import inf
 from operator import mul
 
@@ -36,18 +37,38 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, ag
     `again_seconds` of a micro-batch's forwards are computed twice.
 
     On a line, stage s waits for the stages before it, forward and backward: with loads t, M t[s] + t[0] + ... + t[s-1].
-    The partition that makes the largest of these least has t[s + 1] = t[s] (M - 1) / M.
+    The partition that makes the largest of these least has t[s + 1] = t[s] (M - 1) / M. Loads count as far as blocks
+    wait for each other: those of several backbones do not.
     """
     of_pipeline = -(-microbatches // len(found.pipelines))
     times = case.costs.at(max(1, case.batch_size // microbatches))
     splits = POLICIES[found.schedule].splits
-    once = sum(times.forward_seconds) + sum(times.backward_seconds) + again_seconds
+    once = sum(times.total) + again_seconds
     load, frozen = of_pipeline * once / found.places, _frozen_seconds(case, found, microbatches, ahead)
-    ramped = load
+    ramped, work = load, case.work.of_blocks
     if found.stages == found.places > 1 and not splits:
-        ramped = once / (1 - (1 - 1 / of_pipeline) ** found.places)
+        chain = max(_chains(work.grad_edges, times.total))
+        chain += max(0.0, again_seconds - (sum(times.total) - chain))  # as much as may be again in other blocks
+        ramped = chain / (1 - (1 - 1 / of_pipeline) ** found.places)
     backward = times.input_gradient_seconds if splits else times.backward_seconds  # W is on nobody's way
-    return max(ramped, load + frozen, sum(times.forward_seconds) + sum(backward))
+    way = max(_chains(work.grad_edges, backward, _chains(work.edges, times.forward_seconds)))
+    return max(ramped, load + frozen, way)
+
+
+@lru_cache(maxsize=1 << 10)
+def _chains(
+    pairs: frozenset[tuple[int, int]], seconds: tuple[float, ...], starts: tuple[float, ...] = ()
+) -> tuple[float, ...]:
+    """Of every block the longest chain that ends with it, of those that a start is known of; `pairs` (a, b), all
+    ascending or all descending, say that b waits for a."""
+    found = [*(starts or [0.0] * len(seconds))]
+    before: list[list[int]] = [[] for _ in seconds]
+    for first, then in pairs:
+        before[then].append(first)
+    down = any(first > then for first, then in pairs)
+    for block in range(len(seconds))[:: -1 if down else 1]:
+        found[block] = max([found[block], *(found[other] for other in before[block])]) + seconds[block]
+    return tuple(found)
 
 
 def most_again_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, below: float) -> float:
@@ -242,12 +263,14 @@ def sums_are_hidden(case: Case, staged: Staged, num_microbatches: int) -> bool:
 
 def shares_may_slow(case: Case, staged: Staged, num_samples: int) -> bool:
     """Whether a step may be longer if each replica trains a share: few bytes are summed faster for all at once, and
-    values may come later than the first micro-batch, of so many samples, wants them.
+    values may come later than the first micro-batch, of so many samples, wants them, or take from what it computes.
     """
     gather, seconds = case.cluster.all_gather_seconds, ActionSeconds(case, staged)
     arrives, free = dict[int, float](), dict[Port | tuple[int, ...], float]()
     for stage, group, size in _summed(case, staged):
         if case.cluster.all_reduce_seconds(group, size) < (2 - _ROUNDING) * gather(group, size):
+            return True
+        if case.cluster.ring_taken_seconds(group, group[0], size):
             return True
         uses = _uses(case, group)
         arrives[stage] = gather(group, size) + max(free.get(use, 0.0) for use in uses)

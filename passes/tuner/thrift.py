@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fxpipe.plan.staged import Staged
 from passes.case import Case
-from passes.tuner.bounds import compute_seconds
+from passes.tuner.bounds import compute_seconds, placed_seconds, reduction_seconds
 from passes.tuner.memory import Peaks, most, recomputed_bound, recomputed_stages, thriftier_stages
 from passes.tuner.request import Request
 from passes.tuner.trial import TooLarge, Trial
@@ -67,6 +67,10 @@ class Thrift:
         fits = most(peaks(staged)[1]) <= limit
         assert trial.too_large is not None
         least = trial.bound_seconds + (0.0 if staged.scattered else trial.too_large.saved_seconds)
+        if _place(staged) != _place(trial.placed):  # what was walked says nothing of these
+            sizes = trial.sizes(self.case)
+            sums = reduction_seconds(self.case, staged, len(sizes))
+            least = max(candidate.bound_seconds, placed_seconds(self.case, staged, sizes), sums)
         key = staged, candidate.microbatches, candidate.ahead
         if key in self._seen or (not fits and isinstance(self.request.recompute, bool)):
             return
@@ -83,3 +87,8 @@ class Thrift:
         candidate, seconds = trial.candidate, self.case.costs.at(trial.sizes(self.case)[-1]).forward_seconds
         again = sum(seconds[block] for run in staged.recompute for block in range(*run))
         return compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
+
+
+def _place(staged: Staged) -> tuple[object, ...]:
+    """What computes where."""
+    return staged.boundaries, staged.stage_ranks, staged.frozen_ranks

@@ -379,7 +379,7 @@ class Trials:
             ranks = home_ranks(self.case.graph, trial.placed)
             if len(ranks) < trial.placed.world_size:
                 staged = replace(trial.placed, frozen_ranks=(ranks,) * len(self.case.frozen.names))
-                yield Trial(trial.candidate, known_seconds, staged, is_thrifty=trial.is_thrifty)
+                yield Trial(trial.candidate, trial.candidate.bound_seconds, staged, is_thrifty=trial.is_thrifty)
 
     def _with(self, trial: Trial, training: Simulated, way: Way, only: Sequence[int] | None) -> Trial:
         """Frozen work on as many samples at once as there is room for, of `only` these pipelines."""
