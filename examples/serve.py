@@ -22,6 +22,7 @@ import asyncio
 import io
 import logging
 import os
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -74,6 +75,8 @@ class Asked:
         known = {f.name: f.type for f in fields(Asked)}
         if not isinstance(data, Mapping) or set(data) - set(known) or not isinstance(data.get("prompt"), str):
             raise Refused(f"{str(data)[:80]}: a request is a JSON object with a text 'prompt'; may have {[*known]}")
+        if any("\ud800" <= character <= "\udfff" for character in data["prompt"]):
+            raise Refused(f"prompt={data['prompt'][:80]!a}: half a surrogate pair is no character; send both or none")
         for name, low, high in (
             ("height", 1, MOST_PIXELS), ("width", 1, MOST_PIXELS), ("steps", 1, MOST_STEPS), ("seed", 0, 2**63 - 1),
             ("guidance", 0.0, 100.0), ("timeout", 0.1, LONGEST),
@@ -157,7 +160,7 @@ def app_of(desk: Desk) -> FastAPI:
     async def images(request: Request) -> Response:
         try:
             asked = Asked.of(await request.json())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # of brackets in brackets
             return said(422, str(error) if isinstance(error, Refused) else "the body is no JSON")
         if desk.failure:
             return said(503, desk.failure)
@@ -290,11 +293,16 @@ def serve(
     sampler: fxpipe.Sampler, embed: Embed, host: str, port: int, most_in_a_call: int, phases: Phases
 ) -> None:  # fmt: skip
     """On every rank: answer requests until this process is interrupted, or a rank is lost. `phases` observes the
-    sampler's compiler."""
+    sampler's compiler.
+
+    Raises:
+        OSError: another process listens there; of the thread that answers alone it would leave the ranks waiting.
+    """
     desk = Desk(most_in_a_call) if int(os.environ.get("RANK", "0")) == 0 else None
     if desk is not None:
-        config = uvicorn.Config(app_of(desk), host, port, log_level="warning")
-        threading.Thread(target=uvicorn.Server(config).run, daemon=True).start()
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        server = uvicorn.Server(uvicorn.Config(app_of(desk), log_level="warning"))
+        threading.Thread(target=server.run, args=([listening],), daemon=True).start()
     rank = Rank(sampler, embed, desk)
     phases.go_on = rank.go_on
     try:

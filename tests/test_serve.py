@@ -27,9 +27,11 @@ from tests.tiny_pipelines import tiny
 pytest.importorskip("fastapi", reason="the server is an extra")
 
 SIZES = [(40, 24), (32, 24), (24, 32)]
-BAD = [
+BAD: list[tuple[Any, str]] = [
     ({"prompt": "a", "height": 0}, "height=0: must be an integer from 1 to 4096"),
     ({"prompt": "a", "steps": 2.5}, "steps=2.5: must be an integer from 1 to 500"),
+    ({"prompt": "a \ud800"}, r"prompt='a \ud800': half a surrogate pair is no character"),
+    (b"[" * 100_000, "the body is no JSON"),
     ({"prompt": 3}, "a request is a JSON object with a text 'prompt'"),
     ({"prompt": "a", "size": 3}, "may have ['prompt', 'height'"),
     ({"prompt": "a", "height": 37}, "height=37, width=24: ValueError: `height` and `width` have to be divisible by 8"),
@@ -70,7 +72,8 @@ def rank(port: str, told: str) -> None:
 
 def ask(port: int, path: str, data: Any = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-    connection.request("GET" if data is None else "POST", path, None if data is None else json.dumps(data))
+    body = data if data is None or isinstance(data, bytes) else json.dumps(data)
+    connection.request("GET" if data is None else "POST", path, body)
     answer = connection.getresponse()
     return answer.status, answer.read()
 
@@ -95,7 +98,8 @@ def clients(port: int) -> dict[str, Any]:
         left = pool.submit(leave, port)
         late = pool.submit(ask, port, "/images", slow)
         images = [pool.submit(ask, port, "/images", asked(size, seed)) for size in SIZES for seed in (1, 2)]
-        bad = [pool.submit(ask, port, "/images", {"width": 24, **data}) for data, _ in BAD]
+        bodies = [data if isinstance(data, bytes) else {"width": 24, **data} for data, _ in BAD]
+        bad = [pool.submit(ask, port, "/images", body) for body in bodies]
         left.result()
         found: dict[str, Any] = {"images": [one.result() for one in images], "bad": [one.result() for one in bad]}
         found["late"] = late.result()
@@ -162,6 +166,14 @@ def test_clients_of_two_processes(tmp_path: Path) -> None:
     assert (told["lost"][0], told["health"][0]) == (503, 503)
     assert b"rank 1 was lost" in told["health"][1]
     assert (zero.returncode, one.returncode) == (1, -signal.SIGKILL)
+
+
+def test_a_port_that_is_taken_ends_the_server() -> None:
+    from examples import serve
+
+    nobody: Any = None
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="ddress already in use"):
+        serve.serve(nobody, embed, "127.0.0.1", taken.getsockname()[1], 2, serve.Phases())
 
 
 def embed_here(prompt: str) -> dict[str, Any]:
