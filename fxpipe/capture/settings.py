@@ -46,7 +46,7 @@ def settings_of(model: nn.Module, named: Sequence[Holder] = ()) -> Settings:
     for holder in named:
         _add_attributes(found, {key: value for key, value in holder.entries().items() if _is_told(value)}, _DEPTH)
     for part in model.modules():
-        found += type(part), type(part).forward
+        found += type(part), getattr(type(part), "forward", None)  # a script has none
         _add_attributes(found, part.__dict__, _DEPTH)
     return found
 
