@@ -7,7 +7,8 @@
     filled     the same, with the next batch's frozen work
     whole      all ranks, where some stood for others
 
-The seconds of each step are at most those of the next, so the search may stop where the least is the last.
+The seconds of each step are at most those of the next, so the search may stop where the least is the last. Frozen work
+that is looked at anew, on other ranks, begins with the bound of its candidate.
 """
 
 from __future__ import annotations
