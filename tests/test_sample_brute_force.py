@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -156,7 +156,13 @@ def test_so_are_all_choices(name: str, objective: Objective, world_size: int) ->
             check(name, world_size, objective, mode, on, 6)
 
 
-@settings(max_examples=6, derandomize=True)  # of others one of 15 is 6 to 38 % off, most at 100 MB/s
+SLOW = 1e8, 5e-5
+
+
+@settings(max_examples=4, derandomize=True)  # of 750 others 22 are 5 to 11 % off, most at 100 MB/s on a bus
+@example("two streams", 1, 3, 8, "displaced", SLOW, True)  # its one bucket leaves before the prediction
+@example("two streams", 3, 5, 7, "displaced", SLOW, True)  # hops and predictions share a bus
+@example("U-Net", 2, 4, 3, "exact", SLOW, True)  # so do groups, whose patches wait for each other in turn
 @given(st.sampled_from([*MODELS]), st.integers(1, 3), st.integers(2, 6), st.integers(1, 8), st.sampled_from([*HOWS]),
        st.sampled_from([(1.25e6, 1e-3), (1e8, 5e-5), (1e10, 2e-5), (2.4e11, 1e-5)]), st.booleans())  # fmt: skip
 def test_a_plan_keeps_what_it_promises(

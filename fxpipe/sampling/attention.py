@@ -23,7 +23,7 @@ from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import together
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.links import Links
-from fxpipe.sampling.planning import Choices, patch_speeds, patches_seen
+from fxpipe.sampling.planning import Choices, patch_speeds, seen_patches
 from passes.rows import RowPlan
 from passes.sampling.attention import alike, layers, why_not
 from passes.sampling.patches import Patch, patches_of
@@ -95,7 +95,7 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence
     fastest = tuple(min(of, key=of.__getitem__) for of in taken)
     most = _NEARLY * sum(of[kind] for of, kind in zip(taken, fastest, strict=True))
     found = {fastest: None}
-    for kind in _KINDS if len(patches_seen(made, speeds)) > 1 else ():
+    for kind in _KINDS if len({*seen_patches(made, speeds)}) > 1 else ():
         kinds = tuple(kind if kind in of else one for of, one in zip(taken, fastest, strict=True))
         if sum(of[one] for of, one in zip(taken, kinds, strict=True)) <= most:
             found[kinds] = None
@@ -104,12 +104,12 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence
 
 def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind, speeds: Sequence[float]) -> float:
     """Until the last patch has done a layer."""
-    size, seen = _size(case, made), patches_seen(made, speeds)
-    each = []
-    for patch, count in seen.items():
+    size, seen = _size(case, made), seen_patches(made, speeds)
+    each = {}
+    for patch in {*seen}:
         work = case.layer(size, made.bounds, patch, made.text_first, layer, kind, for_all=not speeds)
-        each.append(([at_speed(item, speeds[patch] if speeds else 1.0) for item in work.items], count))
-    return max(together(each, links, 0, lambda told: True)[0])
+        each[patch] = [at_speed(item, speeds[patch] if speeds else 1.0) for item in work.items]
+    return together([each[patch] for patch in (seen if len(each) > 1 else each)], links, 0, lambda told: True).seconds
 
 
 def _notes(refused: dict[fx.Node, str]) -> Sequence[str]:

@@ -13,23 +13,23 @@ from functools import cached_property
 from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import clocked, together
+from fxpipe.sampling.clocks import Buckets, begun, together
 from fxpipe.sampling.layout import Estimate, Layout, of_bytes
-from fxpipe.sampling.links import Links
-from fxpipe.sampling.planning import Choices, patches_seen
-from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP
+from fxpipe.sampling.links import Busy, Links
+from fxpipe.sampling.planning import Choices, seen_patches
+from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP, filled
 from passes.sampling.work import Item, PatchWork, Told, received_bytes
+
+_ALIKE = 3
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Of a group's ranks beside each other: seconds `once` in a call, of an exact step and of a displaced one, until
-    the group has its own prediction; bytes that the busiest rank receives of the others in a step, and that the fullest
-    one holds."""
+    """Of a group's ranks beside each other: seconds `once` in a call, of each of its steps until the group has its own
+    prediction; bytes that the busiest rank receives of the others in a step, and that the fullest one holds."""
 
     once: float
-    exact: float
-    displaced: float
+    steps: tuple[float, ...]
     received_bytes: int
     held_bytes: int
 
@@ -42,19 +42,20 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
     def pace(group: int) -> Pace:
         size, own = sizes[group % grid.groups], tuple(speeds[group * grid.patches :][: grid.patches])
         if (size, own) not in known:
-            known[size, own] = Beside(case, made, cluster, own, size).pace()
+            shares = [other / size for other in sizes]
+            known[size, own] = Beside(case, made, cluster, own, size, shares).pace(steps)
         return known[size, own]
 
     layout = Layout(case, made, cluster)
     results = [layout.result_bytes(size) for size in sizes]
-    shown, warm = links.of_groups(results), steps if made.how.mode == "exact" else min(made.how.warmup, steps)
+    shown = links.of_groups(results)
     joined = layout.moving(sum(results)) if grid.groups > 1 else 0.0
     seconds, received = 0.0, 0
     for copy in range(grid.copies if speeds else 1):
         groups = [pace(copy * grid.groups + group) for group in range(grid.groups)]
         begun = [group.once for group in groups]
         for step in range(steps):
-            ends = [at + (own.exact if step < warm else own.displaced) for at, own in zip(begun, groups, strict=True)]
+            ends = [at + own.steps[step] for at, own in zip(begun, groups, strict=True)]
             begun = [at + joined for at in _with_others(ends, shown)]
         seconds = max(seconds, *begun)
         of_others = (own.received_bytes + sum(results) - size for own, size in zip(groups, results, strict=True))
@@ -75,11 +76,12 @@ class Beside(Layout):
     take."""
 
     def __init__(
-        self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = (), size: int | None = None
-    ) -> None:
-        super().__init__(case, made, cluster)
+        self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = (), size: int | None = None,
+        shares: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(case, made, cluster, shares)
         self.size = size or self.size
-        self.seen = patches_seen(made, speeds)
+        self.seen = seen_patches(made, speeds)
         self.speeds = dict(enumerate(speeds)) or dict.fromkeys(self.seen, 1.0)
         self.for_all = not speeds
 
@@ -89,27 +91,30 @@ class Beside(Layout):
         return {p: self.case.work(self.size, self.made.bounds, p, *given) for p in self.speeds}
 
     @cached_property
-    def items(self) -> list[tuple[list[Item], int]]:
-        """Of every step, on each rank, and how many ranks do so."""
+    def items(self) -> list[list[Item]]:
+        """Of every step, of all patches."""
         once = self.case.once(self.size)
 
         def own(patch: int) -> list[Item]:
             speed, items = self.speeds[patch], self.works[patch].items
             return [_free(item) if item.name in once else at_speed(item, speed) for item in items]
 
-        return [(own(patch), count) for patch, count in self.seen.items()]
+        items = {patch: own(patch) for patch in self.works}
+        return [items[patch] for patch in self.seen]
 
     def least_seconds(self, steps: int) -> float:
         """Of a call, whatever kinds of attention exact steps have; from one patch."""
         attended = self.case.attention_seconds(self.size, self.grid.patches) if self.grid.patches > 1 else {}
         *_, speed = self.speeds.values()
-        own, _ = self.items[-1]
+        own = self.items[-1]
         items = attending(own, {name: s / speed for name, s in attended.items()})
-        exact = clocked(items, self.links, 0, lambda told: True)[0]
+        exact = together([items], self.links, 0, lambda told: True).seconds
         if self.made.how.mode == "exact":
             return steps * exact
         warm = min(self.made.how.warmup, steps)
-        return warm * exact + (steps - warm) * max(clocked(own, self.links, 0, lambda told: not self.crosses(told)))
+        busy = sum(self.links.of_patches(item.told, 0).seconds for item in own if item.told)
+        left = steps - warm  # what the last one sends nobody reads
+        return warm * exact + max(left * together([own], self.links, 0, self.waits).seconds, (left - 1) * busy)
 
     def crosses(self, told: Told) -> bool:
         """Whether it is read a step later."""
@@ -118,25 +123,53 @@ class Beside(Layout):
             return False
         return told.kind != "moments" or how.norms != "sync"
 
-    def pace(self) -> Pace:
+    def waits(self, told: Told) -> bool:
+        return not self.crosses(told)
+
+    def pace(self, steps: int) -> Pace:
         how, once, works = self.made.how, self.case.once(self.size), self.works
         first = max(
             sum(item.seconds for item in works[patch].items if item.name in once) / speed
             for patch, speed in self.speeds.items()
         )
-        exact = max(together(self.items, self.links, 0, lambda told: True)[0])
+        exact = together(self.items, self.links, 0, lambda told: True).seconds
         held = max(sum(work.held_bytes(frozenset(work.owners.values()))) for work in works.values())
-        received = received_bytes(item.told for item in self.items[-1][0] if item.told)
+        received = received_bytes(item.told for item in self.items[-1] if item.told)
         held += self.inputs_bytes() + self.case.kept_bytes(self.size)
         if how.mode == "exact":
-            return Pace(first, exact, exact, received, held)
-        computed, busy = together(self.items, self.links, 0, lambda told: not self.crosses(told))
-        crossing = {patch: self._crossing(patch) for patch in works}
-        copied = [sum(self._copies(patch, told)) / self.speeds[patch] for patch, told in crossing.items()]
-        displaced = max(*map(sum, zip(computed, copied, strict=True)), busy)
-        exact += max(sum(self._packed(told)) for told in crossing.values())
-        caches = max(map(self._cached_bytes, crossing.values()))
-        return Pace(first, exact, displaced, received, held + caches)
+            return Pace(first, (exact,) * steps, received, held)
+        warm, crossing = min(how.warmup, steps), [self._crossing(patch) for patch in works]
+        exact += max(sum(self._packed(told)) for told in crossing)
+        caches = max(map(self._cached_bytes, crossing))
+        return Pace(first, ((exact,) * warm + (*self._displaced(steps - warm),)), received, held + caches)
+
+    def _displaced(self, steps: int) -> Iterator[float]:
+        """Seconds of each of so many steps after an exact one; from the third on they are alike, but for the last,
+        which sends nothing that would be read later."""
+        more = {patch: sum(self._copies(patch, self._crossing(patch))) / self.speeds[patch] for patch in self.works}
+        copied = [more[patch] for patch in self.seen]
+        leaving, passed, seconds = self._leaving(), begun(len(copied)), 0.0
+        for step in range(steps):
+            if step < _ALIKE or step == steps - 1:
+                ends = tuple(end + more for end, more in zip(passed.ends, copied, strict=True))
+                own = leaving if step < steps - 1 else {}
+                following = together(self.items, self.links, 0, self.waits, replace(passed, ends=ends), own)
+                passed, seconds = following, following.seconds - passed.seconds
+            yield seconds
+
+    def _leaving(self) -> dict[int, Buckets]:
+        """Of a step, by the number of the exchange after which they leave."""
+        told = [item.told for item in self.items[0] if item.told and item.told.sent]
+        sent: dict[str, list[tuple[int, Busy, int]]] = {}
+        for number, one in enumerate(told):
+            if self.crosses(one) and (one.kind != "moments" or self.made.how.norms != "separate"):
+                for channels, way, size in self.links.of_channels(one, 0):
+                    sent.setdefault(channels, []).append((number, way, size))
+        found: dict[int, list[tuple[int, Busy, int]]] = {}
+        for members in sent.values():
+            for bucket in filled(members, lambda member: member[-1]):
+                found.setdefault(bucket[-1][0], []).extend(bucket)
+        return {last: _buckets(members) for last, members in found.items()}
 
     def _crossing(self, patch: int) -> list[Told]:
         """What is read of this patch a step later."""
@@ -185,6 +218,13 @@ class Beside(Layout):
         ))  # fmt: skip
         others = map(of_bytes, sources)
         return edges + sum(self.own(displaced_ops.advanced, other, other, other[0]) for other in others)
+
+
+def _buckets(members: Sequence[tuple[int, Busy, int]]) -> Buckets:
+    """That have these exchanges in them, with their ways."""
+    ways = [way for _, way, _ in members]
+    latency = max(way.latency for way in ways)
+    return Buckets(sum(way.seconds for way in ways), latency, tuple(number for number, *_ in members))
 
 
 def _free(item: Item) -> Item:

@@ -22,7 +22,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.sampling.beside import Beside, attending
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import alone, clocked
+from fxpipe.sampling.clocks import alone, together
 from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices, Request, bounds_of, grid_of
 from passes.sampling.work import PatchWork
@@ -96,7 +96,7 @@ def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) 
         own = [*places]
         if any(items[place].told for place in own):
             parts = alone(items, own)
-            total += min(clocked(parts, links, column, lambda told: True)[0] for column in columns)
+            total += min(together([parts], links, column, lambda told: True).seconds for column in columns)
         else:
             total += sum(items[place].seconds for place in own)
     return total

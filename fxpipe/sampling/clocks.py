@@ -1,59 +1,135 @@
-"""Two clocks: of a patch's work, whose exchanges travel meanwhile, and of stages that follow each other."""
+"""A clock of patches beside each other, whose exchanges travel while they work."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
+from typing import NamedTuple
 
 from fxpipe.sampling.links import Busy, Links
-from passes.sampling.cells import cells
-from passes.sampling.stages import Line, Stage
 from passes.sampling.work import Item, Told
 
 Waits = Callable[[Told], bool]
+Ends = tuple[float, ...]
 
 
-def clocked(items: Sequence[Item], links: Links, column: int, waits: Waits) -> tuple[float, float]:
-    """When these items of a patch like all others end, and the seconds in which links are busy with what they tell."""
-    (end,), busy = together([(items, 2)], links, column, waits)
-    return end, busy
+class Buckets(NamedTuple):
+    """That leave at once: seconds in which links are busy with them, the latency after, and the exchanges in them, by
+    number."""
+
+    seconds: float
+    latency: float
+    exchanges: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Patches beside each other after a step: when each ends, until when what has been sent to it is under way, and
+    when what crosses is there, by the number of the exchange."""
+
+    ends: tuple[float, ...]
+    free: tuple[float, ...]
+    there: tuple[Mapping[int, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends)
+
+
+def begun(num_patches: int) -> Passed:
+    """Before the first step."""
+    return Passed((0.0,) * num_patches, (0.0,) * num_patches, ({},) * num_patches)
 
 
 def together(
-    patches: Sequence[tuple[Sequence[Item], int]], links: Links, column: int, waits: Waits
-) -> tuple[Sequence[float], float]:
-    """When each of some patches beside each other ends, and the seconds in which links are busy. Each is one of so many
-    alike; their exchanges are the same, and are there for one when the last of the others has come to them; where these
-    are all patches there are, those that come to them earlier send earlier."""
-    walks, every = [_walked(items) for items, _ in patches], len(patches) == links.grid.patches
-    at, free, busy = [next(walk) for walk in walks], [0.0] * len(walks), 0.0
+    patches: Sequence[Sequence[Item]], links: Links, column: int, waits: Waits,
+    before: Passed | None = None, leaving: Mapping[int, Buckets] = MappingProxyType({}),
+) -> Passed:  # fmt: skip
+    """A step of patches beside each other, after another one; a single one is like all others. All have the same
+    exchanges. What nobody waits for leaves in buckets, after the exchange of that number, and is read a step later."""
+    before = before or begun(len(patches))
+    walks = [_walked(items, end) for items, end in zip(patches, before.ends, strict=True)]
+    at, free, number = [next(walk) for walk in walks], before.free, 0
+    there: list[dict[int, float]] = [{} for _ in patches]
     while (told := at[0][1]) is not None:
-        way, clocks = links.of_patches(told, column), [clock for clock, _ in at]
-        busy += way.seconds
-        taken = way.taken_by_bytes  # many that nobody waits for are one message
+        way, clocks = links.of_patches(told, column), tuple(clock for clock, _ in at)
         if waits(told):
-            taken = way.taken
-            for own, (_, count) in enumerate(patches):
-                if every:
-                    free[own] = _come(told, own, clocks, free[own], way)
-                    continue
-                others = (clock for place, clock in enumerate(clocks) if count > 1 or place != own)
-                free[own] = max(free[own], *others) + way.until_there
-        at = [walk.send((there, taken)) for walk, there in zip(walks, free, strict=True)]
+            come, free = _come(told, clocks, free, way, links.are_bus)
+            answers = [(end, way.taken) for end in come]
+        else:  # many that nobody waits for are one message
+            answers = [(of_before.get(number, 0.0), way.taken_by_bytes) for of_before in before.there]
+            if number in leaving:
+                seconds, latency, exchanges = leaving[number]  # latencies of channels pass at once
+                free = tuple(max(end - latency, *clocks) + seconds + latency for end in free)
+                for end, known in zip(free, there, strict=True):
+                    known |= dict.fromkeys(exchanges, end)
+        at, number = [walk.send(answer) for walk, answer in zip(walks, answers, strict=True)], number + 1
     assert all(told is None for _, told in at), "patches tell each other different things"
-    return [clock for clock, _ in at], busy
+    return Passed(tuple(clock for clock, _ in at), free, tuple(there))
 
 
-def _come(told: Told, own: int, clocks: Sequence[float], free: float, way: Busy) -> float:
-    """When all is there that others tell one patch, which takes one message after the other."""
-    sent = [(clocks[source], size) for source, target, size in told.sent if target == own and size]
-    total, there = sum(size for _, size in sent), free
-    for clock, size in sorted(sent):
-        there = max(there, clock) + way.seconds * size / total
-    return there + way.latency if sent else free
+def _come(told: Told, clocks: Ends, free: Ends, way: Busy, on_bus: bool) -> tuple[Ends, Ends]:
+    """When all is there that others tell each patch, and until when its links are busy."""
+    if len(clocks) == 1:
+        there = (max(*free, *clocks) + way.until_there,)
+        return there, there
+    return (_on_bus if on_bus else _by_ports)(told, clocks, free, way)
 
 
-def _walked(items: Sequence[Item]) -> Generator[tuple[float, Told | None], tuple[float, float]]:
+def _by_ports(told: Told, clocks: Ends, free: Ends, way: Busy) -> tuple[Ends, Ends]:
+    """A patch takes one message after the other, those that are sent first first, and sends all at once."""
+    sent, taken = Counter[int](), Counter[int]()
+    for source, target, size in told.sent:
+        sent[source] += size
+        taken[target] += size
+    each = way.seconds / max(*sent.values(), *taken.values())
+    there, left = {target: free[target] for target in taken}, dict[int, float]()
+    for source, target, size in sorted(told.sent, key=lambda one: clocks[one[0]]):
+        begin = max(free[target], clocks[source])
+        left[target] = max(left.get(target, 0.0), begin + each * sent[source])
+        there[target] = max(there[target], begin) + each * size
+    come = tuple(max(there[own], left[own]) + way.latency if own in there else end for own, end in enumerate(free))
+    return come, come
+
+
+def _on_bus(told: Told, clocks: Ends, free: Ends, way: Busy) -> tuple[Ends, Ends]:
+    """Patches that send at once share the bus; each sends one message to the others after another."""
+    sizes, come = Counter[int](), [0.0] * len(free)
+    for source, _, size in told.sent:
+        sizes[source] += size
+    sent = {
+        source: (max(clocks[source], free[source]), way.seconds * size / sizes.total())
+        for source, size in sizes.items()
+    }
+    ends = {source: end + way.latency for source, end in _shared(sent).items()}
+    for source, target, _ in told.sent:
+        come[target] = max(come[target], ends[source])
+    return tuple(come), tuple(ends.get(own, end) for own, end in enumerate(free))
+
+
+def _shared(sent: Mapping[int, tuple[float, float]]) -> dict[int, float]:
+    """When what begins then and takes so long alone ends, where all that is under way at once goes equally fast."""
+    left, ends, now = {one: seconds for one, (_, seconds) in sent.items()}, dict[int, float](), 0.0
+    while left:
+        now = max(now, min(sent[one][0] for one in left))
+        going = [one for one in left if sent[one][0] <= now]
+        first = min(going, key=left.__getitem__)
+        until = min((sent[one][0] for one in left if sent[one][0] > now), default=inf)
+        if (end := now + left[first] * len(going)) <= until:
+            until = ends[first] = end
+        for one in going:
+            left[one] -= (until - now) / len(going)
+        if first in ends:
+            del left[first]
+        now = until
+    return ends
+
+
+def _walked(items: Sequence[Item], begin: float) -> Generator[tuple[float, Told | None], tuple[float, float]]:
     """One patch's clock at everything that it tells, and at its end; answered by when that is there, and the seconds
     that sending it takes from what comes next."""
-    clock = owed = 0.0
+    clock, owed = begin, 0.0
     told: dict[int, float] = {}
     for place, item in enumerate(items):
         for read in item.reads:
@@ -77,45 +153,3 @@ def alone(items: Sequence[Item], places: Sequence[int]) -> list[Item]:
         Item(items[p].name, items[p].seconds, items[p].told, tuple(now[r] for r in items[p].reads if r in now))
         for p in places
     ]
-
-
-def paced(
-    line: Line, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
-    hop: Callable[[Stage, int, str, int], Busy], shown: Callable[[Stage, int], float],
-    follows: bool,
-) -> list[float]:  # fmt: skip
-    """When each of some steps ends.
-
-    Args:
-        seconds: of a stage at a turn.
-        hop: of a stage's value, at a turn, to a column.
-        shown: seconds until the prediction of a turn is on all ranks.
-        follows: whether a turn's next step begins when its prediction is there, not those of all turns.
-    """
-    order = cells(line, num_turns)
-    free = [0.0] * line.num_columns
-    wires: dict[tuple[int, int], float] = {}
-    begin, ends = [0.0] * num_turns, list[float]()
-    for _ in range(num_steps):
-        arrived: dict[tuple[str, int, int], tuple[float, float]] = {}
-        for cell in order:
-            stage, turn = cell.stage, cell.turn
-            start = max(free[stage.column], begin[turn] if stage.index == 0 else 0.0)
-            come = [
-                arrived[value, turn, stage.column] for value in stage.reads if (value, turn, stage.column) in arrived
-            ]
-            start = max([start + sum(taken for _, taken in come), *(there for there, _ in come)])
-            free[stage.column] = end = start + seconds(stage, turn)
-            for value in stage.returns:
-                for column in line.readers(value):
-                    if column != stage.column:
-                        way, wire = hop(stage, turn, value, column), (stage.column, column)
-                        wires[wire] = max(wires.get(wire, 0.0), end) + way.until_there
-                        arrived[value, turn, column] = wires[wire], way.taken
-                        free[stage.column] += way.taken
-            if stage == line.stages[-1]:
-                begin[turn] = end + shown(stage, turn)
-        ends.append(max(begin))
-        if not follows:
-            begin, free = [ends[-1]] * num_turns, [ends[-1]] * line.num_columns
-    return ends

@@ -12,10 +12,11 @@ from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
 from fxpipe.sampling.beside import at_speed
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import alone, paced, together
+from fxpipe.sampling.clocks import alone, together
 from fxpipe.sampling.layout import Estimate, Layout
 from fxpipe.sampling.links import Busy
-from fxpipe.sampling.planning import Choices, patches_seen
+from fxpipe.sampling.paced import paced
+from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.stages import Stage, line_of, num_blocks
 from passes.sampling.work import Item, PatchWork
 
@@ -29,7 +30,7 @@ class Columns(Layout):
         assert made.spans is not None
         places = self.grid.stages * self.grid.patches
         self.speeds = [min(speeds[place::places]) for place in range(places)] if speeds else [1.0] * places
-        self.seen = patches_seen(made, self.speeds[: self.grid.patches]) if speeds else {0: self.grid.patches}
+        self.seen = seen_patches(made, self.speeds[: self.grid.patches]) if speeds else (0,)
         self.run = case.run_size(self.grid)
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
         self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
@@ -74,16 +75,15 @@ class Columns(Layout):
         key = stage.index, work, early
         if key not in self._seconds:
             wait, column = fresh or not self.in_turn, stage.column
-            beside = [(work, 0, 1)] if not wait else [(self.fresh_works[p], p, count) for p, count in self.seen.items()]
-            each = [([at_speed(item, self.speed(column, p)) for item in _of(one, stage.nodes)], count)
-                    for one, p, count in beside]  # fmt: skip
-            taken = max(together(each, self.links, column, lambda told: wait)[0])
+            beside = [*self.fresh_works.items()] if wait else [(0, work)]
+            each = [[at_speed(item, self.speed(column, p)) for item in _of(one, stage.nodes)] for p, one in beside]
+            taken = together(each, self.links, column, lambda told: wait).seconds
             if not wait:
-                kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0][0] if item.told)
+                kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0] if item.told)
                 taken += sum(count * self._kept(*told) for told, count in kept.items()) / self.speed(column, 0)
             if early:
                 names = self.column_names[column] & self.line.early - self.case.once(self.run)
-                taken += max(_seconds_of(one, names) / self.speed(column, p) for one, p, _ in beside)
+                taken += max(_seconds_of(one, names) / self.speed(column, p) for p, one in beside)
             self._seconds[key] = taken
         return self._seconds[key]
 
@@ -110,7 +110,7 @@ class Columns(Layout):
         def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
             return self.links.between(stage.column, column, self.work(turn, fresh).bytes_of(value))
 
-        def shown(stage: Stage, turn: int) -> float:
+        def shown(stage: Stage, turn: int) -> Busy:
             result = self.work(turn, fresh).bytes_of(self.case.rows(self.run).sized.result.name)
             if self.in_turn:
                 return self.links.to_all(stage.column, result)
@@ -119,7 +119,7 @@ class Columns(Layout):
         def seconds(stage: Stage, turn: int) -> float:
             return self.seconds(stage, turn, fresh)
 
-        return paced(self.line, turns, num_steps, seconds, hop, shown, not fresh)
+        return paced(self.line, turns, num_steps, seconds, hop, shown, self.links.are_bus, not fresh)
 
     def estimate(self, steps: int) -> Estimate:
         once = self.case.once(self.run)

@@ -1,6 +1,6 @@
 """What estimates of all layouts share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ class Estimate:
 class Layout:
     """A layout of a case, on a cluster's links."""
 
-    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster) -> None:
+    def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, shares: Sequence[float] = ()) -> None:
         self.case, self.made, self.grid = case, made, made.grid
-        self.links = Links(cluster, self.grid)
+        self.links = Links(cluster, self.grid, shares)
         self.size = case.group_size(self.grid)
 
     def moving(self, num_bytes: float) -> float:

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
@@ -27,8 +29,9 @@ class Busy(NamedTuple):
 class Links:
     """A cluster's links, as a grid's ranks use them."""
 
-    def __init__(self, cluster: Cluster, grid: Grid) -> None:
-        self.cluster, self.grid = cluster, grid
+    def __init__(self, cluster: Cluster, grid: Grid, shares: Sequence[float] = ()) -> None:
+        """Of what is told of one group's patches, those of every group send these `shares`; all as much by default."""
+        self.cluster, self.grid, self.shares = cluster, grid, shares or [1.0] * grid.groups
         self._known: dict[tuple[Transfer, ...], Busy] = {}
         self._told: dict[tuple[int, int], tuple[Sent, Busy]] = {}
 
@@ -36,13 +39,33 @@ class Links:
         """An exchange of a column's patches."""
         key = column, id(told.sent)  # exchanges alike have one and the same; kept here, it stays the only one of its id
         if key not in self._told:
-            transfers = (
-                (self._rank(group, column, src), self._rank(group, column, dst), size)
-                for group in range(self.grid.groups)
-                for src, dst, size in told.sent
-            )
-            self._told[key] = told.sent, self._at_once(transfers)
+            self._told[key] = told.sent, self._of_column(told.sent, column)
         return self._told[key][1]
+
+    def _of_column(self, sent: Sent, column: int) -> Busy:
+        return self._at_once(
+            (self._rank(group, column, src), self._rank(group, column, dst), size * share)
+            for group, share in enumerate(self.shares)
+            for src, dst, size in sent
+        )
+
+    @cached_property
+    def are_bus(self) -> bool:
+        """Whether all messages of a copy pass one port."""
+        ports = {route(self.cluster, a, b)[1] for a, b in pairwise(range(self.grid.of_copy))}
+        return len(ports) == 1 and len(*ports) == 1
+
+    def of_channels(self, told: Told, column: int) -> list[tuple[str, Busy, int]]:
+        """An exchange by the channels that share buckets, to the next patches or to others, moments apart: how long
+        its messages travel, and bytes of the largest."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for source, target, size in told.sent:
+            near = "near" if abs(source - target) == 1 else "far"
+            found.setdefault("moments" if told.kind == "moments" else near, []).append((source, target, size))
+        return [
+            (channels, self._of_column(tuple(sent), column), max(size for *_, size in sent))
+            for channels, sent in found.items()
+        ]
 
     def between(self, source: int, target: int, num_bytes: int) -> Busy:
         """A value of every patch from column to column."""
@@ -52,13 +75,13 @@ class Links:
             for patch in range(self.grid.patches)
         )
 
-    def to_all(self, column: int, num_bytes: int) -> float:
+    def to_all(self, column: int, num_bytes: int) -> Busy:
         """A prediction from a column's first patch of every group to all other ranks."""
         sources = [self._rank(group, column, 0) for group in range(self.grid.groups)]
         ranks = range(self.grid.of_copy)
-        return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst).until_there
+        return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst)
 
-    def to_columns(self, column: int, num_bytes: int) -> float:
+    def to_columns(self, column: int, num_bytes: int) -> Busy:
         """A prediction from every patch of a column to those of all others."""
         groups, patches, others = range(self.grid.groups), range(self.grid.patches), range(self.grid.stages)
         return self._at_once(
@@ -67,7 +90,7 @@ class Links:
             for patch in patches
             for other in others
             if other != column
-        ).until_there
+        )
 
     def of_groups(self, sizes: Sequence[int]) -> list[float]:
         """Until every group's prediction of so many bytes is at all others, where all are told at once."""

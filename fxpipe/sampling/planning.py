@@ -198,17 +198,15 @@ def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
     return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
 
 
-def patches_seen(made: Choices, speeds: Sequence[float] = ()) -> dict[int, int]:
-    """Those whose work says what all take, and how many each stands for: every patch where these are their `speeds`. Of
-    equal ranks one with neighbours on both sides, where there is one, and the first or last that has the text alone or
-    more rows."""
+def seen_patches(made: Choices, speeds: Sequence[float] = ()) -> tuple[int, ...]:
+    """For every patch the one whose work says what it takes: its own where these are their `speeds`; of equal ranks, of
+    as many rows and as much text, one with neighbours on both sides where there is one."""
     if speeds:
-        return dict.fromkeys(range(len(speeds)), 1)
-    sizes = [stop - start for start, stop in pairwise(made.bounds)]
-    inner = max(range(1, len(sizes) - 1) or range(len(sizes)), key=sizes.__getitem__)
-    ends = {0, len(sizes) - 1} - {inner}
-    apart = [end for end in ends if sizes[end] > sizes[inner] or (made.text_first and end == 0)]
-    return dict.fromkeys(apart, 1) | {inner: len(sizes) - len(apart)}
+        return tuple(range(len(speeds)))
+    kinds = [(stop - start, made.text_first and not start) for start, stop in pairwise(made.bounds)]
+    last = len(kinds) - 1
+    first_of = {kinds[patch]: patch for patch in (last, 0, *range(last - 1, 0, -1))}
+    return tuple(map(first_of.__getitem__, kinds))
 
 
 def _ranks(grid: Grid, column: int) -> Iterator[int]:

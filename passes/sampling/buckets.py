@@ -7,13 +7,15 @@ A bucket has messages of one channel and dtype, in the order of the graph; momen
 member is made, so that is its place among the channel's messages.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from fxpipe.plan.rank_program import Message
 
 MOST_BYTES, LEAST_BYTES, PER_STEP = 16 * 2**20, 2**18, 8
 """Bytes of a bucket; how many there are at least: one that leaves at the end of a step has no time to arrive."""
+T = TypeVar("T")
 Key = tuple[str, str]
 """An exchange by its name and kind."""
 
@@ -27,7 +29,7 @@ def displaced_messages(messages: Sequence[Message], fresh: Collection[Key]) -> t
     in this step."""
     kept = [message for message in messages if key_of(message) in fresh]
     crossing = sorted((message for message in messages if key_of(message) not in fresh), key=_group)
-    members = [bucket for _, group in groupby(crossing, _group) for bucket in _filled([*group])]
+    members = [bucket for _, group in groupby(crossing, _group) for bucket in filled([*group], _num_bytes)]
     members.sort(key=lambda bucket: bucket[-1].edge)
     numbers: dict[tuple[int, int], int] = {}
     first = 1 + max((message.edge for message in messages), default=-1)
@@ -38,20 +40,24 @@ def displaced_messages(messages: Sequence[Message], fresh: Collection[Key]) -> t
     return tuple(sorted(kept, key=lambda message: (message.members or (message,))[-1].edge))
 
 
+def _num_bytes(message: Message) -> int:
+    return message.num_bytes
+
+
 def _group(message: Message) -> tuple[tuple[int, int], str, bool]:
     return message.channel, str(message.dtype), message.kind == "moments"
 
 
-def _filled(messages: list[Message]) -> Iterator[list[Message]]:
-    """A bucket holds an eighth of what one channel sends, within bounds; a single message may be larger."""
-    most = min(max(sum(message.num_bytes for message in messages) // PER_STEP, LEAST_BYTES), MOST_BYTES)
-    bucket, size = list[Message](), 0
+def filled(messages: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Those of one channel by buckets: one holds an eighth of all, within bounds; a single message may be larger."""
+    most = min(max(sum(map(num_bytes, messages)) // PER_STEP, LEAST_BYTES), MOST_BYTES)
+    bucket, size = list[T](), 0
     for message in messages:
-        if bucket and size + message.num_bytes > most:
+        if bucket and size + num_bytes(message) > most:
             yield bucket
             bucket, size = [], 0
         bucket.append(message)
-        size += message.num_bytes
+        size += num_bytes(message)
     yield bucket
 
 

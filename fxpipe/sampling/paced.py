@@ -1,0 +1,72 @@
+"""A clock of stages, through which samples or patches follow each other.
+
+stage 0  |0|1|2|   |0|1|2|            a turn's next step begins when its prediction is back, and its column free
+stage 1    |0|1|2|   |0|1|2|
+"""
+
+from bisect import insort
+from collections.abc import Callable
+
+from fxpipe.sampling.links import Busy
+from passes.sampling.cells import cells
+from passes.sampling.stages import Line, Stage
+
+
+def paced(
+    line: Line, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
+    hop: Callable[[Stage, int, str, int], Busy], shown: Callable[[Stage, int], Busy],
+    on_bus: bool, follows: bool,
+) -> list[float]:  # fmt: skip
+    """When each of some steps ends.
+
+    Args:
+        seconds: of a stage at a turn.
+        hop: of a stage's value, at a turn, to a column.
+        shown: the prediction of a turn, to all ranks.
+        on_bus: whether what columns send each other is one after another.
+        follows: whether a turn's next step begins when its prediction is there, not those of all turns.
+    """
+    order = cells(line, num_turns)
+    free = [0.0] * line.num_columns
+    channels: dict[tuple[int, int], float] = {}
+    bus: list[tuple[float, float]] = []
+    begin, ends = [0.0] * num_turns, list[float]()
+
+    def sent(channel: tuple[int, int], end: float, way: Busy) -> float:
+        begin = max(end, channels.get(channel, 0.0))
+        sent = _booked(bus, begin, way.seconds) if on_bus else begin + way.seconds
+        channels[channel] = sent + way.latency
+        return channels[channel]
+
+    for _ in range(num_steps):
+        arrived: dict[tuple[str, int, int], tuple[float, float]] = {}
+        for cell in order:
+            stage, turn = cell.stage, cell.turn
+            start = max(free[stage.column], begin[turn] if stage.index == 0 else 0.0)
+            come = [
+                arrived[value, turn, stage.column] for value in stage.reads if (value, turn, stage.column) in arrived
+            ]
+            start = max([start + sum(taken for _, taken in come), *(there for there, _ in come)])
+            free[stage.column] = end = start + seconds(stage, turn)
+            for value in stage.returns:
+                for column in line.readers(value):
+                    if column != stage.column:
+                        way = hop(stage, turn, value, column)
+                        arrived[value, turn, column] = sent((stage.column, column), end, way), way.taken
+                        free[stage.column] += way.taken
+            if stage == line.stages[-1]:
+                begin[turn] = sent((stage.column, -1), end, shown(stage, turn))
+        ends.append(max(begin))
+        if not follows:
+            begin, free = [ends[-1]] * num_turns, [ends[-1]] * line.num_columns
+    return ends
+
+
+def _booked(bus: list[tuple[float, float]], begin: float, seconds: float) -> float:
+    """The end of the first span of so many seconds in which the bus is free; not so from now on."""
+    for start, stop in bus:
+        if begin + seconds <= start:
+            break
+        begin = max(begin, stop)
+    insort(bus, (begin, begin + seconds))
+    return begin + seconds
