@@ -88,8 +88,8 @@ class Timeline:
 
     @cached_property
     def makespan_seconds(self) -> float:
-        """From the start of the step to the last event's end."""
-        return max((e.end_seconds for e in self.events), default=0.0)
+        """From the start of the step until all ranks are done; what is read a step later may be under way yet."""
+        return max((e.end_seconds for e in self.events if e.kind != "transfer"), default=0.0)
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import Buckets, begun, together
 from fxpipe.sampling.layout import Estimate, Layout, of_bytes
-from fxpipe.sampling.links import Busy, Links
+from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP, filled
 from passes.sampling.work import Item, PatchWork, Told, received_bytes
@@ -113,7 +113,7 @@ class Beside(Layout):
             return steps * exact
         warm = min(self.made.how.warmup, steps)
         busy = sum(self.links.of_patches(item.told, 0).seconds for item in own if item.told)
-        left = steps - warm  # what the last one sends nobody reads
+        left = steps - warm  # what the last one sends nobody waits for
         return warm * exact + max(left * together([own], self.links, 0, self.waits).seconds, (left - 1) * busy)
 
     def crosses(self, told: Told) -> bool:
@@ -144,32 +144,35 @@ class Beside(Layout):
         return Pace(first, ((exact,) * warm + (*self._displaced(steps - warm),)), received, held + caches)
 
     def _displaced(self, steps: int) -> Iterator[float]:
-        """Seconds of each of so many steps after an exact one; from the third on they are alike, but for the last,
-        which sends nothing that would be read later."""
+        """Seconds of each of so many steps after an exact one; from the third on they are alike."""
         more = {patch: sum(self._copies(patch, self._crossing(patch))) / self.speeds[patch] for patch in self.works}
-        copied = [more[patch] for patch in self.seen]
-        leaving, passed, seconds = self._leaving(), begun(len(copied)), 0.0
+        leaving, passed, seconds = self._leaving(), begun(len(self.seen)), 0.0
         for step in range(steps):
-            if step < _ALIKE or step == steps - 1:
-                ends = tuple(end + more for end, more in zip(passed.ends, copied, strict=True))
-                own = leaving if step < steps - 1 else {}
-                following = together(self.items, self.links, 0, self.waits, replace(passed, ends=ends), own)
+            if step < _ALIKE:
+                ends = tuple(end + more[patch] for end, patch in zip(passed.ends, self.seen, strict=True))
+                following = together(self.items, self.links, 0, self.waits, replace(passed, ends=ends), leaving)
                 passed, seconds = following, following.seconds - passed.seconds
             yield seconds
 
     def _leaving(self) -> dict[int, Buckets]:
         """Of a step, by the number of the exchange after which they leave."""
         told = [item.told for item in self.items[0] if item.told and item.told.sent]
-        sent: dict[str, list[tuple[int, Busy, int]]] = {}
+        sent: dict[str, list[tuple[int, float, int]]] = {}
         for number, one in enumerate(told):
             if self.crosses(one) and (one.kind != "moments" or self.made.how.norms != "separate"):
-                for channels, way, size in self.links.of_channels(one, 0):
-                    sent.setdefault(channels, []).append((number, way, size))
-        found: dict[int, list[tuple[int, Busy, int]]] = {}
+                for channels, seconds, size in self.links.of_channels(one, 0):
+                    sent.setdefault(channels, []).append((number, seconds, size))
+        found: dict[int, list[tuple[int, float, int]]] = {}
         for members in sent.values():
-            for bucket in filled(members, lambda member: member[-1]):
+            *full, late = filled(members, lambda member: member[-1])
+            for bucket in full:
                 found.setdefault(bucket[-1][0], []).extend(bucket)
-        return {last: _buckets(members) for last, members in found.items()}
+            found.setdefault(len(told) - 1, []).extend(late)
+        latency = max((self.links.of_patches(one, 0).latency for one in told), default=0.0)
+        return {
+            last: Buckets(sum(seconds for _, seconds, _ in bucket) + latency, tuple(number for number, *_ in bucket))
+            for last, bucket in found.items()
+        }
 
     def _crossing(self, patch: int) -> list[Told]:
         """What is read of this patch a step later."""
@@ -218,13 +221,6 @@ class Beside(Layout):
         ))  # fmt: skip
         others = map(of_bytes, sources)
         return edges + sum(self.own(displaced_ops.advanced, other, other, other[0]) for other in others)
-
-
-def _buckets(members: Sequence[tuple[int, Busy, int]]) -> Buckets:
-    """That have these exchanges in them, with their ways."""
-    ways = [way for _, way, _ in members]
-    latency = max(way.latency for way in ways)
-    return Buckets(sum(way.seconds for way in ways), latency, tuple(number for number, *_ in members))
 
 
 def _free(item: Item) -> Item:

@@ -15,11 +15,9 @@ Ends = tuple[float, ...]
 
 
 class Buckets(NamedTuple):
-    """That leave at once: seconds in which links are busy with them, the latency after, and the exchanges in them, by
-    number."""
+    """That leave at once: seconds until they are there, alone on their links, and the exchanges in them, by number."""
 
-    seconds: float
-    latency: float
+    until_there: float
     exchanges: tuple[int, ...]
 
 
@@ -59,11 +57,10 @@ def together(
             answers = [(end, way.taken) for end in come]
         else:  # many that nobody waits for are one message
             answers = [(of_before.get(number, 0.0), way.taken_by_bytes) for of_before in before.there]
-            if number in leaving:
-                seconds, latency, exchanges = leaving[number]  # latencies of channels pass at once
-                free = tuple(max(end - latency, *clocks) + seconds + latency for end in free)
-                for end, known in zip(free, there, strict=True):
-                    known |= dict.fromkeys(exchanges, end)
+        if number in leaving:
+            free = tuple(max(end, *clocks) + leaving[number].until_there for end in free)
+            for end, known in zip(free, there, strict=True):
+                known |= dict.fromkeys(leaving[number].exchanges, end)
         at, number = [walk.send(answer) for walk, answer in zip(walks, answers, strict=True)], number + 1
     assert all(told is None for _, told in at), "patches tell each other different things"
     return Passed(tuple(clock for clock, _ in at), free, tuple(there))

@@ -39,15 +39,13 @@ class Links:
         """An exchange of a column's patches."""
         key = column, id(told.sent)  # exchanges alike have one and the same; kept here, it stays the only one of its id
         if key not in self._told:
-            self._told[key] = told.sent, self._of_column(told.sent, column)
+            transfers = (
+                (self._rank(group, column, src), self._rank(group, column, dst), size * share)
+                for group, share in enumerate(self.shares)
+                for src, dst, size in told.sent
+            )
+            self._told[key] = told.sent, self._at_once(transfers)
         return self._told[key][1]
-
-    def _of_column(self, sent: Sent, column: int) -> Busy:
-        return self._at_once(
-            (self._rank(group, column, src), self._rank(group, column, dst), size * share)
-            for group, share in enumerate(self.shares)
-            for src, dst, size in sent
-        )
 
     @cached_property
     def are_bus(self) -> bool:
@@ -55,17 +53,15 @@ class Links:
         ports = {route(self.cluster, a, b)[1] for a, b in pairwise(range(self.grid.of_copy))}
         return len(ports) == 1 and len(*ports) == 1
 
-    def of_channels(self, told: Told, column: int) -> list[tuple[str, Busy, int]]:
-        """An exchange by the channels that share buckets, to the next patches or to others, moments apart: how long
-        its messages travel, and bytes of the largest."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
+    def of_channels(self, told: Told, column: int) -> list[tuple[str, float, int]]:
+        """An exchange by the channels that share buckets, to the next patches or to others, moments apart: their share
+        of its seconds, and bytes of the largest message."""
+        sizes: dict[str, list[int]] = {}
         for source, target, size in told.sent:
             near = "near" if abs(source - target) == 1 else "far"
-            found.setdefault("moments" if told.kind == "moments" else near, []).append((source, target, size))
-        return [
-            (channels, self._of_column(tuple(sent), column), max(size for *_, size in sent))
-            for channels, sent in found.items()
-        ]
+            sizes.setdefault("moments" if told.kind == "moments" else near, []).append(size)
+        each = self.of_patches(told, column).seconds / sum(map(sum, sizes.values()))
+        return [(channels, each * sum(own), max(own)) for channels, own in sizes.items()]
 
     def between(self, source: int, target: int, num_bytes: int) -> Busy:
         """A value of every patch from column to column."""

@@ -139,6 +139,5 @@ class Machine:
 
     def _finish(self, edge: int, end: float) -> None:
         self.arrival_seconds[edge] = end
-        self.end_seconds = max(self.end_seconds, end)
         for rank, since in self._waiting.pop(edge, ()):
             heapq.heappush(self._ready, (since, rank))

@@ -1,13 +1,14 @@
 """Buckets: the messages that cross from a step to the next, packed so that they are few.
 
 fresh      k -> 1 | v -> 1 | edge -> 1 | moments -> 1 | prediction -> 1      each waited for in this step
-displaced  [k v edge] -> 1 | [moments] -> 1           | prediction -> 1      a bucket is waited for a step later
+displaced  [k v] -> 1 | prediction -> 1 | [edge] -> 1 | [moments] -> 1       a bucket is waited for a step later
 
 A bucket has messages of one channel and dtype, in the order of the graph; moments travel apart. It leaves when its last
-member is made, so that is its place among the channel's messages.
+member is made, so that is its place among the channel's messages; the last of its kind, which is not full before the
+end, leaves after all that is waited for in this step.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -37,7 +38,13 @@ def displaced_messages(messages: Sequence[Message], fresh: Collection[Key]) -> t
         channel = bucket[0].channel
         numbers[channel] = numbers.get(channel, -1) + 1
         kept.append(_bucket(edge, f"bucket_{numbers[channel]}", bucket))
-    return tuple(sorted(kept, key=lambda message: (message.members or (message,))[-1].edge))
+    late = leaving_last(message for message in kept if message.crosses)
+    return tuple(sorted(kept, key=lambda one: (one.edge in late, (one.members or (one,))[-1].edge)))
+
+
+def leaving_last(buckets: Iterable[Message]) -> frozenset[int]:
+    """The edges of each channel's last bucket of a kind."""
+    return frozenset({_group(bucket.members[0]): bucket.edge for bucket in buckets}.values())
 
 
 def _num_bytes(message: Message) -> int:

@@ -11,7 +11,7 @@ arrived. Where nothing changes from a step to the next a displaced step is exact
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import FALLEN
 from passes.rows import RowPlan
-from passes.sampling.buckets import Key, key_of
+from passes.sampling.buckets import Key, key_of, leaving_last
 from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import FormWriter
 from passes.sampling.patches import Patch
@@ -116,25 +116,29 @@ class DisplacedWriter(CrossingWriter):
         self._made: dict[int, fx.Node] = {}
         self._unpacked: dict[int, fx.Node] = {}
         self._num_fallen: list[fx.Node] = []
+        self._late = leaving_last(self.buckets)
+        self._last_waited = next(reversed(self.messages), None)
 
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
-        if not self.crossing.of(exchange):
-            return super().swap(exchange, value_for)
         key = exchange.name, exchange.kind
+        if not self.crossing.of(exchange):
+            received = super().swap(exchange, value_for)
+            if self.sends and key == self._last_waited:
+                self._close(bucket for bucket in self.buckets if bucket.edge in self._late)
+            return received
         if self.sends:
             self._send(key, value_for)
         read = [(bucket, member) for bucket in self.come for member in bucket.members if key_of(member) == key]
         return lambda: {bucket.src: self.before(bucket, member) for bucket, member in read}
 
     def _send(self, key: Key, value_for: Callable[[int], fx.Node]) -> None:
-        """Keep what buckets take; send, and post, those of which this exchange is the last."""
+        """Keep what buckets take; send, and post, those that this exchange fills."""
         for bucket in self.buckets:
             for member in bucket.members:
                 if key_of(member) == key and member.src == self.patch.index:
                     self._made[member.edge] = self._kept(member, value_for(member.dst))
-        closed = [bucket for bucket in self.buckets if key_of(bucket.members[-1]) == key]
-        for bucket in sorted(closed, key=lambda bucket: bucket.src == self.patch.index):  # posted before sent, as fresh
-            self._close(bucket)
+        full = (bucket for bucket in self.buckets if bucket.edge not in self._late)
+        self._close(bucket for bucket in full if key_of(bucket.members[-1]) == key)
 
     def _kept(self, member: Message, value: fx.Node) -> fx.Node:
         """A value until its bucket leaves; a few rows are copied, or all of what they are rows of would be kept."""
@@ -142,7 +146,13 @@ class DisplacedWriter(CrossingWriter):
             return value
         return self.call(displaced_ops.flat, ([value],), f"{member.value}_edge_for_{member.dst}")
 
-    def _close(self, bucket: Message) -> None:
+    def _close(self, buckets: Iterable[Message]) -> None:
+        for bucket in sorted(
+            buckets, key=lambda bucket: bucket.src == self.patch.index
+        ):  # posted before sent, as fresh
+            self._leave(bucket)
+
+    def _leave(self, bucket: Message) -> None:
         if bucket.src == self.patch.index:
             values = [self._made.pop(member.edge) for member in bucket.members]
             flat = self.call(displaced_ops.pack, (values,), f"{bucket.value}_to_{bucket.dst}")
