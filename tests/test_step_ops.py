@@ -15,6 +15,7 @@ import passes.step_ops
 from cost_models.devices import device
 from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
 from fxpipe.back_end import BackEnd
+from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.collector import held_collector
@@ -105,7 +106,8 @@ def costed(name: str) -> CostedStep:
     torch.manual_seed(0)
     own = {"unet": lambda: TinyUNet("no_grad"), "tied": Tied, "returning": Returning}
     model = own.get(name, ZOO.get(name))()  # type: ignore[misc]
-    return costed_step(example_of(model, None, BATCH_SIZE), device("A100-80GB"), Cut(NUM_BLOCKS, None, 4))
+    example, cut = example_of(model, None, BATCH_SIZE), Cut(NUM_BLOCKS, None, 4)
+    return costed_step(example, device("A100-80GB"), cut, cache=cache_folder(True))
 
 
 def plan_of(name: str, case: Case, staged: Staged, microbatches: int) -> Plan:
