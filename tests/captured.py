@@ -6,22 +6,28 @@ import torch
 from torch import nn
 
 from fxpipe.capture import Capture, capture
-from fxpipe.capture.inputs import describe
+from fxpipe.capture.cache import cache_folder, cached_capture
+from fxpipe.capture.inputs import InputSpec, describe
 from tests.models import ZOO
 
 
 def captured(model: nn.Module, batch_size: int = 6) -> Capture:
     """The capture of a model that makes its own example inputs."""
-    inputs = model.example_inputs(batch_size)  # type: ignore[operator]
-    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-    spec, examples = describe(model, args, kwargs, None)
-    return capture(model, spec, examples)
+    return capture(model, *_call(model, batch_size))
 
 
 @cache
 def zoo(name: str) -> Capture:
+    """Made by one of the processes that run tests."""
     torch.manual_seed(0)
-    return captured(ZOO[name]())
+    model = ZOO[name]()
+    return cached_capture(model, *_call(model, 6), cache_folder(True))
+
+
+def _call(model: nn.Module, batch_size: int) -> tuple[InputSpec, list[torch.Tensor]]:
+    inputs = model.example_inputs(batch_size)  # type: ignore[operator]
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    return describe(model, args, kwargs, None)
 
 
 def work(graph: Capture) -> dict[str, float]:

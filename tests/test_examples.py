@@ -103,7 +103,7 @@ def test_demo_fits_80_columns_and_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    demo.main(["--world-size", "2", "--batch-size", "2", "--steps", "2", "--out", str(tmp_path)])
+    demo.main(["--world-size", "2", "--steps", "2", "--out", str(tmp_path)])
     shown, warned = capsys.readouterr()
     assert max(map(len, shown.splitlines())) <= 80
     assert "exact, up to rounding" in shown

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.capture import export
 from fxpipe.models.backbones import prediction_of
-from tests.denoisers import case, noise
+from tests.denoisers import case, noise, small
 
 TABLE = {"12": 3.0}
 WIDTHS = {(12, 8): 2.0}
@@ -173,7 +173,7 @@ def test_numbers_of_samples_by_which_forward_decides_have_graphs_of_their_own(de
 
 
 def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
-    given = case("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
+    given = small("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
     first, other = (of_size(dict(given.example), size, size) for size in (12, 20))
     sampler = fxpipe.compile_sampler(given.model, 2, example=first, patches=2, sizes="any")
     del traces[:]

@@ -103,7 +103,7 @@ def export_step(
     inputs: InputSpec,
     examples: Sequence[torch.Tensor],
     result_of: ResultsOf,
-    surroundings: Surroundings | None = None,
+    surroundings: Surroundings | None,
 ) -> Exported:
     """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is.
 

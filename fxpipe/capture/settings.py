@@ -38,7 +38,7 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def settings_of(model: nn.Module, named: Sequence[Holder] = ()) -> Settings:
+def settings_of(model: nn.Module, named: Sequence[Holder]) -> Settings:
     """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
     found: Settings = [nn.functional.scaled_dot_product_attention]
     for name in _AROUND:

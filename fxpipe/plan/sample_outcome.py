@@ -60,7 +60,7 @@ class SampleOutcome:
 _LAYOUT = ("groups of samples", "stages", "ranks per patch", "patches in turn", "line", "exchanges", "copies")
 
 
-def sample_table(outcomes: Sequence[SampleOutcome], rows: int | None = None) -> Table:
+def sample_table(outcomes: Sequence[SampleOutcome], rows: int | None) -> Table:
     """The ranked table, the chosen one first."""
     many = any(one.layout.requests > 1 for one in outcomes)
     table = Table(title=f"{len(outcomes)} layouts", title_justify="left")

@@ -55,7 +55,7 @@ def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return found
 
 
-def outcome_table(outcomes: Sequence[Outcome], rows: int | None = None) -> Table:
+def outcome_table(outcomes: Sequence[Outcome], rows: int | None) -> Table:
     """The ranked table, the chosen one first."""
     table = Table(title=f"{len(outcomes)} ways to use the ranks", title_justify="left")
     for name in ("", "pipelines", "ranks", "schedule", "stages", "micro-batches", "skips", "backward"):

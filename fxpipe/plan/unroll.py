@@ -69,7 +69,7 @@ def in_sequence(
     return steps, sent
 
 
-def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, whole: bool = False) -> Unrolled:
+def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, whole: bool) -> Unrolled:
     """The forms of `sequence` as one graph; of messages alone, what is computed between them stands for nothing."""
     graph, carried, coming = fx.Graph(), dict[str, fx.Node](), list[list[fx.Node]]()
     value = graph.placeholder("transport" if whole else "value")

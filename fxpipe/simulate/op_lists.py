@@ -91,11 +91,11 @@ def program_ops(
     programs: Sequence[RankProgram],
     messages: Sequence[Message],
     model: CostModel,
-    draw_seconds: Mapping[int, float] | None = None,
+    draw_seconds: Mapping[int, float],
 ) -> list[list[Op]]:
     """One op per node of every rank's program; `draw_seconds` are by a draw's index."""
-    by_edge, drawing = {message.edge: message for message in messages}, draw_seconds or {}
-    return [[_op(node, program, by_edge, model, drawing) for node in program.graph.nodes] for program in programs]
+    by_edge = {message.edge: message for message in messages}
+    return [[_op(node, program, by_edge, model, draw_seconds) for node in program.graph.nodes] for program in programs]
 
 
 def _op(

@@ -53,8 +53,8 @@ def unit_trace(
     operations: Operations,
     nodes: Sequence[fx.Node],
     returns: Sequence[str],
-    runs: Sequence[Collection[str]] = (),
-    local: Collection[str] = (),
+    runs: Sequence[Collection[str]],
+    local: Collection[str],
 ) -> UnitTrace:
     """The kernels of these nodes, in the order of the graph.
 

@@ -1,5 +1,5 @@
-"""Orders that are searched for: of the placements in front, since a named order says little about what a better one
-takes.
+"""What is looked for at the end: orders of the placements in front, since a named one says little about what a better
+one takes; and of the best alone, blocks that are recomputed, and sums of gradients.
 
 named       4.562   4.624   3.751   3.766 s     walked, best first
 searched    4.401     -     3.749   3.612       a part of the time for each of those that may still win
@@ -8,10 +8,15 @@ searched    4.401     -     3.749   3.612       a part of the time for each of t
 
 from dataclasses import replace
 
+from passes.tuner.bounds import ordered_seconds
+from passes.tuner.memory import totals
+from passes.tuner.recompute import fitting_runs
 from passes.tuner.search import Found, told_of
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
+_LARGEST = 3072
+"""Actions of one pipeline beyond which searching costs more than it brings: a list schedule takes half a second."""
 _MOST_SEARCHED = 4
 """Placements of either form of frozen work whose orders are searched for."""
 _FEW_ACTIONS, _SMALL_SHARE = 1000, 20
@@ -21,7 +26,7 @@ _SLOWEST, _WORTH = 1.2, 0.99
 """Of the best's seconds: what a placement may take in its named order, and what it may take at least."""
 
 
-def finals(trials: Trials, found: Found, budget_seconds: float) -> Found:
+def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
     """The found trials with searched orders, where these are faster."""
     contenders = _contenders(trials, found)
     if not budget_seconds or not contenders:
@@ -29,26 +34,45 @@ def finals(trials: Trials, found: Found, budget_seconds: float) -> Found:
     tried = {id(trial): trial for trial in found.ranked}
     best, named = found.best, found.best
     for trial in contenders:
-        searched = trials.searched(trial, budget_seconds / 2 / _MOST_SEARCHED, best.bound_seconds)
-        if searched is not None:
-            best = tried[id(trial)] = searched
+        faster = _searched(trials, trial, budget_seconds / 2 / _MOST_SEARCHED, best.bound_seconds)
+        if faster is not None:
+            best = tried[id(trial)] = faster
             named = trial
     if any(named is trial for trial in contenders):
-        searched = trials.searched(named, budget_seconds, best.bound_seconds)
-        if searched is not None:
-            best = tried[id(named)] = searched
+        faster = _searched(trials, named, budget_seconds, best.bound_seconds)
+        if faster is not None:
+            best = tried[id(named)] = faster
     others = [replace(trial, why="") for trial in tried.values() if trial is not best]
     told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
     return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
 
 
+def refined(trials: Trials, found: Found) -> Found:
+    """The found trials, the best with the blocks that are recomputed chosen again, with more effort, if that is
+    faster."""
+    best, case = found.best, trials.case
+    always = trials.request.runs(best.placed.boundaries)
+    if case.limit_bytes is None or isinstance(trials.request.recompute, bool) or best.placed.recompute == always:
+        return found
+    every, peaks = replace(best.placed, recompute=always), totals(trials.walks.peaks(best))
+    limit = case.limit_bytes - trials.walks.unseen(best)
+    staged = fitting_runs(case, every, best.sizes(case)[0], peaks, limit)
+    faster = staged and _fitting(trials, Trial(best.candidate, 0.0, staged), best.bound_seconds)
+    return Found((faster, *found.ranked[1:])) if faster else found
+
+
 def scattered(trials: Trials, found: Found) -> Found:
     """The found trials, the best with gradients of every micro-batch summed as they come, if that is faster."""
-    best = found.best
-    actions = 4 * best.placed.num_stages * best.candidate.microbatches
-    if actions > max(_FEW_ACTIONS, trials.walked // _SMALL_SHARE):
+    best, staged = found.best, found.best.placed
+    may = trials.request.shard is None and best.candidate.microbatches > staged.replicas > 1 and not staged.scattered
+    actions = 4 * staged.num_stages * best.candidate.microbatches
+    if not may or actions > max(_FEW_ACTIONS, trials.walks.num_actions // _SMALL_SHARE):
         return found
-    faster = trials.scattered(best, best.bound_seconds)
+    if not trials.walks.orders(best).pipelines or trials.thrift.saved_seconds(best) <= 0:
+        return found
+    shared = staged.sharing("all" if staged.gathered else "gradients")
+    trial = Trial(best.candidate, 0.0, shared, True, best.of_one, method=best.method)
+    faster = _fitting(trials, trial, best.bound_seconds)
     if faster is None:
         return found
     told = [told_of(replace(trial, why=""), faster, trials.case.limit_bytes) for trial in found.ranked]
@@ -62,7 +86,32 @@ def _contenders(trials: Trials, found: Found) -> list[Trial]:
     contenders: dict[bool, dict[tuple[object, ...], Trial]] = {False: {}, True: {}}
     for trial in found.ranked:
         near = trial.bound_seconds <= _SLOWEST * best and trial.candidate.bound_seconds < _WORTH * best
-        if near and trial.is_ordered and trial.too_large is None and trials.fits(trial) and trials.may_search(trial):
+        if near and trial.is_ordered and trial.too_large is None and trials.fits(trial) and _may_search(trials, trial):
             key = replace(trial.placed, schedule=""), trial.candidate.microbatches
             contenders[trial.candidate.ahead].setdefault(key, trial)
     return [trial for of_form in contenders.values() for trial in list(of_form.values())[:_MOST_SEARCHED]]
+
+
+def _may_search(trials: Trials, trial: Trial) -> bool:
+    """Whether an order can be searched for: of equal pipelines of several ranks, whose passes are all made."""
+    orders, shape = trials.walks.orders(trial), trial.candidate.shape
+    if not orders.pipelines or shape.places == 1 or trials.request.conditioning is not None:
+        return False
+    return 2 * shape.stages * trial.candidate.microbatches <= _LARGEST * len(shape.pipelines)
+
+
+def _searched(trials: Trials, trial: Trial, budget_seconds: float, below: float) -> Trial | None:
+    """The same placement by an order that is searched for; None where nothing of it fits and is `below` as many
+    seconds."""
+    orders = trials.walks.orders(trial)
+    needed = [needs.total for needs in trials.walks.peaks(trial)(trial.placed)[1]]
+    of_one, method = orders.searched(budget_seconds, trials.case.limit_bytes, needed)
+    bound = ordered_seconds(trials.case, trial.placed, orders.alone(of_one))
+    return _fitting(trials, Trial(trial.candidate, bound, trial.placed, True, of_one, method=method), below)
+
+
+def _fitting(trials: Trials, trial: Trial, below: float) -> Trial | None:
+    """What becomes of a trial as it is, if it fits with its step, and is `below` as many seconds."""
+    found = trials.finished(replace(trial, is_thrifty=True), below)
+    with_step = None if found is None else trials.with_its_step(found)
+    return with_step if with_step is not None and trials.fits(with_step) else None

@@ -21,7 +21,7 @@ from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.finals import finals, scattered
+from passes.tuner.finals import refined, scattered, searched
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
@@ -80,10 +80,8 @@ def usable_bytes(device_bytes: int) -> int:
 def tuned(case: Case, request: Request) -> Found:
     """All ways to use the ranks that were looked at, the best first."""
     trials = Trials(case, request)
-    found = search(trials, candidates(case, request))
-    if (refined := trials.refined(found.best)) is not None:
-        found = Found((refined, *found.ranked[1:]))
-    return scattered(trials, finals(trials, found, request.budget_seconds) if request.is_open else found)
+    found = refined(trials, search(trials, candidates(case, request)))
+    return scattered(trials, searched(trials, found, request.budget_seconds) if request.is_open else found)
 
 
 def _tuned(case: Case, request: Request) -> Plan:

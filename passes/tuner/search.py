@@ -56,11 +56,11 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
 
     lost, every = list[Trial](), list(candidates)
     for ahead in (False, True):  # its own frozen work first: that needs least memory, and rules out most of the others
-        most = trials.walked + _MOST_ACTIONS
+        most = trials.walks.num_actions + _MOST_ACTIONS
         for candidate in every:
             if candidate.ahead is ahead:
                 push(Trial(candidate, candidate.bound_seconds))
-        while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walked > most)):
+        while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walks.num_actions > most)):
             trial = heappop(heap)[-1]
             if known and trial.too_large and trial.bound_seconds > (1 - _WORTH) * known[0].bound_seconds:
                 lost.append(trial)
@@ -69,7 +69,7 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
                 if closer.done and (not known or closer.bound_seconds < known[0].bound_seconds):
                     closer = trials.with_its_step(closer)
                     if not trials.fits(closer):
-                        closer = trials.too_large(closer, trials.unseen(closer))
+                        closer = trials.thrift.too_large(closer, trials.walks.unseen(closer))
                 if not trials.fits(closer):
                     lost.append(closer)
                 elif closer.done:

@@ -5,26 +5,25 @@ too large        ->   frozen weights on some ranks only, stages cut by memory, w
 of these         ->   blocks recomputed, the cheapest that are enough
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fxpipe.plan.staged import Staged
+from fxpipe.plan.staged import Staged, trains_alike
 from passes.case import Case
-from passes.tuner.bounds import compute_seconds, placed_seconds, reduction_seconds
-from passes.tuner.memory import Peaks, most, recomputed_bound, recomputed_stages, thriftier_stages
+from passes.tuner.bounds import compute_seconds, placed_seconds, reduction_seconds, sums_are_hidden
+from passes.tuner.memory import most, recomputed_bound, recomputed_stages, thriftier_stages
 from passes.tuner.request import Request
 from passes.tuner.trial import TooLarge, Trial
+from passes.tuner.walks import Walks
 
 
 @dataclass(frozen=True, eq=False)
 class Thrift:
-    """Every placement is looked at once. `peaks` are bytes per rank of a trial's shape with other stages;
-    `ways_to_share` what its replicas may share out, of which the second is for what the first leaves open."""
+    """Every placement is looked at once."""
 
     case: Case
     request: Request
-    peaks: Callable[[Trial], Peaks]
-    ways_to_share: Callable[[Trial], Sequence[str]]
+    walks: Walks
     _seen: set[tuple[Staged, int, bool]] = field(default_factory=set)
 
     def closer(self, trial: Trial, below: float) -> Iterator[Trial]:
@@ -40,6 +39,36 @@ class Thrift:
         for staged in found:
             yield from self._known(trial, staged, unseen)
 
+    def too_large(self, trial: Trial, unseen: int = 0) -> Trial:
+        """A trial that does not fit, whose placement may be had in less memory; `unseen` bytes are left, of messages in
+        flight and frozen work. Its bound is that of a step in which replicas add up shares of gradients, if they may.
+        """
+        if self.case.limit_bytes is None or trial.is_thrifty:
+            return trial
+        saved = self.saved_seconds(trial) if self.ways_to_share(trial) else 0.0
+        bound = trial.bound_seconds - saved
+        return replace(trial, done=False, bound_seconds=bound, too_large=TooLarge(unseen, saved_seconds=saved))
+
+    def saved_seconds(self, trial: Trial) -> float:
+        """What replicas may save that add up shares of their micro-batches' gradients, in all stages of a pipeline."""
+        staged, sums = trial.placed, trial.candidate.microbatches // trial.placed.replicas - 1
+        sizes = (sum(self.case.costs.trained_bytes[b] for b in staged.blocks(s)) for s in range(staged.num_stages))
+        return sums * sum(self.case.adding_seconds(size) for size in sizes) if sums else 0.0
+
+    def ways_to_share(self, trial: Trial) -> tuple[str, ...]:
+        """What replicas may yet share out, of `SHARDS`, the fastest first; of one micro-batch each, weights.
+
+        The other one is for what the first leaves open: of gradients of every micro-batch that are summed while the
+        next is computed all, or without gathers, if there is room; of those that are not only if there is none.
+        """
+        placed, count = trial.placed, trial.candidate.microbatches
+        is_open = self.request.shard is None and placed.replicas > 1 and not trains_alike(placed.shard)
+        if not is_open or not self.walks.orders(trial).pipelines:
+            return ()
+        if count == placed.replicas:
+            return ("weights",)
+        return ("all", "gradients") if sums_are_hidden(self.case, placed, count) else ("weights", "all")
+
     def _limit(self, unseen: int) -> int:
         """Bytes that what is seen of a trial may need."""
         assert self.case.limit_bytes is not None
@@ -47,7 +76,7 @@ class Thrift:
 
     def _others(self, trial: Trial, unseen: int) -> Iterator[Staged]:
         """Without recomputing more."""
-        peaks, limit, fits = self.peaks(trial), self._limit(unseen), False
+        peaks, limit, fits = self.walks.peaks(trial), self._limit(unseen), False
         yield from thriftier_stages(self.case, trial.candidate, trial.placed, peaks, limit)
         for number, way in enumerate(self.ways_to_share(trial)):
             staged = trial.placed.sharing(way)
@@ -58,12 +87,12 @@ class Thrift:
 
     def _recomputed(self, trial: Trial, unseen: int, below: float) -> Iterator[Staged]:
         """With blocks recomputed."""
-        limit, peaks = self._limit(unseen), self.peaks(trial)
+        limit, peaks = self._limit(unseen), self.walks.peaks(trial)
         return recomputed_stages(self.case, trial.candidate, trial.placed, peaks, limit, below)
 
     def _known(self, trial: Trial, staged: Staged, unseen: int) -> Iterator[Trial]:
         """The trial on stages that fit, or of which blocks are to be recomputed."""
-        peaks, limit, candidate = self.peaks(trial), self._limit(unseen), trial.candidate
+        peaks, limit, candidate = self.walks.peaks(trial), self._limit(unseen), trial.candidate
         fits = most(peaks(staged)[1]) <= limit
         assert trial.too_large is not None
         least = trial.bound_seconds + (0.0 if staged.scattered else trial.too_large.saved_seconds)

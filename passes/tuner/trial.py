@@ -1,61 +1,17 @@
-"""A candidate as far as it is known, and what its step may be filled with.
-
-room    the idle time of every rank in which frozen work may take so many bytes      way    who fills it
-"""
+"""A candidate as far as it is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.plan.tuning import Outcome
-from fxpipe.simulate import Clock
 from passes.case import Case
-from passes.fill.problem import FillProblem, Interval
-from passes.fill.result import Fill
 from passes.tuner.candidates import Candidate
+from passes.tuner.room import Room
 from passes.tuner.simulate import Simulated
-
-Filler = Callable[[FillProblem], Fill]
-
-
-@dataclass(frozen=True, eq=False)
-class Room:
-    """Idle time of every rank in which an operation of frozen work may take up to `most` bytes; None: any."""
-
-    idle: tuple[tuple[Interval, ...], ...]
-    most: float | None
-
-    @staticmethod
-    def everywhere(clock: Clock, most: float | None = None) -> Room:
-        return Room(clock.idle, most)
-
-    @staticmethod
-    def within(clock: Clock, left: Sequence[int], most: float) -> Room | None:
-        """Where what is `left` on a rank beside the bytes it holds is enough; None where that is not so at the end."""
-        idle = []
-        for spans, held, size in zip(clock.idle, clock.idle_bytes, left, strict=True):
-            if held and size - held[-1] < most and spans[-1][1] == clock.seconds:
-                return None
-            idle.append(tuple(span for span, used in zip(spans, held, strict=True) if size - used >= most))
-        return Room(tuple(idle), most)
-
-    @cached_property
-    def idle_seconds(self) -> tuple[float, ...]:
-        """Of every rank."""
-        return tuple(sum(end - start for start, end in spans) for spans in self.idle)
-
-
-@dataclass(frozen=True, eq=False)
-class Way:
-    """How and where the next batch's frozen work is to be done."""
-
-    how: Filler
-    room: Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +30,7 @@ class Trial:
     """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
 
     Once it `is_ordered`, its order is the named one or, where there is one, `of_one`, of each of equal pipelines, or
-    `schedule`. `simulated` is its step, or its training while the next batch's frozen work is to come, by some `way`;
+    `schedule`. `simulated` is its step, or its training while the next batch's frozen work is to come, in some `room`;
     where some pipelines stand for all, that of these, until it is `done`. `needs` are bytes on the fullest rank; one
     that `is_thrifty` was made to need less. One that is `too_large` does not fit, and what needs less is yet to be
     looked for. `method` says how the order was found, `why` what it lost by.
@@ -87,7 +43,7 @@ class Trial:
     of_one: Schedule | None = None
     schedule: Schedule | None = None
     simulated: Simulated | None = None
-    way: Way | None = None
+    room: Room | None = None
     is_filled: bool = False
     done: bool = False
     needs: int | None = None
@@ -95,6 +51,11 @@ class Trial:
     too_large: TooLarge | None = None
     method: str = ""
     why: str = ""
+
+    def known(self, found: Simulated, done: bool) -> Trial:
+        """The trial, simulated."""
+        bound = max(self.bound_seconds, found.seconds)
+        return replace(self, simulated=found, needs=found.peak_bytes, done=done, bound_seconds=bound)
 
     @property
     def seconds(self) -> float | None:

@@ -108,9 +108,7 @@ class FlowNoise(nn.Module):
         return Noised((1 - sigmas) * latents + sigmas * noise, self.timesteps[places], noise - latents)
 
 
-def noise_of(
-    scheduler: Any, dtype: torch.dtype, snr_gamma: float | None = None, times: Times | None = None
-) -> nn.Module:
+def noise_of(scheduler: Any, dtype: torch.dtype, snr_gamma: float | None, times: Times | None) -> nn.Module:
     """The noise that a scheduler adds, at its `times` from and to below, or at all; its tables are kept in `dtype`.
 
     Raises:

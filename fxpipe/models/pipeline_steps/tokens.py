@@ -9,9 +9,7 @@ from torch import Tensor
 from fxpipe.errors import CompileError
 
 
-def tokenized(
-    pipe: Any, captions: Sequence[str], lengths: Mapping[str, int], template: str = "{}"
-) -> dict[str, Tensor]:
+def tokenized(pipe: Any, captions: Sequence[str], lengths: Mapping[str, int], template: str) -> dict[str, Tensor]:
     """Tokens, and masks of what is no padding, [captions, length] by the input's name: `input_ids_2` are those of
     `pipe.tokenizer_2`; the first tokenizer's captions are put into the `template`.
 
@@ -41,7 +39,7 @@ def _made(pipe: Any, name: str, words: list[str], length: int) -> Any:
     return tokenizer(words, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
 
 
-def clip_length(pipe: Any, suffix: str = "") -> int:
+def clip_length(pipe: Any, suffix: str) -> int:
     """Tokens that a CLIP reads."""
     most = int(getattr(pipe, f"text_encoder{suffix}").config.max_position_embeddings)
     tokenizer = getattr(pipe, f"tokenizer{suffix}", None)

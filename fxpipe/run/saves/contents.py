@@ -19,7 +19,7 @@ from fxpipe.run.saves.run import Run, Stateful, named_state
 from fxpipe.run.saves.values import encode, numbered
 
 
-def contents(run: Run, trainable_only: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors that this rank writes, and what else its part says."""
     tensors: dict[str, torch.Tensor] = {}
     frozen = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).parent / "template.html"
 
 
-def write_report(program: "Program", path: str | Path, memory_limit_bytes: int | None = None) -> Path:
+def write_report(program: "Program", path: str | Path, memory_limit_bytes: int | None) -> Path:
     """Write the page; the file that was written.
 
     Args:

@@ -77,9 +77,7 @@ def cut_line(
     return found + (len(line.seconds),) * (len(ranks) - used)
 
 
-def line_stages(
-    line: Line, ranks: Sequence[tuple[int, ...]], cluster: Cluster, memory: StageMemory | None = None
-) -> Stages:
+def line_stages(line: Line, ranks: Sequence[tuple[int, ...]], cluster: Cluster, memory: StageMemory | None) -> Stages:
     """The stages of a line on the ranks of its places; `memory` is of these stages, each on a place of its own."""
     flows, size = traffic(line.graph), len(line.seconds) + 1
     here = slice(line.first, line.first + size)
