@@ -248,8 +248,10 @@ class Sampler:
         if not args and not kwargs:
             args, kwargs = self.example
         step = self.denoiser.step(args, kwargs)
+        inputs = step.traced.captured.inputs
+        own = inputs.rebuild([*inputs.bind(args, kwargs)[0].values()])  # forward may empty lists that it is given
         with torch.no_grad():
-            wanted = step.traced.returned.tensor(self.denoiser.module(*args, **kwargs))
+            wanted = step.traced.returned.tensor(self.denoiser.module(*own[0], **own[1]))
         if wanted.is_meta:
             raise CompileError("a denoiser on the meta device has no weights, and predicts nothing to compare; load it")
         found = step.traced.returned.tensor(self._again(step, args, kwargs))

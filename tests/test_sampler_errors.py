@@ -100,6 +100,17 @@ def test_a_module_that_is_refused(what: str) -> None:
         fxpipe.compile_sampler(model, ranks, **{"example": GIVEN, "sample": ROWS, **options})
 
 
+def test_gradients_through_a_prediction_are_refused() -> None:
+    """Of guidance by gradients a part goes past the denoiser: without this error it would be all there is."""
+    sampler = fxpipe.compile_sampler(Denoiser(), 2, example=GIVEN, sample=ROWS)
+    noisy = GIVEN["sample"].clone().requires_grad_()
+    with pytest.raises(FxpipeError, match=r"input sample of shape \[2, 2, 12, 5\] requires a gradient.* no_grad"):
+        (noisy - sampler.predict(**{**GIVEN, "sample": noisy})).square().sum().backward()
+    assert torch.equal(sampler.predict(**{**GIVEN, "sample": noisy.detach()}), sampler.predict(**GIVEN))
+    with torch.no_grad():
+        assert torch.equal(sampler.predict(**{**GIVEN, "sample": noisy}), sampler.predict(**GIVEN))
+
+
 def test_attributes_that_change_nothing_are_no_fault() -> None:
     model = Denoiser(remembering)
     sampler = fxpipe.compile_sampler(model, 2, example=GIVEN, sample=ROWS)

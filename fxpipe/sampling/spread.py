@@ -16,6 +16,7 @@ from torch import nn
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Settings, settings_of
+from fxpipe.capture.trees import named_leaves
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.run.ownership import is_released, release, require_new
@@ -75,7 +76,12 @@ class Spread:
         self._named: list[Holder] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's forward; without gradients."""
+        """As the module's forward; without gradients.
+
+        Raises:
+            CompileError: an input asks for its gradient.
+        """
+        _require_no_gradients(args, kwargs)
         with self.ranks.turn:
             step = self._step_or_none(args, kwargs)
         if step is None:
@@ -228,6 +234,19 @@ class Spread:
             self._traced = []
             self.whole, self._all_whole = None, False
         self._weights, self._settings = now, settings
+
+
+def _require_no_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A gradient that went past the prediction, by what else is made of the input, would be wrong without a word."""
+    if not torch.is_grad_enabled():
+        return
+    for path, leaf in named_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise CompileError(
+                f"input {'.'.join(path[1:])} of shape {list(leaf.shape)} requires a gradient, and what ranks compute "
+                "together has none: sample under torch.no_grad(), or pass it as .detach(); guidance by gradients needs "
+                "the module that was not compiled"
+            )
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
