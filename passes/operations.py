@@ -41,6 +41,7 @@ UNSAFE_PIECES = frozenset("unsafe_split unsafe_split_with_sizes unsafe_chunk".sp
 PRODUCTS = frozenset("matmul mm bmm mv dot addmm baddbmm addmv".split())
 
 
+@cache
 def operation_name(target: Any) -> str:
     """An operation's name without its overload; in-place ones as their functional form."""
     packet = getattr(target, "overloadpacket", target)

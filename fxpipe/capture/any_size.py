@@ -21,7 +21,6 @@ from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.same import computation
-from fxpipe.capture.sizes import expression
 from fxpipe.capture.trees import flatten
 from fxpipe.errors import CaptureError, CompileError
 
@@ -126,8 +125,8 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
     mode = next(private.mode_of(t) for n in graph.nodes if (t := private.first_tensor(n.meta.get("val"))) is not None)
     new, env, tensors = fx.Graph(), dict[fx.Node, Any](), dict[Any, torch.Tensor]()
 
-    def whole(expr: Any) -> Any:
-        return private_sizes.traced_number(mode, expr, int) if expr.free_symbols else int(expr)
+    def whole(size: Any) -> Any:
+        return private_sizes.traced_number(mode, size, int) if isinstance(size, sympy.Basic) else size
 
     def number(value: Any) -> Any:
         kind = _KINDS[type(value)]
@@ -136,10 +135,14 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
 
     @cache
     def sized(expr: Any) -> Any:
-        return expr.xreplace(put)
+        found = expr.xreplace(put)
+        return found if found.free_symbols else int(found)
 
     def tensor(value: torch.Tensor) -> torch.Tensor:
-        sizes = [[sized(expression(size)) for size in kind] for kind in (value.shape, value.stride())]
+        sizes = [
+            [size if type(size) is int else sized(size.node.expr) for size in kind]
+            for kind in (value.shape, value.stride())
+        ]
         key = (*map(tuple, sizes), value.dtype, value.device, value.requires_grad)
         if key not in tensors:
             shape, stride = ([whole(one) for one in kind] for kind in sizes)
@@ -163,6 +166,5 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
             continue
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         env[node] = private.create_node(new, node.op, node.target, args, kwargs, node.name)
-        env[node].meta = {**node.meta, "val": value} if "val" in node.meta else dict(node.meta)
-    new.lint()
+        env[node].meta.update({**node.meta, "val": value} if "val" in node.meta else node.meta)
     return new

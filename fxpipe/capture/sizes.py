@@ -32,6 +32,8 @@ def evaluate(expression: Any, num_samples: int) -> Any:
 
 def concrete(value: Any, num_samples: int) -> Any:
     """`value` (number, expression, SymInt, SymFloat, SymBool, or a nest of tuples and lists) at `num_samples`."""
+    if type(value) is int:  # nearly all
+        return value
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return evaluate(value.node.expr, num_samples)
     if isinstance(value, sympy.Basic):

@@ -187,7 +187,7 @@ class Columns(Layout):
 
 def _of(work: PatchWork, names: Collection[str]) -> list[Item]:
     """A stage's items alone."""
-    return alone(work.items, [place for place, item in enumerate(work.items) if item.name in names])
+    return alone(work.items, work.places(names))
 
 
 def _seconds_of(work: PatchWork, names: Collection[str]) -> float:

@@ -6,8 +6,10 @@ asked for each first.
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -36,18 +38,22 @@ def operation_seconds(
 
     `known`: of equal calls by this model, None where they take no time; it grows.
     """
-    calls = {node: _call(node) for node in nodes if node.op == "call_function" and node.target not in _VIEWS}
+    number = defaultdict[object, int](count().__next__)  # of calls that are equal
+    like = cache(lambda node: _like(node.meta.get("val")))
+    calls = {n: number[_call(n, like)] for n in nodes if n.op == "call_function" and n.target not in _VIEWS}
+    last = {place: node for node, place in calls.items()}
     known = {} if known is None else known
-    new = {call: node for node, call in calls.items() if call not in known}
+    new = {call: last[place] for call, place in number.items() if call not in known}
     found = _seconds(model, [*new.values()])
     known.update((call, found.get(node)) for call, node in new.items())
-    return {node: seconds for node, call in calls.items() if (seconds := known[call]) is not None}
+    taken = [known[call] for call in number]
+    return {node: seconds for node, call in calls.items() if (seconds := taken[call]) is not None}
 
 
-def _call(node: fx.Node) -> object:
+def _call(node: fx.Node, like: Callable[[fx.Node], object]) -> object:
     """An operation, its numbers, and what its tensors are like."""
-    given = _plain(node.args), _plain(tuple(node.kwargs.items()))
-    return node.target, *given, _like(node.meta.get("val")), _num_parts(node)
+    given = _plain(node.args, like), _plain(tuple(node.kwargs.items()), like)
+    return node.target, *given, like(node), _num_parts(node)
 
 
 def _num_parts(node: fx.Node) -> int:
@@ -56,10 +62,10 @@ def _num_parts(node: fx.Node) -> int:
     return 0 if state is None or state.plain is not None else len(state.parts)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, like: Callable[[fx.Node], object]) -> Any:
     if isinstance(value, fx.Node):
-        return _like(value.meta.get("val"))
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+        return like(value)
+    return tuple([_plain(item, like) for item in value]) if isinstance(value, list | tuple) else value
 
 
 def _like(value: Any) -> Any:

@@ -27,7 +27,7 @@ from fxpipe.errors import CompileError
 from passes.operations import operation_name
 from passes.rows.follow import Note, Walk, placed, row_placeholders
 from passes.rows.how import Found, Same
-from passes.rows.layout import NeedRows, Place, Result, Slot, Units
+from passes.rows.layout import NeedRows, Place, Result, RowCall, Slot, Units
 from passes.rows.sized import Sized, at_batch_size
 
 
@@ -42,6 +42,7 @@ class RowPlan:
     units: Units
     states: Mapping[str, Result]
     found: Mapping[str, Found]
+    calls: Mapping[str, RowCall]
     notes: tuple[Note, ...]
     coarsest: str | None
 
@@ -99,7 +100,8 @@ def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int, sized: S
         else:
             states = {node.name: state for node, state in walk.states.items()}
             found = {node.name: one for node, one in walk.found.items()}
-            return RowPlan(sized, units, states, found, tuple(walk.notes), coarsest)
+            calls = {node.name: one for node, one in walk.calls.items()}
+            return RowPlan(sized, units, states, found, calls, tuple(walk.notes), coarsest)
 
 
 def _num_rows(sized: Sized, rows: Mapping[str, int]) -> int:

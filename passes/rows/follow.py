@@ -37,11 +37,12 @@ class Note:
 
 @dataclass
 class Walk:
-    """One walk with units of one size; `states` and `found` grow."""
+    """One walk with units of one size; `states`, `found` and `calls` grow."""
 
     units: Units
     states: dict[fx.Node, Result] = field(default_factory=dict)
     found: dict[fx.Node, Found] = field(default_factory=dict)
+    calls: dict[fx.Node, RowCall] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     at: fx.Node | None = None
 
@@ -56,7 +57,7 @@ class Walk:
                 self.states[node] = found.state
 
     def _visit(self, node: fx.Node) -> Found:
-        call = RowCall.of(node, self.states, self.units)
+        call = self.calls[node] = RowCall.of(node, self.states, self.units)
         if call.name == "getitem":
             state = self.states[node.args[0]]  # type: ignore[index]
             return Found(state[node.args[1]] if isinstance(state, tuple) else None)  # type: ignore[index]

@@ -125,16 +125,16 @@ class RowCall:
     def of(node: fx.Node, states: Mapping[fx.Node, Result], units: Units) -> "RowCall":
         return RowCall(node, bound_arguments(node), states, units)
 
-    @property
+    @cached_property
     def name(self) -> str:
         return operation_name(self.node.target)
 
-    @property
+    @cached_property
     def operands(self) -> dict[Slot, fx.Node]:
         """The tensor operands in order, each as often as it is used."""
         return dict(operands_of(self.arguments))
 
-    @property
+    @cached_property
     def live(self) -> dict[Slot, fx.Node]:
         """The operands that have rows."""
         return {slot: node for slot, node in self.operands.items() if self.states[node] is not None}

@@ -46,7 +46,7 @@ def at_batch_size(capture: Capture, batch_size: int) -> Sized:
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return env[value] if _holds_tensors(value) else concrete(value.meta["val"], batch_size)
+            return env[value] if value in env else concrete(value.meta["val"], batch_size)
         return concrete(value, batch_size)
 
     for node in capture.graph.nodes:
@@ -56,8 +56,7 @@ def at_batch_size(capture: Capture, batch_size: int) -> Sized:
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
             target = _FOR_ANY_STRIDES.get(node.target, node.target)
             env[node] = private.create_node(graph, node.op, target, args, kwargs, node.name)
-            env[node].meta = {**node.meta, "val": _on_meta(node.meta["val"], batch_size)}
-    graph.lint()
+            env[node].meta.update(node.meta, val=_on_meta(node.meta["val"], batch_size))
     return Sized(graph, capture, batch_size)
 
 

@@ -7,9 +7,11 @@ units 1:9    x = halo(...) [2, 4, 18, 64]    view(x, [2, 1024, 8])
 Operations with equal numbers in both graphs are a class, and take equally long: seconds are asked for once in a class.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,19 +37,19 @@ class Alike:
 
     def work(self, units: int, patches: Sequence[Patch], seconds_of: SecondsOf) -> PatchWork:
         """Of a patch of so many units, one of these."""
-        graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[object, fx.Node]()
+        graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[int, fx.Node]()
         line = _Line(*self.units, units)
 
         def operand(one: fx.Node, two: fx.Node) -> fx.Node:
             if one not in env:
                 env[one] = graph.placeholder(one.name)
-                env[one].meta = {**one.meta, "val": line.at(one.meta["val"], two.meta["val"])}
+                env[one].meta.update(one.meta, val=line.at(one.meta["val"], two.meta["val"]))
             return env[one]
 
         for kind, (one, two) in self.classes.items():
             arguments = line.at((one.args, dict(one.kwargs)), (two.args, dict(two.kwargs)), operand)
             made[kind] = graph.create_node("call_function", one.target, *arguments)
-            made[kind].meta = {**one.meta, "val": line.at(one.meta["val"], two.meta["val"])}
+            made[kind].meta.update(one.meta, val=line.at(one.meta["val"], two.meta["val"]))
         found = seconds_of(graph)
         of_class = {kind: found.get(node, 0.0) for kind, node in made.items()}
         seconds = {node: of_class[kind] for node, kind in self.kinds.items()}
@@ -59,17 +61,18 @@ class Alike:
         return owners_of(self.pairs[0][0].graph, self.plan)
 
     @cached_property
-    def kinds(self) -> Mapping[fx.Node, object]:
-        """The class of every operation of the first graph."""
-        likes = {one: _both(one.meta.get("val"), two.meta.get("val"), {}) for one, two in self.pairs}
+    def kinds(self) -> Mapping[fx.Node, int]:
+        """The class of every operation of the first graph, by number."""
+        number = defaultdict[object, int](count().__next__)
+        likes = {one: number[_both(one.meta.get("val"), two.meta.get("val"), {})] for one, two in self.pairs}
         return {
-            one: (one.target, _both(one.args, two.args, likes), _both(one.kwargs, two.kwargs, likes), likes[one])
+            one: number[one.target, _both(one.args, two.args, likes), _both(one.kwargs, two.kwargs, likes), likes[one]]
             for one, two in self.pairs
             if one.op == "call_function"
         }
 
     @cached_property
-    def classes(self) -> Mapping[object, tuple[fx.Node, fx.Node]]:
+    def classes(self) -> Mapping[int, tuple[fx.Node, fx.Node]]:
         return {self.kinds[one]: (one, two) for one, two in self.pairs if one in self.kinds}
 
     @cached_property

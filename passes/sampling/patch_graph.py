@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
-from passes.operations import bound_arguments, call_arguments
+from passes.operations import call_arguments
 from passes.rows import RowPlan
 from passes.rows.how import (
     Attended,
@@ -36,7 +36,7 @@ from passes.rows.how import (
     Window,
     Written,
 )
-from passes.rows.layout import Result, Rows, Slot, operands_of, shape_of
+from passes.rows.layout import Result, Rows, Slot, shape_of
 from passes.rows.sized import Sized
 from passes.sampling import attention, exchanges
 from passes.sampling.attention import Shared
@@ -101,8 +101,9 @@ def patch_graph(
     else:
         _return(writer, plan.sized, piece)
     told = piece is not None and piece.own_rows  # to later patches, whoever reads it here
-    kept = ("placeholder", "output")
-    writer.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or (told and "exchange" in n.meta))
+    for node in reversed(writer.graph.nodes):
+        if not node.users and node.op == "call_function" and not (told and "exchange" in node.meta):
+            writer.graph.erase_node(node)
     return writer.graph
 
 
@@ -143,8 +144,9 @@ def whole_plan(plan: RowPlan) -> RowPlan:
 
 def _call(writer: PatchWriter, node: fx.Node) -> None:
     found = writer.plan.found[node.name]
-    arguments = bound_arguments(node)
-    for slot, operand in operands_of(arguments):
+    call = writer.plan.calls[node.name]
+    arguments = dict(call.arguments)
+    for slot, operand in call.operands.items():
         state = writer.plan.state(operand)
         if isinstance(state, tuple):
             _put(arguments, slot, writer.here[operand])
@@ -341,7 +343,7 @@ def _written(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
     assert isinstance(found.how, Written)
     assert isinstance(found.state, Rows)
     base, src = arguments["self"], arguments["src"]
-    state = writer.plan.state(bound_arguments(node)["src"])
+    state = writer.plan.state(writer.plan.calls[node.name].arguments["src"])
     assert isinstance(state, Rows)
     start = writer.patch.local(found.state, found.how.start)
     args = (base, src, found.state.dim, start, start + writer.patch.size(state))

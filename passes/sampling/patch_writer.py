@@ -41,7 +41,7 @@ class PatchWriter:
 
     def placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
-        new.meta = dict(node.meta)
+        new.meta.update(node.meta)
         state = self.plan.state(node)
         assert not isinstance(state, tuple)
         self.here[node] = new if state is None else self.cut_rows(node, new, state)
@@ -49,7 +49,7 @@ class PatchWriter:
     def read(self, node: fx.Node) -> None:
         """A value of another stage, as this patch holds it."""
         self.here[node] = self.graph.placeholder(node.name)
-        self.here[node].meta = {"kind": "read", "val": self._value(node)}
+        self.here[node].meta.update(kind="read", val=self._value(node))
 
     def output(self, result: fx.Node) -> None:
         self.graph.output(self.wanted(result, None, "prediction"))
@@ -60,7 +60,7 @@ class PatchWriter:
     def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         """The node that stands for a captured one."""
         new = self.call(target, args, kwargs, node.name)
-        new.meta = {"path": node.meta.get("path", ""), "val": self._value(node)}
+        new.meta.update(path=node.meta.get("path", ""), val=self._value(node))
         if node.name in self.early:
             new.meta["early"] = True
         self.here[node] = new
@@ -73,7 +73,7 @@ class PatchWriter:
         """A node beside the one that stands for a captured node."""
         new = self.call(target, args, None, f"{node.name}_{name}")
         value = node.meta["val"]
-        new.meta = {"path": node.meta.get("path", ""), "val": meta(shape or shape_of(node), value.dtype)}
+        new.meta.update(path=node.meta.get("path", ""), val=meta(shape or shape_of(node), value.dtype))
         return new
 
     def several(
@@ -104,7 +104,7 @@ class PatchWriter:
         """A captured value as it is wanted: as it is here, cut to the patch, or whole."""
         state, here = self.plan.state(node), self.here[node]
         assert not isinstance(state, tuple)
-        if state == want:
+        if state is want or state == want:
             return here
         if state is None:
             assert want is not None

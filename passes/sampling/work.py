@@ -79,6 +79,17 @@ class PatchWork:
         """Of a captured value as this patch has it; 0 where it has it not."""
         return self._bytes.get(name, 0)
 
+    def places(self, names: Iterable[str]) -> list[int]:
+        """Of the items of these operations, in order."""
+        return sorted(place for name in names for place in self._places.get(name, ()))
+
+    @cached_property
+    def _places(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for place, item in enumerate(self.items):
+            found.setdefault(item.name, []).append(place)
+        return found
+
     @cached_property
     def _bytes(self) -> dict[str, int]:
         """Of values; what it reads of another patch it has not."""
