@@ -21,6 +21,7 @@ from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.same import computation
+from fxpipe.capture.sizes import expression
 from fxpipe.capture.trees import flatten
 from fxpipe.errors import CaptureError, CompileError
 
@@ -140,7 +141,7 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
 
     def tensor(value: torch.Tensor) -> torch.Tensor:
         sizes = [
-            [size if type(size) is int else sized(size.node.expr) for size in kind]
+            [size if type(size) is int else sized(expression(size)) for size in kind]
             for kind in (value.shape, value.stride())
         ]
         key = (*map(tuple, sizes), value.dtype, value.device, value.requires_grad)
