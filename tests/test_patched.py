@@ -130,6 +130,10 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda x: float(x.abs().max()),
     "another type": lambda x: x.half().to(torch.float64),
     "a mask": lambda x: x.masked_fill(x > 0, 2.0),
+    "an array": lambda x: torch.from_numpy(x.numpy() * 2),
+    "an array of what was computed": lambda x: torch.from_numpy((x[:, 1] + 1).numpy()),
+    "a list": lambda x: torch.tensor(x.tolist()),
+    "by DLPack": lambda x: torch.from_dlpack(x) + 1,
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid(), generator=torch.Generator().manual_seed(2)),
 }
 
@@ -167,6 +171,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "chunks": lambda x: x.chunk(2)[1].add_(5),
     "twice, through dense views": lambda x: (x[:, :, 2:7], x.view(-1).add_(1))[0].mul_(2),
     "from another": lambda x: x.copy_(noise(9)),
+    "an array": lambda x: x.numpy().__setitem__((0, 1), 5.0),
+    "an array of a view": lambda x: x[:, 1].numpy().__setitem__(0, 5.0),
 }
 
 

@@ -121,6 +121,11 @@ class Patched(torch.Tensor):
             if view is not None and view.source is not None:
                 view._become(view.source[1](dense))
 
+    def shared(self) -> torch.Tensor:
+        """`solid`, after all that was put off: what reads its memory may write there."""
+        _settle_all()
+        return self.solid()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
@@ -130,12 +135,30 @@ class Patched(torch.Tensor):
         return call.by_patch() if call.is_local else call.settled()
 
 
+def _of_memory(name: str) -> Callable[..., Any]:
+    """A method that reads a tensor's memory, past all dispatch: of the tensor that has some."""
+
+    def read(self: Patched, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.shared(), name)(*args, **kwargs)
+
+    return read
+
+
+for _name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__"):
+    setattr(Patched, _name, _of_memory(_name))
+
+
 def _like(value: Patched) -> torch.Tensor:
     """What a random draw reads of a tensor: shape, type and device."""
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 _put_off: "WeakSet[_OfPatch]" = WeakSet()
+
+
+def _settle_all() -> None:
+    for one in list(_put_off):
+        one.get(0)
 
 
 class _Call:
@@ -259,8 +282,7 @@ class _Call:
         """All patches are waited for. What shares memory with the result, or is written, shares it."""
         shares = self.func.is_view or self.func._schema.is_mutable
         if shares:
-            for one in list(_put_off):
-                one.get(0)
+            _settle_all()
         dense = {id(patched): patched.solid() if shares else patched.settle() for patched in self.patched}
         result = self.on([dense.get(id(leaf), leaf) for leaf in self.leaves])
         written = {id(dense[id(patched)]): patched for patched in self.patched}
