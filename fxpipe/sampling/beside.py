@@ -1,7 +1,7 @@
 """Patches beside each other, a rank each.
 
 exact        their work by a clock: what all tell travels from then on, who reads it waits
-displaced    nobody waits, but the links must keep up: max(compute, transfers)
+displaced    what crosses leaves in buckets and is read a step later: who reads it waits where it is late
 
 A group of samples begins a step when it has all groups' predictions: one with fewer samples, or on faster ranks, waits.
 """
@@ -9,18 +9,19 @@ A group of samples begins a step when it has all groups' predictions: one with f
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.clocks import Buckets, begun, together
+from fxpipe.sampling.clocks import Buckets, Passed, Waits, begun, together
 from fxpipe.sampling.layout import Estimate, Layout, of_bytes
 from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP, filled
 from passes.sampling.work import Item, PatchWork, Told, received_bytes
 
-_ALIKE = 3
+_ALIKE = 3  # displaced steps that are clocked: the others take as long as the last of these
 
 
 @dataclass(frozen=True)
@@ -91,30 +92,39 @@ class Beside(Layout):
         return {p: self.case.work(self.size, self.made.bounds, p, *given) for p in self.speeds}
 
     @cached_property
-    def items(self) -> list[list[Item]]:
-        """Of every step, of all patches."""
+    def items(self) -> dict[int, list[Item]]:
+        """Of every step, by patch seen."""
         once = self.case.once(self.size)
 
         def own(patch: int) -> list[Item]:
             speed, items = self.speeds[patch], self.works[patch].items
             return [_free(item) if item.name in once else at_speed(item, speed) for item in items]
 
-        items = {patch: own(patch) for patch in self.works}
-        return [items[patch] for patch in self.seen]
+        return {patch: own(patch) for patch in self.works}
+
+    def together(self, items: Mapping[int, Sequence[Item]], waits: Waits, *then: Any) -> Passed:
+        """A step of all patches, of which those seen do these items."""
+        return together([items[patch] for patch in self.seen], self.links, 0, waits, *then)
 
     def least_seconds(self, steps: int) -> float:
-        """Of a call, whatever kinds of attention exact steps have; from one patch."""
+        """Of a call, whatever kinds of attention exact steps have."""
         attended = self.case.attention_seconds(self.size, self.grid.patches) if self.grid.patches > 1 else {}
-        *_, speed = self.speeds.values()
-        own = self.items[-1]
-        items = attending(own, {name: s / speed for name, s in attended.items()})
-        exact = together([items], self.links, 0, lambda told: True).seconds
+        items = {
+            patch: attending(own, {name: seconds / self.speeds[patch] for name, seconds in attended.items()})
+            for patch, own in self.items.items()
+        }
+        exact = self.together(items, lambda told: True).seconds
         if self.made.how.mode == "exact":
             return steps * exact
         warm = min(self.made.how.warmup, steps)
-        busy = sum(self.links.of_patches(item.told, 0).seconds for item in own if item.told)
+        busy = sum(self.links.of_patches(told, 0).seconds for told in self.told)
         left = steps - warm  # what the last one sends nobody waits for
-        return warm * exact + max(left * together([own], self.links, 0, self.waits).seconds, (left - 1) * busy)
+        return warm * exact + max(left * self.together(self.items, self.waits).seconds, (left - 1) * busy)
+
+    @cached_property
+    def told(self) -> list[Told]:
+        """The exchanges of a step."""
+        return [item.told for item in next(iter(self.items.values())) if item.told and item.told.sent]
 
     def crosses(self, told: Told) -> bool:
         """Whether it is read a step later."""
@@ -132,9 +142,9 @@ class Beside(Layout):
             sum(item.seconds for item in works[patch].items if item.name in once) / speed
             for patch, speed in self.speeds.items()
         )
-        exact = together(self.items, self.links, 0, lambda told: True).seconds
+        exact = self.together(self.items, lambda told: True).seconds
         held = max(sum(work.held_bytes(frozenset(work.owners.values()))) for work in works.values())
-        received = received_bytes(item.told for item in self.items[-1] if item.told)
+        received = received_bytes(self.told)
         held += self.inputs_bytes() + self.case.kept_bytes(self.size)
         if how.mode == "exact":
             return Pace(first, (exact,) * steps, received, held)
@@ -150,15 +160,14 @@ class Beside(Layout):
         for step in range(steps):
             if step < _ALIKE:
                 ends = tuple(end + more[patch] for end, patch in zip(passed.ends, self.seen, strict=True))
-                following = together(self.items, self.links, 0, self.waits, replace(passed, ends=ends), leaving)
+                following = self.together(self.items, self.waits, replace(passed, ends=ends), leaving)
                 passed, seconds = following, following.seconds - passed.seconds
             yield seconds
 
     def _leaving(self) -> dict[int, Buckets]:
         """Of a step, by the number of the exchange after which they leave."""
-        told = [item.told for item in self.items[0] if item.told and item.told.sent]
         sent: dict[str, list[tuple[int, float, int]]] = {}
-        for number, one in enumerate(told):
+        for number, one in enumerate(self.told):
             if self.crosses(one) and (one.kind != "moments" or self.made.how.norms != "separate"):
                 for channels, seconds, size in self.links.of_channels(one, 0):
                     sent.setdefault(channels, []).append((number, seconds, size))
@@ -167,8 +176,8 @@ class Beside(Layout):
             *full, late = filled(members, lambda member: member[-1])
             for bucket in full:
                 found.setdefault(bucket[-1][0], []).extend(bucket)
-            found.setdefault(len(told) - 1, []).extend(late)
-        latency = max((self.links.of_patches(one, 0).latency for one in told), default=0.0)
+            found.setdefault(len(self.told) - 1, []).extend(late)
+        latency = max((self.links.of_patches(one, 0).latency for one in self.told), default=0.0)
         return {
             last: Buckets(sum(seconds for _, seconds, _ in bucket) + latency, tuple(number for number, *_ in bucket))
             for last, bucket in found.items()
