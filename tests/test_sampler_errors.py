@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import fxpipe
 from fxpipe.errors import FxpipeError
@@ -100,16 +101,30 @@ def test_a_module_that_is_refused(what: str) -> None:
         fxpipe.compile_sampler(model, ranks, **{"example": GIVEN, "sample": ROWS, **options})
 
 
-def test_gradients_through_a_prediction_are_refused() -> None:
+def test_derivatives_of_a_prediction_are_refused() -> None:
     """Of guidance by gradients a part goes past the denoiser: without this error it would be all there is."""
     sampler = fxpipe.compile_sampler(Denoiser(), 2, example=GIVEN, sample=ROWS)
     noisy = GIVEN["sample"].clone().requires_grad_()
     why = r"input sample of shape \[2, 2, 12, 5\] requires a gradient.* under torch.no_grad"
     with pytest.raises(FxpipeError, match=why):
         (noisy - sampler.predict(**{**GIVEN, "sample": noisy})).square().sum().backward()
+    with forward_ad.dual_level(), pytest.raises(FxpipeError, match=r"input sample .* has a tangent"):
+        sampler.predict(**{**GIVEN, "sample": forward_ad.make_dual(noisy.detach(), torch.ones_like(noisy))})
     assert torch.equal(sampler.predict(**{**GIVEN, "sample": noisy.detach()}), sampler.predict(**GIVEN))
     with torch.no_grad():
         assert torch.equal(sampler.predict(**{**GIVEN, "sample": noisy}), sampler.predict(**GIVEN))
+
+
+def test_a_call_inside_an_autocast_is_refused() -> None:
+    """Programs of threads would not see it, those of processes would."""
+    sampler = fxpipe.compile_sampler(Denoiser().float(), 2, sample=ROWS, example=(floats := _floats()))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(FxpipeError, match=r"the call is inside torch.autocast"):
+        sampler.predict(**floats)
+    assert sampler.predict(**floats).dtype == torch.float32
+
+
+def _floats() -> Call:
+    return {name: value.float() for name, value in GIVEN.items()}
 
 
 def test_attributes_that_change_nothing_are_no_fault() -> None:

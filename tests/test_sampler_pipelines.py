@@ -448,6 +448,26 @@ def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPa
         assert error(sampler.predict(x=x), model(x)) <= 1e-12
 
 
+class Ramp(nn.Module):
+    """Numbers of the type that is torch's default when it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.tensor(0.1) + torch.arange(3).sum() * 0.1)
+
+
+def test_torchs_default_type_is_as_it_is_now() -> None:
+    model, x = Ramp(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, sample={"x": 2}, patches=2)
+    before, found = torch.get_default_dtype(), []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(error(sampler.predict(x=x), model(x)))
+        finally:
+            torch.set_default_dtype(before)
+    assert max(found) <= 1e-12
+
+
 def test_a_forward_that_is_wrapped_on_the_module_has_its_class_arguments() -> None:
     pipe, call = tiny("sd/small")
     forward = pipe.unet.forward

@@ -40,7 +40,8 @@ class _Same:
 
 def settings_of(model: nn.Module, named: Sequence[Holder]) -> Settings:
     """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
-    found: Settings = [nn.functional.scaled_dot_product_attention]
+    around = torch.get_default_dtype(), torch.get_default_device()
+    found: Settings = [nn.functional.scaled_dot_product_attention, *around]
     for name in _AROUND:
         _add_attributes(found, vars(nn.modules.module)[name], 1)
     for holder in named:

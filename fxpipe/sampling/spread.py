@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
@@ -79,9 +80,9 @@ class Spread:
         """As the module's forward; without gradients.
 
         Raises:
-            CompileError: an input asks for its gradient.
+            CompileError: an input asks for its gradient, or the call is inside an autocast.
         """
-        _require_no_gradients(args, kwargs)
+        _require_plain(args, kwargs)
         with self.ranks.turn:
             step = self._step_or_none(args, kwargs)
         if step is None:
@@ -236,16 +237,24 @@ class Spread:
         self._weights, self._settings = now, settings
 
 
-def _require_no_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A gradient that went past the prediction, by what else is made of the input, would be wrong without a word."""
-    if not torch.is_grad_enabled():
-        return
-    for path, leaf in named_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what programs would leave out without a word: an autocast around the call, and derivatives, which would be
+    of what else is made of the input alone."""
+    leaves = [(path, leaf) for path, leaf in named_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    for device in sorted({leaf.device.type for _, leaf in leaves}):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             raise CompileError(
-                f"input {'.'.join(path[1:])} of shape {list(leaf.shape)} requires a gradient, and what ranks compute "
-                "together has none: sample under torch.no_grad(), or pass it as .detach(); guidance by gradients needs "
-                "the module that was not compiled"
+                "the call is inside torch.autocast, and the denoiser was compiled as it computes without: leave it "
+                "out, or put it into the denoiser's forward before it is compiled"
+            )
+    for path, leaf in leaves:
+        has_tangent = forward_ad.unpack_dual(leaf).tangent is not None
+        if has_tangent or (torch.is_grad_enabled() and leaf.requires_grad):
+            what = "has a tangent" if has_tangent else "requires a gradient"
+            raise CompileError(
+                f"input {'.'.join(path[1:])} of shape {list(leaf.shape)} {what}, and what ranks compute together has "
+                "none: sample under torch.no_grad(), or pass it as .detach(); guidance by gradients needs the module "
+                "that was not compiled"
             )
 
 
