@@ -108,6 +108,14 @@ def asked(made: Sampler) -> tuple[SampleCase, Request, Setting]:
     return lowering.case(made.step.traced, 2), lowering.request, lowering.setting
 
 
+def test_moments_count_as_what_is_sent_of_them() -> None:
+    """Not as what they are moments of."""
+    case, *_ = asked(compiled("U-Net"))
+    moments = [one for item in case.work(2, (0, 4, 8), 0, False).items if (one := item.told) and one.kind == "moments"]
+    assert moments
+    assert all({size for *_, size in one.sent} == {one.own_bytes} for one in moments)
+
+
 def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) -> dict[Request, float]:
     """Seconds of all ways to use up to so many ranks, by trying all numbers."""
     found, every = dict[Request, float](), range(1, world_size + 1)

@@ -9,7 +9,7 @@ A group of samples begins a step when it has all groups' predictions: one with f
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops
@@ -102,9 +102,12 @@ class Beside(Layout):
 
         return {patch: own(patch) for patch in self.works}
 
-    def together(self, items: Mapping[int, Sequence[Item]], waits: Waits, *then: Any) -> Passed:
+    def together(
+        self, items: Mapping[int, Sequence[Item]], waits: Waits, before: Passed | None = None,
+        leaving: Mapping[int, Buckets] = MappingProxyType({}),
+    ) -> Passed:  # fmt: skip
         """A step of all patches, of which those seen do these items."""
-        return together([items[patch] for patch in self.seen], self.links, 0, waits, *then)
+        return together([items[patch] for patch in self.seen], self.links, 0, waits, before, leaving)
 
     def least_seconds(self, steps: int) -> float:
         """Of a call, whatever kinds of attention exact steps have."""
@@ -168,7 +171,7 @@ class Beside(Layout):
         """Of a step, by the number of the exchange after which they leave."""
         sent: dict[str, list[tuple[int, float, int]]] = {}
         for number, one in enumerate(self.told):
-            if self.crosses(one) and (one.kind != "moments" or self.made.how.norms != "separate"):
+            if self._in_buckets(one):
                 for channels, seconds, size in self.links.of_channels(one, 0):
                     sent.setdefault(channels, []).append((number, seconds, size))
         found: dict[int, list[tuple[int, float, int]]] = {}
@@ -185,8 +188,10 @@ class Beside(Layout):
 
     def _crossing(self, patch: int) -> list[Told]:
         """What is read of this patch a step later."""
-        told = [item.told for item in self.works[patch].items if item.told and self.crosses(item.told)]
-        return [one for one in told if one.kind != "moments" or self.made.how.norms != "separate"]
+        return [item.told for item in self.works[patch].items if item.told and self._in_buckets(item.told)]
+
+    def _in_buckets(self, told: Told) -> bool:
+        return self.crosses(told) and (told.kind != "moments" or self.made.how.norms != "separate")
 
     def _cached_bytes(self, crossing: Sequence[Told]) -> int:
         """Of what others have told, and what of it is moved on."""

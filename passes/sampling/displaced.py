@@ -147,9 +147,7 @@ class DisplacedWriter(CrossingWriter):
         return self.call(displaced_ops.flat, ([value],), f"{member.value}_edge_for_{member.dst}")
 
     def _close(self, buckets: Iterable[Message]) -> None:
-        for bucket in sorted(
-            buckets, key=lambda bucket: bucket.src == self.patch.index
-        ):  # posted before sent, as fresh
+        for bucket in sorted(buckets, key=lambda one: one.src == self.patch.index):  # posted before sent, as fresh
             self._leave(bucket)
 
     def _leave(self, bucket: Message) -> None:

@@ -32,7 +32,8 @@ Sent = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class Told:
-    """One exchange: what is `sent`, bytes of this patch's own value, and seconds to make of them what is read."""
+    """One exchange: what is `sent`, bytes of this patch's own value or moments, and seconds to make of them what is
+    read."""
 
     kind: str
     sent: Sent
@@ -172,9 +173,10 @@ def work_of(
         if "exchange" in node.meta:
             places[node] = len(items)
             unread.add(len(items))
-            (own,) = node.all_input_nodes
-            sent = _sent(node, patches, known)
-            items.append(Item(name, 0.0, Told(node.meta["exchange"].kind, sent, sizes[own], seconds.get(node, 0.0))))
+            kind, (value,) = node.meta["exchange"].kind, node.all_input_nodes
+            own = sizes[node if kind == "moments" else value]  # each patch tells as many moments as there are of all
+            told = Told(kind, _sent(node, patches, known), own, seconds.get(node, 0.0))
+            items.append(Item(name, 0.0, told))
             continue
         reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
         unread.difference_update(reads)
