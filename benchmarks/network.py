@@ -8,10 +8,11 @@
 Between ranks 0 and 1 by gloo. Latency is half a round trip of 4 bytes; bandwidth is by what a message of 32 MiB takes
 longer than one of 16: what a link lets through at once counts for nothing, which was 12 % through 100 Mbit/s of tc, by
 messages of 256 KiB. It is taken one direction at a time, and both at once, which shows whether they share the link;
-where they do not, that of both at once counts, as programs use it. Both beside matrix products show what the bytes of
-messages take from computation. Each is the tenth percentile of many, so that other work on the machine counts little.
-What every message takes, whatever its bytes, is the median of many of 4 bytes beside products: where threads of the
-network share their cores with computation it is 0.05 or 1 ms as the system places them. Rank 0 prints.
+where they do not, that of both at once counts, as programs use it. Each is the tenth percentile of many, so that other
+work on the machine counts little. Both directions beside matrix products show what the bytes of messages take from
+computation, and many messages of 4 bytes beside products what every message takes, whatever its bytes: medians, since
+where threads of the network share their cores with computation it is 0.05 or 1 ms as the system places them. Rank 0
+prints.
 """
 
 import os
@@ -64,8 +65,8 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     large, larger = (usual_seconds(partial(ping_pong, rank, size), rounds) / 2 for size in sizes)
     both, more = (usual_seconds(partial(exchange, rank, size), rounds) for size in sizes)
     work = products(4 * both)
-    beside = usual_seconds(lambda: exchange(rank, num_bytes, work), rounds)
-    taken = beside - usual_seconds(lambda: exchange(rank, SMALL, work), rounds)
+    beside, apart = (usual_seconds(partial(exchange, rank, size, work), rounds, share=5) for size in (num_bytes, SMALL))
+    taken = beside - apart
     alone, shared = num_bytes / (larger - large), num_bytes / (more - both)
     each = products(MANY_SECONDS / MANY)
     alone_or_many = (lambda: [each() for _ in range(MANY)].clear()), (lambda: exchange_many(rank, each))

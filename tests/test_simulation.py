@@ -33,6 +33,10 @@ def send(edge: int, src: int, dst: int) -> Op:
     return Op("send", message=message(edge, src, dst))
 
 
+def post(edge: int, src: int, dst: int) -> Op:
+    return Op("post", message=message(edge, src, dst))
+
+
 def wait(edge: int, src: int, dst: int) -> Op:
     return Op("wait", message=message(edge, src, dst))
 
@@ -67,6 +71,17 @@ def test_a_wait_ends_when_the_message_has_arrived() -> None:
     assert timeline.busy_seconds == (1.0, 1.0)
     assert timeline.bubble_ratio == pytest.approx(1 - 2 / 6)
     assert timeline.channel_bytes == {(0, 1): 4}
+
+
+@pytest.mark.parametrize(("runs", "arrives"), [(0, 2.0), (3, 4.0)])
+def test_bytes_move_when_the_receive_is_posted(runs: int, arrives: float) -> None:
+    ranks = [
+        [begin("0F0"), RUN, send(0, 0, 1), RUN, begin(END)],
+        [begin("1F0"), *[RUN] * runs, post(0, 0, 1), RUN, wait(0, 0, 1), begin(END)],
+    ]
+    walked = walk(ranks, ONE_SECOND, A_SECOND)
+    assert walked.arrival_seconds == {0: arrives}
+    assert walked.rank_ends == [2.0, arrives]  # a send never blocks
 
 
 def test_a_channel_sends_one_message_at_a_time_and_both_directions_at_once() -> None:

@@ -13,7 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PORT = "29617"
-_BURST, _LATENCY = "32kb", "400ms"  # what tc lets through at once; how long a packet may queue
+_BURST, _LATENCY = "128kb", "400ms"
+"""What tc lets through at once; how long a packet may queue. The kernel cuts packets that are larger than the burst, 64
+KiB into 44, on the cores that compute, where network cards would: with bursts of 32 kb a displaced step of a DiT at 1
+Gbit/s took 0.286 s so, and takes 0.214."""
 _HUB = "FXPIPE_HUB"  # in the environment of a rank: the namespace of the bridge
 ROOT = str(Path(__file__).parents[2])
 

@@ -51,8 +51,9 @@ def together(
     at, free, number = [next(walk) for walk in walks], before.free, 0
     there: list[dict[int, float]] = [{} for _ in patches]
     while (told := at[0][1]) is not None:
-        way, clocks = links.of_patches(told, column), tuple(clock for clock, _ in at)
+        way, clocks = links.of_patches(told, column), tuple(clock for clock, *_ in at)
         if waits(told):
+            free = tuple(max(end, ready) for end, (*_, ready) in zip(free, at, strict=True))
             come, free = _come(told, clocks, free, way, links.are_bus)
             answers = [(end, way.taken) for end in come]
         else:  # many that nobody waits for are one message
@@ -62,12 +63,13 @@ def together(
             for end, known in zip(free, there, strict=True):
                 known |= dict.fromkeys(leaving[number].exchanges, end)
         at, number = [walk.send(answer) for walk, answer in zip(walks, answers, strict=True)], number + 1
-    assert all(told is None for _, told in at), "patches tell each other different things"
-    return Passed(tuple(clock for clock, _ in at), free, tuple(there))
+    assert all(told is None for _, told, _ in at), "patches tell each other different things"
+    return Passed(tuple(clock for clock, *_ in at), free, tuple(there))
 
 
 def _come(told: Told, clocks: Ends, free: Ends, way: Busy, on_bus: bool) -> tuple[Ends, Ends]:
-    """When all is there that others tell each patch, and until when its links are busy."""
+    """When all is there that others tell each patch, and until when its links are busy; `free`: since when it can be
+    told something."""
     if len(clocks) == 1:
         there = (max(*free, *clocks) + way.until_there,)
         return there, there
@@ -95,10 +97,10 @@ def _on_bus(told: Told, clocks: Ends, free: Ends, way: Busy) -> tuple[Ends, Ends
     sizes, come = Counter[int](), [0.0] * len(free)
     for source, _, size in told.sent:
         sizes[source] += size
-    sent = {
-        source: (max(clocks[source], free[source]), way.seconds * size / sizes.total())
-        for source, size in sizes.items()
-    }
+    begins = {source: max(clocks[source], free[source]) for source in sizes}
+    for source, target, _ in told.sent:
+        begins[source] = max(begins[source], free[target])
+    sent = {source: (begins[source], way.seconds * size / sizes.total()) for source, size in sizes.items()}
     ends = {source: end + way.latency for source, end in _shared(sent).items()}
     for source, target, _ in told.sent:
         come[target] = max(come[target], ends[source])
@@ -123,10 +125,12 @@ def _shared(sent: Mapping[int, tuple[float, float]]) -> dict[int, float]:
     return ends
 
 
-def _walked(items: Sequence[Item], begin: float) -> Generator[tuple[float, Told | None], tuple[float, float]]:
-    """One patch's clock at everything that it tells, and at its end; answered by when that is there, and the seconds
-    that sending it takes from what comes next."""
-    clock, owed = begin, 0.0
+def _walked(
+    items: Sequence[Item], begin: float
+) -> Generator[tuple[float, Told | None, float], tuple[float, float]]:
+    """One patch's clock at everything that it tells, and at its end, and since when it is ready for what it is told;
+    answered by when that is there, and the seconds that sending it takes from what comes next."""
+    clock, ready, owed = begin, begin, 0.0
     told: dict[int, float] = {}
     for place, item in enumerate(items):
         for read in item.reads:
@@ -137,10 +141,12 @@ def _walked(items: Sequence[Item], begin: float) -> Generator[tuple[float, Told 
             clock = there + exchange.seconds
         if item.seconds:
             clock, owed = clock + item.seconds + owed, 0.0
+        if item.reads:
+            ready = clock
         if item.told is not None and item.told.sent:
-            told[place], taken = yield clock, item.told
+            told[place], taken = yield clock, item.told, ready
             owed += taken
-    yield clock, None
+    yield clock, None, ready
 
 
 def alone(items: Sequence[Item], places: Sequence[int]) -> list[Item]:

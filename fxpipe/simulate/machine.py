@@ -5,8 +5,9 @@
                                                   rank 1  |waits      |3.0s      |
 
 Every rank is one compute stream that keeps the order of its ops; one without any is not there. Sends never block, nor
-does the issue of a collective; a wait ends when its message has arrived, or its collective is over. `wires` says how
-long messages take that share links, `collectives` when a collective runs. Where messages take time from computation
+does the issue of a collective; a wait ends when its message has arrived, or its collective is over. A message's bytes
+move, on gloo and on NCCL, when it is sent and its receive is posted, where some rank posts one. `wires` says how long
+messages take that share links, `collectives` when a collective runs. Where messages take time from computation
 (`Link.taken_share`, `overhead_seconds`), a rank owes it from a send, the wait for a receive, or the issue of a
 collective on; it pays while it waits, or else with what it computes next.
 """
@@ -23,6 +24,7 @@ from fxpipe.simulate.op_lists import Op, Transfer
 from fxpipe.simulate.wires import Arrival, Wires
 
 _WAITS = {"wait", *(f"wait_{kind}" for kind in COLLECTIVES)}
+_SHARED = {"send", "post", *COLLECTIVES}  # what may begin something on links
 
 
 class Machine:
@@ -37,6 +39,8 @@ class Machine:
         self._position = [0] * len(op_lists)
         self._ready = [(0.0, rank) for rank in range(len(op_lists))]
         self.arrival_seconds: dict[int, float] = {}  # by edge: when a message has arrived, or a collective is over
+        self._to_post = {op.message.edge for ops in op_lists for op in ops if op.kind == "post" and op.message}
+        self._held: dict[int, Transfer] = {}  # by edge: sent, and not posted yet
         self._waiting: dict[int, list[tuple[int, float]]] = {}  # edge -> ranks that wait, since when
         self.end_seconds = 0.0
         self.rank_ends = [0.0] * len(op_lists)
@@ -66,7 +70,7 @@ class Machine:
         clock, ops = since, self._ops[rank]
         for position in range(self._position[rank], len(ops)):
             op = ops[position]
-            if clock > since and (op.kind == "send" or op.kind in COLLECTIVES):
+            if clock > since and op.kind in _SHARED:
                 heapq.heappush(self._ready, (clock, rank))
             elif (end := self._do(rank, op, clock)) is not None:
                 if end > clock and op.kind != "run":
@@ -95,6 +99,9 @@ class Machine:
         elif kind == "send":
             assert op.message is not None
             self._send(rank, op.message, clock)
+        elif kind == "post":
+            assert op.message is not None
+            self._post(op.message, clock)
         elif kind in COLLECTIVES:
             assert op.collective is not None
             self._issue(rank, op.collective, clock)
@@ -123,8 +130,17 @@ class Machine:
         pass
 
     def _send(self, rank: int, message: Transfer, clock: float) -> None:
-        self._wires.send(clock, message.edge, message.channel, message.num_bytes)
         self._owe(rank, message)
+        if message.edge in self._to_post:
+            self._held[message.edge] = message
+        else:
+            self._wires.send(clock, message.edge, message.channel, message.num_bytes)
+
+    def _post(self, message: Transfer, clock: float) -> None:
+        self._to_post.discard(message.edge)
+        if message.edge in self._held:
+            del self._held[message.edge]
+            self._wires.send(clock, message.edge, message.channel, message.num_bytes)
 
     def _issue(self, rank: int, collective: Collective, clock: float) -> tuple[float, float] | None:
         span = self._collectives.issue(clock, rank, collective)

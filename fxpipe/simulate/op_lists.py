@@ -1,6 +1,7 @@
 """Operations of ranks as the simulator takes them: what each does to the clock, and no tensors.
 
-h = wait(recv_h)                  wait    main h[0] from rank 0
+recv_h = recv(transport, 0, 8)    post    edge 8
+h = wait(recv_h)                  wait    edge 8
 out = stage_1_forward(h)     ->   run     stage_1_forward's seconds
 send(transport, out, 2, 9)        send    edge 9
 """
@@ -55,8 +56,8 @@ class Bytes(NamedTuple):
 class Op(NamedTuple):
     """One step of a rank.
 
-    `kind` is "run" (takes `seconds`, and those of the graph `call`), "begin" (of the action `call`), "send" or "wait"
-    (of `message`), one of COLLECTIVES (issues `collective`) or "wait_" and one of these, or "none", which is free.
+    `kind` is "run" (takes `seconds`, and those of the graph `call`), "begin" (of the action `call`), "send", "post" (a
+    receive) or "wait" (of `message`), one of COLLECTIVES (issues `collective`) or "wait_" and one of these, or "none", which is free.
     """
 
     kind: str
@@ -126,11 +127,13 @@ def _op(
 
 
 def message_op(node: fx.Node, by_edge: Mapping[int, Message]) -> Op | None:
-    """What begins an action, sends or waits, in programs of training and of sampling alike."""
+    """What begins an action, sends, posts a receive or waits, in programs of training and of sampling alike."""
     if node.target is ops.begin:
         return Op("begin", call=str(node.args[1]))
     if node.target is ops.send:
         return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
+    if node.target is ops.recv:
+        return Op("post", message=by_edge[node.args[2]])  # type: ignore[index]
     if node.target is ops.wait:
         (receive,) = node.all_input_nodes
         return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]

@@ -65,7 +65,7 @@ def _num_bytes(tensors: Any) -> int:
 def _op(node: fx.Node, by_edge: Mapping[int, Message], seconds: Mapping[fx.Node, float]) -> Op:
     if (shared := message_op(node, by_edge)) is not None:
         return shared
-    if node.op == "call_function" and node.target is not ops.recv:
+    if node.op == "call_function":
         return Op("run", seconds=seconds.get(node, 0.0))
     return Op("none")
 

@@ -5,7 +5,8 @@ k_whole = gather(k)       recv_k_from_1 = recv(1, ...); send(k, to 1)      v = l
                           attention(q, k_whole, v_whole)
 
 A rank posts what comes before it sends: on gloo the word that it may come would queue behind what is sent, and of two
-ranks that swap the second to come here would have the link to itself, then the first.
+ranks that swap the second to come here would have the link to itself, then the first. It posts as soon as what came
+before has been read, since bytes move when both ends are there: the rank that is late then finds them.
 """
 
 import math
@@ -70,6 +71,7 @@ class FormWriter:
         self._placeholders(graph)
         self.call(ops.begin, (self.transport, "predict"), "begin_predict")
         self._output(self.body(graph))
+        _post_early(self.graph)
         self.graph.lint()
         return Form(self.graph, tuple(self.taken), tuple(self.carries))
 
@@ -285,3 +287,22 @@ class FormWriter:
         if stretches:
             other = self.call(row_ops.cut_rows, (value, state.dim, stretches), f"{node.name}_other")
         return self.call(row_ops.join_rows, (rows, other, state.dim, parts), node.name, None, node)
+
+
+def _post_early(graph: fx.Graph) -> None:
+    """Move every receive that is waited for to where the last value that came before it is read, so that buffers are no
+    more than there were; those that are carried stay where they are, and all in their order."""
+    waits = {n: [*n.users] for n in graph.find_nodes(op="call_function", target=ops.recv) if n not in _returned(graph)}
+    readers = {reader for of in waits.values() for wait in of for made in wait.users for reader in made.users}
+    (after,) = graph.find_nodes(op="call_function", target=ops.begin)
+    for node in [*graph.nodes]:
+        if node in waits:
+            after.append(node)
+            after = node
+        elif node in readers or node.target is ops.recv:
+            after = node
+
+
+def _returned(graph: fx.Graph) -> set[fx.Node]:
+    (output,) = graph.find_nodes(op="output")
+    return {*output.all_input_nodes}

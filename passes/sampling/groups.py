@@ -156,9 +156,10 @@ class _MovedForm:
         self.shared, self.device = shared, device
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
+        self.posted: dict[int, fx.Node] = {}  # the other groups' predictions
 
     def written(self) -> fx.Graph:
-        sliced = False
+        begun = False
         for node in self.alone.nodes:
             if node.op == "output":
                 carries = node.args[0][1:] if isinstance(node.args[0], tuple) else ()
@@ -168,8 +169,9 @@ class _MovedForm:
                 break
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
             self.place.move(self.env[node])
-            if node.target is ops.begin and not sliced:
-                sliced = True
+            if node.target is ops.begin and not begun:
+                begun = True
+                self._post()
                 self._slice()
         self.graph.lint()
         return self.graph
@@ -185,23 +187,27 @@ class _MovedForm:
                 node.meta["val"] = like.new_empty((stop - start, *like.shape[1:]))
                 self.env[placeholder] = node
 
-    def _joined(self, own: fx.Node) -> fx.Node:
-        """The prediction for all samples: those of the others are posted before this group's is sent."""
-        value = _result(self.alone).meta["val"]
+    def _post(self) -> None:
+        """What the others predict: a group that is late finds it there."""
         (transport, *_) = self.graph.find_nodes(op="placeholder")
-        posted: dict[int, fx.Node] = {}
         for message in self.shared:
             if message.dst == self.rank:
                 wire = (transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device))
-                posted[message.src] = self._call(ops.recv, wire, f"recv_prediction_of_rank_{message.src}", message)
+                name = f"recv_prediction_of_rank_{message.src}"
+                self.posted[message.src] = self._call(ops.recv, wire, name, message)
+
+    def _joined(self, own: fx.Node) -> fx.Node:
+        """The prediction for all samples."""
+        value = _result(self.alone).meta["val"]
+        (transport, *_) = self.graph.find_nodes(op="placeholder")
         for message in self.shared:
             if message.src == self.rank:
                 args = (transport, own, message.dst, message.edge)
                 self._call(ops.send, args, f"send_prediction_to_rank_{message.dst}", message)
-        found = {src: self._call(ops.wait, (node,), f"prediction_of_rank_{src}") for src, node in posted.items()}
+        found = {src: self._call(ops.wait, (node,), f"prediction_of_rank_{src}") for src, node in self.posted.items()}
         parts = [node for _, node in sorted({**found, self.rank: own}.items())]
         whole = self._call(torch.ops.aten.cat.default, (parts, 0), "prediction_of_all")
-        samples = value.shape[0] + sum(node.meta["message"].shape[0] for node in posted.values())
+        samples = value.shape[0] + sum(node.meta["message"].shape[0] for node in self.posted.values())
         whole.meta["val"] = torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
         return whole
 

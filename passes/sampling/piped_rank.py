@@ -74,9 +74,7 @@ class _Written:
         if not self.is_fresh:
             self._take(BEGUN)
         own = [cell for cell in cells(piped.line, len(self.turns)) if cell.stage.column == column]
-        for index, cell in enumerate(own):
-            for soon in own[index : index + 2]:
-                self.rows.post(reads_of(soon, self.rank, self.mine))
+        for cell in own:
             self._add(cell, self.turns[cell.turn])
         self.carries |= {name: self.latest[name] for name in self.taken if name != BEGUN}
         self.carries[BEGUN] = begun
@@ -186,7 +184,7 @@ class _Written:
                     m for m in self.mine
                     if m.src == group * columns + last and m.microbatch == turn and m.kind == PREDICTION
                 )  # fmt: skip
-                found.append(self.rows.posted(message))
+                found.append(self.rows.posted[message.edge])
         return found
 
     def _in_parts(self) -> list[list[fx.Node]]:

@@ -163,9 +163,7 @@ class _RankWriter:
         turns = range(len(self.staged.spans))
         self.values: list[dict[str, fx.Node]] = [{} for _ in turns]
         self.early: list[dict[str, fx.Node]] = [{} for _ in turns]
-        for index, (cell, graph) in enumerate(zip(own, graphs, strict=True)):
-            for soon in own[index : index + 2]:
-                self.rows.post(reads_of(soon, self.rank, self.between))
+        for cell, graph in zip(own, graphs, strict=True):
             self._add(cell, graph)
         result = self._prediction()
         self.rows.graph.output(result)

@@ -1,7 +1,6 @@
-"""One rank's program over its cells: what comes for the next cell is asked for before this one's work begins.
+"""One rank's program over its cells: what comes is posted first, for bytes move when both ends are there.
 
-begin 1F0;  recv h[0];  recv h[1];  h = wait(h[0]);  ... ;  send prediction[0]
-begin 1F1;  recv h[2];  h_1 = wait(h[1]);  ...
+begin predict;  recv h[0];  recv h[1];  h = wait(h[0]);  ... ;  send prediction[0];  h_1 = wait(h[1]);  ...
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,6 @@ class RankGraph:
     ) -> None:  # fmt: skip
         self.plan, self.rank, self.device, self.graph = plan, rank, device, fx.Graph()
         self.transport = self.graph.placeholder("transport")
-        self._wires = [message for message in messages if message.dst == rank]
-        self._posted: dict[int, fx.Node] = {}
         used = {node.name for graph in graphs for node in graph.find_nodes(op="placeholder") if node.users}
         self.given = {name: self.graph.placeholder(name) for name in plan.inputs if name in used}
         self.carried = self.graph.placeholder("carried") if takes_carried else None
@@ -36,6 +33,7 @@ class RankGraph:
         self._state_nodes: dict[str, fx.Node] = {}
         self._slices: dict[tuple[str, int], fx.Node] = {}
         self.call(ops.begin, (self.transport, "predict"), "begin_predict")
+        self.posted = {message.edge: self._post(message) for message in messages if message.dst == rank}
 
     def call(self, target: Any, args: tuple[Any, ...], name: str, like: torch.Tensor | None = None) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, name=name)
@@ -75,26 +73,15 @@ class RankGraph:
         args = (self.transport, value, message.dst, message.edge)
         self.call(ops.send, args, f"send_{message.value}_to_{message.dst}").meta["message"] = message
 
-    def post(self, wanted: Sequence[Message]) -> None:
-        """Ask for these, and for what comes before them on their channels."""
-        last = {message.src: message.edge for message in sorted(wanted, key=lambda message: message.edge)}
-        for message in self._wires:
-            if message.edge not in self._posted and message.edge <= last.get(message.src, -1):
-                args = (
-                    self.transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device)
-                )  # fmt: skip
-                node = self.call(ops.recv, args, f"recv_{message.value}_from_{message.src}")
-                node.meta["message"] = message
-                self._posted[message.edge] = node
-
-    def posted(self, message: Message) -> fx.Node:
-        """A message on its way."""
-        self.post([message])
-        return self._posted[message.edge]
+    def _post(self, message: Message) -> fx.Node:
+        args = self.transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device)
+        node = self.call(ops.recv, args, f"recv_{message.value}_from_{message.src}")
+        node.meta["message"] = message
+        return node
 
     def wait(self, message: Message) -> fx.Node:
         like = torch.empty(message.shape, dtype=message.dtype, device="meta")
-        return self.call(ops.wait, (self.posted(message),), f"{message.value}_from_{message.src}", like)
+        return self.call(ops.wait, (self.posted[message.edge],), f"{message.value}_from_{message.src}", like)
 
 
 def reads_of(cell: Cell, rank: int, messages: Sequence[Message]) -> list[Message]:

@@ -37,6 +37,11 @@ class RankOps:
         self.use(buffer)
         self._edges[buffer] = (*self._edges.get(buffer, ()), message.edge)
 
+    def post(self, message: Transfer) -> int:
+        """Into a new buffer."""
+        self._ops.append(("post", "", 0.0, message, None))
+        return self.make("transfers", message.num_bytes)
+
     def wait(self, message: Transfer, buffer: int) -> None:
         self._ops.append(("wait", "", 0.0, message, None))
         self.use(buffer)

@@ -116,7 +116,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
     # -- messages
 
     def start_receive(self, message: PlannedMessage) -> int:
-        return self.ops.make("transfers", message.num_bytes)
+        return self.ops.post(message)
 
     def wait(self, message: PlannedMessage, posted: int) -> int:
         self.ops.wait(message, posted)
