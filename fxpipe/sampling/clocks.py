@@ -125,9 +125,7 @@ def _shared(sent: Mapping[int, tuple[float, float]]) -> dict[int, float]:
     return ends
 
 
-def _walked(
-    items: Sequence[Item], begin: float
-) -> Generator[tuple[float, Told | None, float], tuple[float, float]]:
+def _walked(items: Sequence[Item], begin: float) -> Generator[tuple[float, Told | None, float], tuple[float, float]]:
     """One patch's clock at everything that it tells, and at its end, and since when it is ready for what it is told;
     answered by when that is there, and the seconds that sending it takes from what comes next."""
     clock, ready, owed = begin, begin, 0.0

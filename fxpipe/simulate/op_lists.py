@@ -57,7 +57,8 @@ class Op(NamedTuple):
     """One step of a rank.
 
     `kind` is "run" (takes `seconds`, and those of the graph `call`), "begin" (of the action `call`), "send", "post" (a
-    receive) or "wait" (of `message`), one of COLLECTIVES (issues `collective`) or "wait_" and one of these, or "none", which is free.
+    receive) or "wait" (of `message`), one of COLLECTIVES (issues `collective`) or "wait_" and one of these, or "none",
+    which is free.
     """
 
     kind: str
