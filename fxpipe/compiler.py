@@ -33,6 +33,7 @@ from fxpipe.back_end import BackEnd
 from fxpipe.capture.cache import cache_folder
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.costs import uncosted_ops
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -62,6 +63,7 @@ from passes.tuner.request import Request
 
 
 @progress()
+@held_collector()
 @torch.enable_grad()  # what surrounds the call is not part of the step
 def compile(
     model: Any,

@@ -138,16 +138,19 @@ def own_parameters(layout: Layout) -> dict[int, dict[str, int]]:
 
 def tied_gradients(layout: Layout, reduced: Collection[str]) -> list[TiedGradient]:
     """Trained parameters that more than one rank holds, unless they are reduced with their stage."""
+    ranks_of: dict[Key, set[int]] = {}
+    for (key, _), rank in layout.rank_of.items():
+        ranks_of.setdefault(key, set()).add(rank)
     givers: dict[str, set[int]] = {}
     holders: dict[str, set[int]] = {}
     values: dict[str, Value] = {}
-    for (key, microbatch), rank in layout.rank_of.items():
-        border = layout.border(key, microbatch)
+    for key, on in ranks_of.items():
+        border = layout.border(key, 0)
         values |= border.state
         for name in border.state:
-            holders.setdefault(name, set()).add(rank)
+            holders.setdefault(name, set()).update(on)
         for name in border.weight_grads:
-            givers.setdefault(name, set()).add(rank)
+            givers.setdefault(name, set()).update(on)
     return [
         TiedGradient(name, values[name].num_bytes, tuple(sorted(ranks)), tuple(sorted(holders[name])))
         for name, ranks in sorted(givers.items())
