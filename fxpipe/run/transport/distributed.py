@@ -99,6 +99,8 @@ class DistributedTransport(Collectives):
     def set_action(self, action: str) -> None:
         if self._watchdog.failure is not None:
             raise RunError(self._watchdog.failure)
+        if not self._groups:
+            raise RunError(f"rank {self.rank} has left the others by close(): call that last, or compile again")
         self._watchdog.action = action
         self._sends = [send for send in self._sends if not send[0].is_completed()]  # which gloo tells of none
 
