@@ -92,6 +92,17 @@ def other_weights(loop: Loop) -> None:
             loop.model.last.bias.mul_(1.1)  # type: ignore[union-attr]
 
 
+def within(fault: Callable[[Loop], None], loop: Loop) -> Tensor:
+    """In a call, before its second prediction."""
+
+    def between(step: int, sample: Tensor) -> Tensor:
+        if step == 0:
+            fault(loop)
+        return sample
+
+    return loop(between=between)
+
+
 def replaced_weights(loop: Loop) -> None:
     if loop.odd:
         loop.model.last.bias = nn.Parameter(2 * loop.model.last.bias.detach())  # type: ignore[union-attr]
@@ -119,6 +130,8 @@ FAULTS: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "replaced weights": (
         lambda loop: (loop(), replaced_weights(loop), loop()), "last.bias differs between ranks 0 and 1; seed",
     ),
+    "weights within a call": (partial(within, other_weights), ALIKE.format("prediction 2 of a call")),
+    "replaced weights within a call": (partial(within, replaced_weights), ALIKE.format("prediction 2 of a call")),
     "an exception": (
         lambda loop: loop(between=raising if loop.odd else lambda step, x: x),
         "rank 1 failed in the loop around predictions: ValueError: no such latents|^no such latents",
@@ -137,6 +150,8 @@ def faults() -> dict[str, str]:
     quick()
     loop, said = Loop("displaced"), dict[str, str]()
     loop.sampler.close()
+    with pytest.raises(RunError, match="has left the others by close"):
+        loop()
     for name, (fault, _) in FAULTS.items():
         with loop.again():
             try:

@@ -42,7 +42,7 @@ class LaunchedRank(Ranks):
     """This process as one rank of a launch, which all run the same loop.
 
     The first prediction of every call is compared over them to the bit, the others as `StepAgreement` says; weights
-    when they are first used, and again once they have changed on any rank.
+    when they are first used, and again once they have changed, in a call alike on all ranks.
     """
 
     def __init__(self, connect: Callable[[], Launched]) -> None:
@@ -55,18 +55,19 @@ class LaunchedRank(Ranks):
         self._agreement = StepAgreement(self._transport)
         self._bound: dict[int, _Held] = {}
         self._opened: set[Channel] = set()
-        self._used: list[Tensors] = []  # states, in this call
+        self._used: list[tuple[Tensors, int]] = []  # states in this call, and how often they had been written
         self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         self._transport.set_action("predict")
         self._num_begun += 1
         held, shapes = self._bound.get(id(step)) or _Held(step), shapes_of(tensors)
-        self._agreement.begin((step.digest, shapes, form, stream))
+        is_taken = held.state is state and self._has_used(state)
+        self._agreement.begin((step.digest, shapes, form, stream, is_taken))
         if not self._used:
             sums = {name: checksum(tensor) for name, tensor in tensors.items()}
             agree(self._transport, shapes | {"plan": step.digest} | sums)
-        if held.state is not state or all(state is not used for used in self._used):
+        if not is_taken:
             self._take(held, state)
         assert held.bound is not None
         found = self._run.predict(held.bound, tensors, form, stream)
@@ -74,6 +75,10 @@ class LaunchedRank(Ranks):
         self._transport.set_action(_LOOP)
         self._num_made += 1
         return found
+
+    def _has_used(self, state: Tensors) -> bool:
+        """Whether weights are as they were compared in this call."""
+        return any(state is used and num_writes == _num_writes(state) for used, num_writes in self._used)
 
     def forget(self, step: Programs) -> None:
         self._bound.pop(id(step), None)
@@ -155,7 +160,8 @@ class LaunchedRank(Ranks):
         """Hold this rank's program; all ranks are here at once, for they make the same prediction."""
         self._agreement.settle()
         self._agree_on_weights(state)
-        self._used.append(state)
+        self._used = [(used, num_writes) for used, num_writes in self._used if used is not state]
+        self._used.append((state, _num_writes(state)))
         if held.state is state:
             return
         own = held.step.program(self.rank)
@@ -190,6 +196,10 @@ class _Held:
     step: Programs
     state: Tensors | None = None
     bound: BoundProgram | None = None
+
+
+def _num_writes(state: Tensors) -> int:
+    return sum(map(version, state.values()))
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, CompileError | None]:

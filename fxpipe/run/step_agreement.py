@@ -24,7 +24,7 @@ _SKETCH = 2 + _NUM_VECTORS  # rounding, the norm, and the products
 _NOTHING = torch.zeros(_SKETCH, dtype=torch.float64)
 
 _REMEDY = {
-    "prediction": "give every rank the same call: as many steps, the same size, guidance and callbacks",
+    "prediction": "give every rank the same call: as many steps, the same size, guidance, callbacks and weights",
     "time": "give every rank the same scheduler and number of steps",
     "input": "give every rank the same generators, torch.manual_seed and guidance, and change latents on all or none",
 }
