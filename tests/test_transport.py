@@ -315,6 +315,16 @@ def test_a_failing_process_ends_the_others_and_is_named(how: str, failing_rank: 
             assert expected in process.output
 
 
+def lonely_main() -> None:
+    if os.environ["RANK"] == "0":
+        with pytest.raises(RunError, match=r"rank 0 did not find all 2 ranks within 0\.5 s; see what the others said"):
+            DistributedTransport(timeout_seconds=0.5)
+
+
+def test_a_rank_that_never_comes_is_missed() -> None:
+    run_processes(2, lonely_main)
+
+
 @pytest.mark.parametrize(
     ("how", "world_size", "expected"),
     [

@@ -57,10 +57,11 @@ class DistributedTransport(Collectives):
         self.rank, self.world_size = rank, world_size = launch.rank, launch.world_size
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
         store = launch.store(f"{next(_num_transports)}", self._timeout)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
-        self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        with _connecting(launch, timeout_seconds):
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+            self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._data: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._groups: list[dist.ProcessGroup] = [self._control, self._data]
         self._grouped = None
         if self.device.type == "cuda" or num_own is not None:
@@ -77,7 +78,8 @@ class DistributedTransport(Collectives):
             watched, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
         )
         self._watchdog.beat()
-        dist.barrier(self._control)
+        with _connecting(launch, timeout_seconds):
+            dist.barrier(self._control)
         self._watchdog.start()
 
     def open_channels(self, channels: Mapping[Channel, int], groups: Sequence[tuple[int, ...]]) -> None:
@@ -284,6 +286,17 @@ class DistributedTransport(Collectives):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=MAX_EDGES * 1024 - 1)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+
+@contextmanager
+def _connecting(launch: Launch, seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {launch.rank} did not find all {launch.world_size} ranks within {seconds:g} s; see what the others "
+            f"said: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _resolve(device: torch.device | str | None) -> torch.device:
