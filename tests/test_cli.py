@@ -60,6 +60,9 @@ WRONG = [
     (["run", f"{TOY}:toy", "--steps", "0", "--world-size", "2"], "--steps"),
     (["sample", f"{TOY}:toy", "--world-size", "2"], "must return a pipeline"),
     (["sample", "examples/text_to_image.py:pipe"], "start under torchrun"),
+    (["sample", "nowhere.py:pipe", "--out", "images.xyz"], ".xyz is no kind of image; name it .png or .jpg"),
+    (["sample", "nowhere.py:pipe", "--out", "nowhere/images.png"], "there is no folder nowhere; make it first"),
+    (["sample", "nowhere.py:pipe", "--seed", str(2**64)], "--seed"),
 ]
 
 

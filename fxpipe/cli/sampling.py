@@ -97,7 +97,7 @@ def tune_sampling(
 def sample(
     sampling: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="of an image; once for each")] = None,
-    seed: Annotated[int, typer.Option(help="of the noise")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="of the noise")] = 0,
     plan: Annotated[Path | None, typer.Option(dir_okay=False, help="lower the plan of this file")] = None,
     save: Save = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
@@ -110,15 +110,18 @@ def sample(
     """
     import torch
 
+    is_first = os.environ.get("RANK", "0") == "0"
+    if out is not None and is_first:
+        _require_image_file(out)
     pipe, of_model = load_pipeline(sampling.model)
-    call, is_first = sampling.call(of_model, prompt=prompt), os.environ.get("RANK", "0") == "0"
+    call = sampling.call(of_model, prompt=prompt)
     console = Console(quiet=not is_first, highlight=False, markup=False, soft_wrap=True)
     sampler = sampling.compiled(pipe, call, plan=plan)
     console.print(str(sampler))
     console.print(str(sampler.simulate()))
     if verify:
         console.print(str(sampler.verify()))
-    if dump is not None:
+    if dump is not None and is_first:
         sampler.dump(dump)
     if save is not None and is_first:
         console.print(f"plan in {sampler.plan.save(save)}")
@@ -138,6 +141,17 @@ def _patches(text: str | None) -> int | list[int] | None:
     except ValueError:
         raise CompileError(f"--patches {text}: give a count (4), or bounds in units from 0 on (0,3,8)") from None
     return None if text is None else numbers[0] if len(numbers) == 1 else numbers
+
+
+def _require_image_file(path: Path) -> None:
+    """Refuse, before there are images, what they cannot be saved as."""
+    from PIL import Image
+
+    Image.init()
+    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
+        raise CompileError(f"--out {path}: {path.suffix or 'no suffix'} is no kind of image; name it .png or .jpg")
+    if not path.parent.is_dir():
+        raise CompileError(f"--out {path}: there is no folder {path.parent}; make it first")
 
 
 def _row(made: Any) -> Any:
