@@ -123,6 +123,13 @@ def test_a_call_inside_an_autocast_is_refused() -> None:
     assert sampler.predict(**floats).dtype == torch.float32
 
 
+def test_a_call_inside_a_vmap_is_refused() -> None:
+    sampler = fxpipe.compile_sampler(Denoiser(), 2, example=GIVEN, sample=ROWS)
+    with pytest.raises(FxpipeError, match=r"inside torch.vmap.* all samples as one batch"):
+        torch.vmap(lambda sample: sampler.predict(**{**GIVEN, "sample": sample}))(GIVEN["sample"][None])
+    assert sampler.verify().ok
+
+
 def _floats() -> Call:
     return {name: value.float() for name, value in GIVEN.items()}
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Settings, settings_of
@@ -80,7 +81,7 @@ class Spread:
         """As the module's forward; without gradients.
 
         Raises:
-            CompileError: an input asks for its gradient, or the call is inside an autocast.
+            CompileError: an input asks for its gradient, or the call is inside an autocast or a vmap.
         """
         _require_plain(args, kwargs)
         with self.ranks.turn:
@@ -239,7 +240,12 @@ class Spread:
 
 def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what programs would leave out without a word: an autocast around the call, and derivatives, which would be
-    of what else is made of the input alone."""
+    of what else is made of the input alone; and a vmap, which ranks know nothing of."""
+    if private.under_vmap():
+        raise CompileError(
+            "the call is inside torch.vmap, of which the other ranks know nothing: call with all samples as one batch, "
+            "or one after the other"
+        )
     leaves = [(path, leaf) for path, leaf in named_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     for device in sorted({leaf.device.type for _, leaf in leaves}):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
