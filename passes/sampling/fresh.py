@@ -201,8 +201,9 @@ class FormWriter:
 
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
         """Post what comes, send to every rank that waits for it; calling the result waits, and gives it by rank."""
-        name, posted = exchange.name, dict[int, fx.Node]()
-        messages = self.messages.get((name, exchange.kind), ())
+        name = "prediction" if exchange.kind == "prediction" else exchange.name
+        posted = dict[int, fx.Node]()
+        messages = self.messages.get((exchange.name, exchange.kind), ())
         for message in messages:
             if message.dst == self.patch.index:
                 wire = self.placed(message)
