@@ -1,11 +1,13 @@
 """Denoisers over patches of rows: every rank's prediction is one device's, in float64, or the model is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.program_check import check_programs
@@ -119,3 +121,25 @@ def test_processes_predict_what_one_device_predicts() -> None:
     for error, sent in run_processes(3, rank_main, "UNet2DConditionModel/timestep", "3"):
         assert error <= 1e-10
         assert sent > 0
+
+
+class Added(nn.Module):
+    """Rows beside their sums, by channel."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample + sample.sum((2, 3), keepdim=True) + sample.mean(2, keepdim=True)
+
+
+@pytest.mark.parametrize("how", [{}, {"mode": "displaced", "warmup": 1}], ids=["exact", "displaced"])
+def test_sums_of_half_precision_have_room_for_their_parts(how: Any) -> None:
+    """Those of the upper rows alone are no number of float16."""
+    sample = torch.full((1, 2, 8, 16), 3000.0, dtype=torch.float16)
+    sample[:, :, 4:] *= -1
+    sample[:, :, 0, 0] = 1.0
+    given: dict[str, Any] = {"example": {"sample": sample}, "sample": {"sample": 2}, "cache": False}
+    sampler = fxpipe.compile_sampler(Added(), 2, patches=2, **how, **given)
+    wanted = Added()(sample)
+    assert wanted.isfinite().all()
+    with sampler.call():
+        for _ in range(2):
+            assert torch.equal(sampler.predict(sample=sample), wanted)

@@ -270,31 +270,38 @@ def _moments(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[s
         assert isinstance(how, Window)
         wider = _with_halo(writer, early.window, how, operand, node.all_input_nodes[0], 0.0)
         writer.more_rows |= dict.fromkeys(early.between, _more_rows(writer.patch, how))
-    merged = writer.add(node, exchanges.merged_moments, (operand, groups), "moments", shape)
-    merged.meta["val"] = meta(shape, torch.promote_types(node.meta["val"].dtype, torch.float32))
+    wide = torch.promote_types(node.meta["val"].dtype, torch.float32)
+    merged = writer.add(node, exchanges.merged_moments, (operand, groups), "moments", shape, wide)
     merged.meta["exchange"] = Exchange(node.name, "moments", node.all_input_nodes[0], found.state)
     writer.emit(node, row_ops.normalise, (wider, merged, arguments["weight"], arguments["bias"], arguments["eps"]))
 
 
 def _summed(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Summed)
+    """Parts of half precision are float32, where their sum has room, but of products, which have no such option."""
+    how, dtype = found.how, node.meta["val"].dtype
+    assert isinstance(how, Summed)
+    of_part = wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    if how.power != 1 or "dtype" not in arguments:
+        of_part = dtype
+    elif wide != dtype:
+        arguments["dtype"] = wide
     args, kwargs = call_arguments(node.target, arguments)
     part = writer.call(node.target, args, kwargs, f"{node.name}_part")
-    part.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
-    if found.how.mean:
+    part.meta = {"path": node.meta.get("path", ""), "val": meta(shape_of(node), of_part)}
+    if how.mean:
         state = writer.plan.state(node.all_input_nodes[0])
         assert isinstance(state, Rows)
         share = writer.patch.size(state) / state.size(writer.patch.count)
-        part = writer.add(node, aten.mul.Tensor, (part, share), "share")
-    if found.how.power == 1:
-        total = writer.emit(node, exchanges.total, (part,))
+        part = writer.add(node, aten.mul.Tensor, (part, share), "share", dtype=of_part)
+    if how.power != 1:
+        part = writer.add(node, row_ops.power, (part, how.power), "power", dtype=wide)
+        total = writer.add(node, exchanges.total, (part,), "total", dtype=wide)
+        writer.emit(node, row_ops.root, (total, how.power, dtype))
+    elif of_part != dtype:
+        total = writer.add(node, exchanges.total, (part,), "total", dtype=wide)
+        writer.emit(node, aten.to.dtype, (total, dtype))
     else:
-        dtype = node.meta["val"].dtype
-        part = writer.add(node, row_ops.power, (part, found.how.power), "power")
-        total = writer.add(node, exchanges.total, (part,), "total")
-        for one in (part, total):
-            one.meta["val"] = meta(shape_of(node), torch.promote_types(dtype, torch.float32))
-        writer.emit(node, row_ops.root, (total, found.how.power, dtype))
+        total = writer.emit(node, exchanges.total, (part,))
     total.meta["exchange"] = Exchange(node.name, "sum", node, None)
 
 

@@ -69,11 +69,14 @@ class PatchWriter:
     def emit_call(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
         return self.emit(node, target, *call_arguments(target, arguments))
 
-    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, shape: Any = None) -> fx.Node:
-        """A node beside the one that stands for a captured node."""
+    def add(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, shape: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """A node beside the one that stands for a captured node, of its shape and type where none is given."""
         new = self.call(target, args, None, f"{node.name}_{name}")
-        value = node.meta["val"]
-        new.meta.update(path=node.meta.get("path", ""), val=meta(shape or shape_of(node), value.dtype))
+        value = meta(shape or shape_of(node), dtype or node.meta["val"].dtype)
+        new.meta.update(path=node.meta.get("path", ""), val=value)
         return new
 
     def several(
