@@ -6,18 +6,21 @@
 Checked on torch 2.11, 2.12 and 2.13.
 """
 
+import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import sympy
 import torch
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false, statically_known_true
 from torch.utils._sympy import functions as size_functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -30,17 +33,53 @@ _NUMBER = (
 )
 
 
+_SLICE = torch.ops.aten.slice.Tensor
 _MANY = 64
 """So many more samples than a call has are looked at, where forward decides by their number."""
 _decided = WeakKeyDictionary[Any, list[Any]]()  # of a trace's sizes, by forward itself: expressions that were true
 
 
-def general_sizes() -> AbstractContextManager[None]:
+@contextmanager
+def general_sizes() -> Iterator[None]:
     """Torch's own operations decide nothing by sizes that are symbols, but take the way that is right for all.
 
     What forward itself decides is guarded as ever.
     """
-    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined, no-any-return]
+    rules: dict[Any, Any] = fake_impls.op_implementations_dict
+    slices = rules[_SLICE]
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        rules[_SLICE] = partial(_slice, slices) if torch.__version__ < "2.12" else slices
+        try:
+            yield
+        finally:
+            rules[_SLICE] = slices
+
+
+def _slice(
+    rule: Any, mode: Any, func: Any, value: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    """A slice with a size written with its ends: by torch 2.11's own rule it would be one that depends on values."""
+    size, stride = list(value.shape), list(value.stride())
+    first = 0 if start is None else _slice_end(size[dim], start)
+    last = size[dim] if end is None or statically_known_true(end == sys.maxsize) else _slice_end(size[dim], end)
+    if first is None or last is None:
+        return rule(mode, func, value, dim, start, end, step)
+    length = last - first
+    if not guard_or_false(length >= 0):
+        length = torch.sym_max(length, 0)
+    offset = value.storage_offset() + first * stride[dim]
+    size[dim], stride[dim] = (length + step - 1) // step, stride[dim] * step
+    return value.as_strided(size, stride, offset)
+
+
+def _slice_end(size: Any, index: Any) -> Any:
+    """From the front, and inside; None where nobody knows from which end it counts."""
+    known = fake_impls._compute_slice_index(size, index)
+    if known is None and guard_or_false(index >= 0):
+        return torch.sym_min(index, size)
+    if known is None and guard_or_false(index < 0):
+        return torch.sym_max(index + size, 0)
+    return known
 
 
 def depends_on_values(value: Any) -> bool:
