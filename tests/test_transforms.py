@@ -100,7 +100,8 @@ class Energy(Image):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         def energy(z: Tensor) -> Tensor:
-            pooled = F.max_pool2d(F.avg_pool2d(self.norm(self.first(z)), 2, padding=1), 2)
+            turned = self.first(z).index_select(-1, torch.arange(5, -1, -1))
+            pooled = F.max_pool2d(F.avg_pool2d(self.norm(turned), 2, padding=1), 2)
             pooled = F.pad(F.pad(pooled, (1, 1, 0, 1), "circular"), (1, 0, 0, 0), "reflect")
             return self.last(F.dropout(pooled, 0.3)).square().sum()  # type: ignore[no-any-return]
 

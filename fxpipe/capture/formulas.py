@@ -74,8 +74,16 @@ def _pad(
         rows = torch.arange(-before, last + 1 + after, device=input.device)
         if mode == "reflect":
             rows = last - (last - rows.abs()).abs()
-        input = input.index_select(-1 - place, rows % (last + 1) if mode == "circular" else rows.clamp(0, last))
+        rows = rows % (last + 1) if mode == "circular" else rows.clamp(0, last)
+        input = _index_select(torch.index_select, input, -1 - place, rows)
     return input
+
+
+def _index_select(func: Any, input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Its kernel's own derivative takes sizes for numbers (2.11, 2.12)."""
+    if input.ndim == 0 or index.ndim != 1:
+        return func(input, dim, index)  # type: ignore[no-any-return]
+    return input[(slice(None),) * (dim % input.ndim) + (index,)]
 
 
 def _is_refused(input: torch.Tensor, pad: Sequence[int], mode: str) -> bool:
@@ -189,6 +197,8 @@ IN_A_TRACE: Table = {
     F.gelu: _gelu,
     F.group_norm: _group_norm,
     F.pad: _pad,
+    torch.index_select: _index_select,
+    torch.Tensor.index_select: _index_select,
     torch.cat: _cat,
     torch.concat: _cat,
 }
