@@ -48,6 +48,8 @@ def cut(call: RowCall) -> Found:
         return Found(state)
     if tuple(call.value.shape) == size:
         return Found(state, Cut(0))
+    if not call.value.shape[state.dim]:
+        raise NoRule("it takes none of the rows")
     start, step = a.get("start") or 0, a.get("step", 1)
     start = max(0, start + size[state.dim]) if start < 0 else start
     if step != 1:
