@@ -31,6 +31,7 @@ from fxpipe.cluster.links import Link
 
 SMALL, LARGE = 4, 1 << 24
 SMALL_ROUNDS, LARGE_ROUNDS, MANY_ROUNDS = 300, 30, 20
+BESIDE_SECONDS = 0.025  # that a message at least takes beside products: what it takes of them would drown in noise
 MANY, MANY_SECONDS = 32, 0.1  # small messages beside work of so long, as a step has them
 PRODUCT = 384  # rows and columns of a matrix: in a core's cache
 
@@ -64,15 +65,25 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     sizes = num_bytes, 2 * num_bytes
     large, larger = (usual_seconds(partial(ping_pong, rank, size), rounds) / 2 for size in sizes)
     both, more = (usual_seconds(partial(exchange, rank, size), rounds) for size in sizes)
-    work = products(4 * both)
-    beside, apart = (usual_seconds(partial(exchange, rank, size, work), rounds, share=5) for size in (num_bytes, SMALL))
-    taken = beside - apart
     alone, shared = num_bytes / (larger - large), num_bytes / (more - both)
+    long = as_rank_zero(rank, max(num_bytes, round(BESIDE_SECONDS * shared)))
+    work = products(4 * long / shared)
+    beside, apart = (usual_seconds(partial(exchange, rank, size, work), rounds, share=5) for size in (long, SMALL))
+    taken = (beside - apart) * alone / (2 * long)
     each = products(MANY_SECONDS / MANY)
     alone_or_many = (lambda: [each() for _ in range(MANY)].clear()), (lambda: exchange_many(rank, each))
     products_alone, with_messages = (usual_seconds(run, MANY_ROUNDS, share=5) for run in alone_or_many)
     overhead = (with_messages - products_alone) / (2 * MANY)
-    return cluster(small, alone, shared, taken * alone / (2 * num_bytes), overhead, world_size)
+    return cluster(small, alone, shared, taken, overhead, world_size)
+
+
+def as_rank_zero(rank: int, count: int) -> int:
+    told = torch.tensor([count])
+    if rank == 0:
+        dist.send(told, 1)
+    else:
+        dist.recv(told, 0)
+    return int(told)
 
 
 def ping_pong(rank: int, num_bytes: int) -> None:
