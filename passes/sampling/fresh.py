@@ -293,17 +293,15 @@ class FormWriter:
 def _post_early(graph: fx.Graph) -> None:
     """Move every receive that is waited for to where the last value that came before it is read, so that buffers are no
     more than there were; those that are carried stay where they are, and all in their order."""
-    waits = {n: [*n.users] for n in graph.find_nodes(op="call_function", target=ops.recv) if n not in _returned(graph)}
-    readers = {reader for of in waits.values() for wait in of for made in wait.users for reader in made.users}
     (after,) = graph.find_nodes(op="call_function", target=ops.begin)
+    (output,) = graph.find_nodes(op="output")
+    receives = [node for node in graph.find_nodes(op="call_function", target=ops.recv) if output not in node.users]
+    waits = {wait for receive in receives for wait in receive.users}
+    readers = {reader for wait in waits for made in wait.users for reader in made.users}
+    moved = {*receives}
     for node in [*graph.nodes]:
-        if node in waits:
+        if node in moved:
             after.append(node)
             after = node
         elif node in readers or node.target is ops.recv:
             after = node
-
-
-def _returned(graph: fx.Graph) -> set[fx.Node]:
-    (output,) = graph.find_nodes(op="output")
-    return {*output.all_input_nodes}
