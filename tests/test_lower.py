@@ -310,6 +310,7 @@ def test_a_circle_of_waits_is_shown_on_every_rank(step: Program) -> None:
     programs = [copied(p) for p in step.step.programs]
     waited = nodes(programs[0], ops.wait)[0]
     first_send = nodes(programs[0], ops.send)[0]
+    first_send.prepend(waited.args[0])  # type: ignore[arg-type]
     first_send.prepend(waited)
     text = faults(programs, step.step.messages)
     assert "rank 0 waits forever" in text

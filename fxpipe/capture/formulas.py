@@ -81,7 +81,7 @@ def _pad(
 
 def _index_select(func: Any, input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Its kernel's own derivative takes sizes for numbers (2.11, 2.12)."""
-    if input.ndim == 0 or index.ndim != 1:
+    if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64) or not -input.ndim <= dim < input.ndim:
         return func(input, dim, index)  # type: ignore[no-any-return]
     return input[(slice(None),) * (dim % input.ndim) + (index,)]
 

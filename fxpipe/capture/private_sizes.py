@@ -48,7 +48,8 @@ def general_sizes() -> Iterator[None]:
     rules: dict[Any, Any] = fake_impls.op_implementations_dict
     slices = rules[_SLICE]
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        rules[_SLICE] = partial(_slice, slices) if torch.__version__ < "2.12" else slices
+        if torch.__version__ < "2.12":
+            rules[_SLICE] = partial(_slice, slices)
         try:
             yield
         finally:

@@ -147,7 +147,6 @@ def _require_image_file(path: Path) -> None:
     """Refuse, before there are images, what they cannot be saved as."""
     from PIL import Image
 
-    Image.init()
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise CompileError(f"--out {path}: {path.suffix or 'no suffix'} is no kind of image; name it .png or .jpg")
     if not path.parent.is_dir():

@@ -180,7 +180,7 @@ class Columns(Layout):
                 caches = sum(work.sizes[n] for n in gathered if n.meta["exchange"].kind == "gather")
             own = [stage for stage in self.line.stages if stage.column == column]
             crossing = dict.fromkeys(value for stage in own for value in (*stage.reads, *stage.returns))
-            between = sum(map(self.fresh_work.bytes_of, crossing)) * (1 if self.in_turn else self.num_runs)
+            between = sum(map(self.fresh_work.bytes_of, crossing)) * self.num_runs
             found.append(weights + alive + between + caches * self.num_runs)
         return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
 

@@ -39,6 +39,7 @@ def paced(
         return channels[channel]
 
     for _ in range(num_steps):
+        posted = [*free]  # what comes in a step, where a column begins it
         arrived: dict[tuple[str, int, int], tuple[float, float]] = {}
         for cell in order:
             stage, turn = cell.stage, cell.turn
@@ -51,8 +52,8 @@ def paced(
             for value in stage.returns:
                 for column in line.readers(value):
                     if column != stage.column:
-                        way = hop(stage, turn, value, column)
-                        arrived[value, turn, column] = sent((stage.column, column), end, way), way.taken
+                        way, leaves = hop(stage, turn, value, column), max(end, posted[column])
+                        arrived[value, turn, column] = sent((stage.column, column), leaves, way), way.taken
                         free[stage.column] += way.taken
             if stage == line.stages[-1]:
                 begin[turn] = sent((stage.column, -1), end, shown(stage, turn))

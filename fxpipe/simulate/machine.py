@@ -6,10 +6,10 @@
 
 Every rank is one compute stream that keeps the order of its ops; one without any is not there. Sends never block, nor
 does the issue of a collective; a wait ends when its message has arrived, or its collective is over. A message's bytes
-move, on gloo and on NCCL, when it is sent and its receive is posted, where some rank posts one. `wires` says how long
-messages take that share links, `collectives` when a collective runs. Where messages take time from computation
-(`Link.taken_share`, `overhead_seconds`), a rank owes it from a send, the wait for a receive, or the issue of a
-collective on; it pays while it waits, or else with what it computes next.
+move when it is sent and its receive is posted, where some rank posts one: so they do on gloo, and by design on NCCL.
+`wires` says how long messages take that share links, `collectives` when a collective runs. Where messages take time
+from computation (`Link.taken_share`, `overhead_seconds`), a rank owes it from a send, the wait for a receive, or the
+issue of a collective on; it pays while it waits, or else with what it computes next.
 """
 
 import heapq
@@ -39,8 +39,9 @@ class Machine:
         self._position = [0] * len(op_lists)
         self._ready = [(0.0, rank) for rank in range(len(op_lists))]
         self.arrival_seconds: dict[int, float] = {}  # by edge: when a message has arrived, or a collective is over
+        # Edges whose receive is yet to be posted.
         self._to_post = {op.message.edge for ops in op_lists for op in ops if op.kind == "post" and op.message}
-        self._held: dict[int, Transfer] = {}  # by edge: sent, and not posted yet
+        self._held: set[int] = set()  # edges of those that are sent before
         self._waiting: dict[int, list[tuple[int, float]]] = {}  # edge -> ranks that wait, since when
         self.end_seconds = 0.0
         self.rank_ends = [0.0] * len(op_lists)
@@ -132,14 +133,14 @@ class Machine:
     def _send(self, rank: int, message: Transfer, clock: float) -> None:
         self._owe(rank, message)
         if message.edge in self._to_post:
-            self._held[message.edge] = message
+            self._held.add(message.edge)
         else:
             self._wires.send(clock, message.edge, message.channel, message.num_bytes)
 
     def _post(self, message: Transfer, clock: float) -> None:
         self._to_post.discard(message.edge)
         if message.edge in self._held:
-            del self._held[message.edge]
+            self._held.remove(message.edge)
             self._wires.send(clock, message.edge, message.channel, message.num_bytes)
 
     def _issue(self, rank: int, collective: Collective, clock: float) -> tuple[float, float] | None:

@@ -1,12 +1,14 @@
 """The fresh form of a step: every exchange is of this step, sent when it is made and waited for where it is first read.
 
-k_whole = gather(k)       recv_k_from_1 = recv(1, ...); send(k, to 1)      v = linear(...); ...; send(v, to 1)
+                          recv_k_from_1 = recv(1, ...); k = linear(...); ...
+k_whole = gather(k)       send(k, to 1)      v = linear(...); ...; send(v, to 1)
                           k_from_1 = wait(recv_k_from_1); k_whole = cat([k, k_from_1], 2)
                           attention(q, k_whole, v_whole)
 
 A rank posts what comes before it sends: on gloo the word that it may come would queue behind what is sent, and of two
 ranks that swap the second to come here would have the link to itself, then the first. It posts as soon as what came
-before has been read, since bytes move when both ends are there: the rank that is late then finds them.
+before has been read, since bytes move when both ends are there: the rank that is late then finds them. Cells of stages,
+which exchange between them, post where they send.
 """
 
 import math
@@ -295,12 +297,11 @@ def _post_early(graph: fx.Graph) -> None:
     more than there were; those that are carried stay where they are, and all in their order."""
     (after,) = graph.find_nodes(op="call_function", target=ops.begin)
     (output,) = graph.find_nodes(op="output")
-    receives = [node for node in graph.find_nodes(op="call_function", target=ops.recv) if output not in node.users]
+    receives = {node for node in graph.find_nodes(op="call_function", target=ops.recv) if output not in node.users}
     waits = {wait for receive in receives for wait in receive.users}
     readers = {reader for wait in waits for made in wait.users for reader in made.users}
-    moved = {*receives}
     for node in [*graph.nodes]:
-        if node in moved:
+        if node in receives:
             after.append(node)
             after = node
         elif node in readers or node.target is ops.recv:

@@ -293,9 +293,10 @@ def _connecting(launch: Launch, seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        first, _, _ = str(error).partition("\n")
         raise RunError(
             f"rank {launch.rank} did not find all {launch.world_size} ranks within {seconds:g} s; see what the others "
-            f"said: {str(error).splitlines()[0]}"
+            f"said: {first}"
         ) from None
 
 
