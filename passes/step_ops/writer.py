@@ -350,7 +350,6 @@ class RankWriter(Exchange[PlannedMessage, int]):
             for found in (self.sums, self.totals):
                 if stage in found:
                     self.ops.keep(found[stage])
-        self.ops.no_op()  # gradients are gone before the first receive is posted
         sums = {name: self.add([of[stage] for stage in sorted(of)]) for name, of in sorted(self.tied.items())}
         self.sum_tied(self.closing.tied, sums)
         for buffer in sums.values():
