@@ -66,7 +66,8 @@ def test_the_text_of_a_dump_is_a_plan_to_edit(saved: Path, tmp_path: Path) -> No
 Edit = Callable[[str], str]
 EDITS: list[tuple[Edit, str]] = [
     (lambda text: text.replace("on rank 1:", "on rank 2:"), "stage 1 is on rank 2, there are ranks 0 to 1"),
-    (lambda text: text.replace("blocks 5-", "blocks 6-"), "begins at block 6; the stage before it ends before block 5"),
+    (lambda text: text.replace("blocks 7-", "blocks 8-"), "begins at block 8; the stage before it ends before block 7"),
+    (lambda text: text.replace("posted 4 actions", "posted -4 actions"), "a plan has no line 'receives posted -4"),
     (lambda text: text.replace("-10  ", "-9  "), "its stages hold blocks 0 to 9, the step has blocks 0 to 10"),
     (lambda text: text.replace("frozen 0 on all ranks: ", "frozen 0 on all ranks: my "), "frozen components are ['my "),
     (

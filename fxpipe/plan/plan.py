@@ -197,6 +197,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield SHARDED[staged.shard]
     if staged.offloaded:
         yield OFFLOADED
+    if staged.prefetch != 1:
+        yield f"receives posted {staged.prefetch} actions ahead"
     if staged.recompute:
         yield f"recomputed: {', '.join(f'blocks {start}-{stop - 1}' for start, stop in staged.recompute)}"
     for form, prediction in plan.predicted.items():
@@ -217,6 +219,7 @@ _HEAD = re.compile(
     r"(, skips collocated)?"
 )
 _FROZEN = re.compile(r"frozen (\d+) on (all ranks|ranks? (?:[\d, ]+|none)): (.*)")
+_PREFETCH = re.compile(r"receives posted (\d+) actions ahead")
 _RUN = re.compile(r"blocks (\d+)-(\d+)")
 _FORM = re.compile(r"(step|steady): (.*)")
 
@@ -229,6 +232,7 @@ def _parse(text: str) -> Plan:
         "frozen": [],
         "sharded": [],
         "offloaded": [],
+        "prefetch": [],
         "run": [],
         "form": [],
         "note": [],
@@ -250,6 +254,7 @@ def _parse(text: str) -> Plan:
         tuple(read["run"]),
         tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
         offloaded=bool(read["offloaded"]),
+        prefetch=read["prefetch"][-1] if read["prefetch"] else 1,
     ).sharing(read["sharded"][-1] if read["sharded"] else "none")
     plan = Plan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), cut, staged,
@@ -271,6 +276,8 @@ def _read(line: str, read: Read) -> None:
         read["sharded"].append(next(name for name, of in SHARDED.items() if of == line))
     elif line == OFFLOADED:
         read["offloaded"].append(True)
+    elif found := _PREFETCH.fullmatch(line):
+        read["prefetch"].append(int(found[1]))
     elif line.startswith("recomputed: "):
         read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
     elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):

@@ -34,6 +34,8 @@ def check(plan: Plan, num_blocks: int, components: Sequence[str]) -> list[str]:
 def _numbers(plan: Plan) -> Iterator[str]:
     if not 1 <= plan.num_microbatches <= plan.batch_size:
         yield f"{plan.batch_size} samples cannot be cut into {plan.num_microbatches} micro-batches; each needs one"
+    if plan.staged.prefetch < 0:
+        yield f"receives are posted {plan.staged.prefetch} actions ahead; 0 or more can be"
     for order in (plan.step, plan.steady):
         if order is None:
             continue

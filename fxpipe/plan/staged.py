@@ -57,7 +57,8 @@ class Staged:
     of a stage is trained on one of its replicas, which alone has its gradient and the optimizer's state; where the
     weights are `gathered`, that one alone holds it, trained or frozen, and others while they compute with it; where
     gradients are `scattered`, those of every micro-batch are summed on it as they come, else those of the whole step.
-    Where it is `offloaded`, the optimizer's states are on the host, and so are its updates.
+    Where it is `offloaded`, the optimizer's states are on the host, and so are its updates. Receives are posted
+    `prefetch` actions before the one that needs them.
     """
 
     boundaries: tuple[int, ...]
@@ -71,6 +72,7 @@ class Staged:
     offloaded: bool = False
     gathered: bool = False
     scattered: bool = False
+    prefetch: int = 1
 
     @property
     def shard(self) -> str:

@@ -24,7 +24,7 @@ from passes.lowering.frozen import FrozenWork, FrozenWriter
 from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape_only
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
-from passes.step_ops.exchange import PREFETCH, TiedGradient
+from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns, Turn
 
@@ -72,7 +72,7 @@ class ProgramWriter:
         """The program that does these actions, and where it trains tells every rank the loss."""
         writer = self.writer
         training = [action for action in actions if not action.is_piece]
-        position = 0
+        position, prefetch = 0, writer.step.staged.prefetch
         for place, action in enumerate(actions):
             writer.begin(str(action))
             if not place and trains:
@@ -83,7 +83,7 @@ class ProgramWriter:
                 self._await(action)
                 self.frozen.run(action)
             else:
-                self._act(action, training[position : position + 1 + PREFETCH])
+                self._act(action, training[position : position + 1 + prefetch])
                 position += 1
         writer.begin("end of step")
         self._gather(None)

@@ -28,9 +28,9 @@ from passes.placement.waves import waves
 from passes.schedules.policies import FOLDED, POLICIES
 
 _SLACKS = (0.03, 0.15, 0.5)
-"""Of the mean load of a fold: more balance is worth less than cheaper cuts. The first, unless links are slow."""
+"""Of the mean load of a fold: more balance is worth less than cheaper cuts. The first, where links are slow all."""
 _MOST_PAID = 1000  # times the blocks' seconds, for a skip that crosses
-_BUSY_LINKS = 1.0  # of the busiest rank's time: up to that, messages hide behind compute
+_SLOW_LINKS = 0.3  # of the busiest rank's time: up to that, cheaper cuts of folds bring nothing
 
 
 @dataclass(frozen=True)
@@ -170,19 +170,23 @@ def place(
         ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
         return Staged(boundaries, ranks, wanted.schedule, False, wanted.places)
     if wanted.is_folded:
-        return _fold(graph, times, wanted, cluster, memory)
+        return _folded(graph, times, wanted, cluster, memory=memory)
     microbatches = -(-microbatches // len(wanted.pipelines))
     return wanted.staged(_unfolded(graph, costs, times, wanted, cluster, microbatches, memory))
 
 
-def balanced(graph: BlockGraph, costs: BlockCosts, times: BlockSeconds, wanted: Shape) -> Staged | None:
-    """The stages of a line by time alone, whatever they send: `place` weighs both by fewer terms than a step has.
-
-    None for other shapes, and where the blocks make two passes.
-    """
-    if wanted.is_uneven or wanted.is_folded or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
-        return None
-    return wanted.staged(linear(times.total, wanted.stages, cut_bytes(graph)))
+def others(
+    graph: BlockGraph, costs: BlockCosts, times: BlockSeconds, wanted: Shape, cluster: Cluster
+) -> Sequence[Staged]:
+    """Other stages of a shape than those of `place`, which weighs time and messages by fewer terms than a step has: of
+    a line by time alone, of a fold by cheaper cuts, if links are slow; none where the blocks make two passes."""
+    if wanted.is_uneven or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
+        return ()
+    if not wanted.is_folded:
+        return (wanted.staged(linear(times.total, wanted.stages, cut_bytes(graph))),)
+    load, port = _busiest(graph, times, _folded(graph, times, wanted, cluster), cluster)
+    slacks = _SLACKS[1:] if port > _SLOW_LINKS * load else ()
+    return [_folded(graph, times, wanted, cluster, slack) for slack in slacks]
 
 
 def _unfolded(
@@ -209,18 +213,6 @@ def _unfolded(
     return cut(line, wanted.stage_ranks)
 
 
-def _fold(
-    graph: BlockGraph, times: BlockSeconds, wanted: Shape, cluster: Cluster, memory: StageMemory | None
-) -> Staged:
-    """Balanced levels with the cheapest cuts; the less balanced the slower the links are."""
-    best = _folded(graph, times, wanted, cluster, _SLACKS[0], memory)
-    load, port = _busiest(graph, times, best, cluster)
-    if port > _BUSY_LINKS * load and memory is None:
-        others = [_folded(graph, times, wanted, cluster, slack) for slack in _SLACKS[1:]]
-        best = min([best, *others], key=lambda staged: _price(*_busiest(graph, times, staged, cluster)))
-    return best
-
-
 def _busiest(graph: BlockGraph, times: BlockSeconds, staged: Staged, cluster: Cluster) -> tuple[float, float]:
     """Seconds of compute of the busiest rank, and of messages at the busiest port, for a micro-batch per pipeline."""
     sizes = (times.num_samples,) * staged.replicas
@@ -233,11 +225,6 @@ def _loads(times: BlockSeconds, staged: Staged) -> list[float]:
     for stage, ranks in enumerate(staged.stage_ranks):
         loads[ranks[0]] = loads.get(ranks[0], 0.0) + sum(seconds[block] for block in staged.blocks(stage))
     return list(loads.values())
-
-
-def _price(load: float, port: float) -> float:
-    """A step's bottleneck; and a little of both, since ramps have them one after the other."""
-    return max(load, port) + 0.05 * (load + port)
 
 
 def place_schedule(graph: BlockGraph, times: BlockSeconds, schedule: Schedule, cluster: Cluster) -> Staged:
@@ -294,6 +281,12 @@ def fold_notes(graph: BlockGraph, times: BlockSeconds, staged: Staged) -> tuple[
         f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if balance alone "
         "counted",
     )
+
+
+def is_collocated(graph: BlockGraph, staged: Staged) -> bool:
+    """Whether both ends of every skip are on the same ranks."""
+    ranks, stage_of = staged.stage_ranks, staged.stage_of_block
+    return all(ranks[stage_of[a]] == ranks[stage_of[b]] for a, b in skip_pairs(graph))
 
 
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:

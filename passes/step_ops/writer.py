@@ -1,6 +1,6 @@
 """The ops of one rank, action by action; the dictionaries hold what exists at this point of it.
 
-0F1    receives that 0F1 and the next action wait for are posted | waits | slices of inputs | run | sends
+0F1    receives that 0F1 and the actions after it wait for are posted | waits | slices of inputs | run | sends
 0B1    the same | sums of the gradients that come in | run | weight gradients added | sums | sends
 """
 
@@ -13,7 +13,7 @@ from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.op_lists import Op
 from passes.costs.call_bytes import ForwardBytes
 from passes.step_ops.closing import Closing
-from passes.step_ops.exchange import PREFETCH, Exchange, Use
+from passes.step_ops.exchange import Exchange, Use
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.pieces import Pieces
 from passes.step_ops.rank_ops import RankOps
@@ -66,6 +66,7 @@ class RankWriter(Exchange[PlannedMessage, int]):
         """All ops."""
         actions = self.step.schedule.ranks[self.rank]
         training = [action for action in actions if not action.is_piece]
+        prefetch = self.step.units.staged.prefetch
         position = posted = 0
         self._given()
         for place, action in enumerate(actions):
@@ -78,9 +79,9 @@ class RankWriter(Exchange[PlannedMessage, int]):
                 self.pieces.run(action, self.receive)
             else:
                 position += 1
-                for following in training[posted : position + PREFETCH]:
+                for following in training[posted : position + prefetch]:
                     self.post_all(following)
-                posted = position + PREFETCH
+                posted = position + prefetch
                 self._await(action)
                 self._act(action)
             for message in self.step.sends[self.rank][place]:

@@ -1,13 +1,18 @@
 """What is looked for at the end: orders of the placements in front, since a named one says little about what a better
-one takes; and of the best alone, blocks that are recomputed, and sums of gradients.
+one takes; and of the best alone, blocks that are recomputed, where stages begin, and sums of gradients.
 
 named       4.562   4.624   3.751   3.766 s     walked, best first
 searched    4.401     -     3.749   3.612       a part of the time for each of those that may still win
                                     3.608       all of it for the best
+shifted                             3.571       its stages begin some blocks earlier or later
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from fxpipe.plan.staged import Staged, runs_within
+from passes.placement.cascade import first_pass
+from passes.placement.place import is_collocated
 from passes.tuner.bounds import ordered_seconds
 from passes.tuner.memory import totals
 from passes.tuner.recompute import fitting_runs
@@ -15,6 +20,10 @@ from passes.tuner.search import Found, told_of
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
+_MOVES = (1, -1, 2, -2)
+"""Blocks by which the begin of a stage is moved."""
+_SHIFTS = 2
+"""Of the actions that were walked before, one in so many again while stages are moved."""
 _LARGEST = 3072
 """Actions of one pipeline beyond which searching costs more than it brings: a list schedule takes half a second."""
 _MOST_SEARCHED = 4
@@ -45,6 +54,52 @@ def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
     others = [replace(trial, why="") for trial in tried.values() if trial is not best]
     told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
     return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+
+
+def shifted(trials: Trials, found: Found) -> Found:
+    """The found trials, the best with stages that begin some blocks earlier or later, while that is faster: where they
+    are cut best depends on idle time, frozen work and messages, of which `place` knows little."""
+    best = named = found.best
+    most = trials.walks.num_actions + max(_FEW_ACTIONS, trials.walks.num_actions // _SHIFTS)
+    tried = {best.placed.boundaries}
+    while (before := best) and _may_shift(trials, best):
+        for boundaries in _neighbours(before.placed.boundaries):
+            if trials.walks.num_actions > most or boundaries in tried:
+                continue
+            tried.add(boundaries)
+            recompute = runs_within(before.placed.recompute, boundaries)
+            staged = replace(before.placed, boundaries=boundaries, recompute=recompute)
+            if not staged.collocated or is_collocated(trials.case.graph, staged):
+                best = _fitting(trials, _moved(trials, best, staged), best.bound_seconds) or best
+        if best is before:
+            break
+    if best is named:
+        return found
+    told = [told_of(replace(trial, why=""), best, trials.case.limit_bytes) for trial in found.ranked]
+    return Found((best, *told))
+
+
+def _moved(trials: Trials, trial: Trial, staged: Staged) -> Trial:
+    """The trial on other stages, in its order if that is one for them, too."""
+    count, work = trial.candidate.microbatches, trials.case.work
+    keeps = trial.of_one is not None and work.of(staged, count) == work.of(trial.placed, count)
+    found = Trial(trial.candidate, 0.0, staged)
+    return replace(found, is_ordered=True, of_one=trial.of_one, method=trial.method) if keeps else found
+
+
+def _may_shift(trials: Trials, trial: Trial) -> bool:
+    """Whether stages of its shape may be cut anywhere."""
+    case, shape = trials.case, trial.candidate.shape
+    return shape.places > 1 and trials.request.conditioning is None and not first_pass(case.graph, case.costs)
+
+
+def _neighbours(boundaries: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """With one of them, but for the first and the last, some blocks on, or so that a stage is empty."""
+    for number in range(1, len(boundaries) - 1):
+        before, now, after = boundaries[number - 1 : number + 2]
+        for moved in dict.fromkeys((*(now + by for by in _MOVES), before, after)):
+            if before <= moved <= after:
+                yield (*boundaries[:number], moved, *boundaries[number + 1 :])
 
 
 def refined(trials: Trials, found: Found) -> Found:
@@ -80,14 +135,14 @@ def scattered(trials: Trials, found: Found) -> Found:
 
 
 def _contenders(trials: Trials, found: Found) -> list[Trial]:
-    """The best, and others that a better order could make the best: of either form of frozen work, one of every
-    placement. Some were not walked, for their named order could not win."""
+    """The best, and others that a better order could make the best: of either form of frozen work, one of as many
+    stages on the same ranks. Some were not walked, for their named order could not win."""
     best = found.best.bound_seconds
     contenders: dict[bool, dict[tuple[object, ...], Trial]] = {False: {}, True: {}}
     for trial in found.ranked:
         near = trial.bound_seconds <= _SLOWEST * best and trial.candidate.bound_seconds < _WORTH * best
         if near and trial.is_ordered and trial.too_large is None and trials.fits(trial) and _may_search(trials, trial):
-            key = replace(trial.placed, schedule=""), trial.candidate.microbatches
+            key = trial.placed.stage_ranks, trial.candidate.microbatches
             contenders[trial.candidate.ahead].setdefault(key, trial)
     return [trial for of_form in contenders.values() for trial in list(of_form.values())[:_MOST_SEARCHED]]
 

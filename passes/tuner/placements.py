@@ -13,7 +13,7 @@ from fxpipe.plan.staged import Staged, trains_alike
 from passes.case import Case
 from passes.placement import buckets
 from passes.placement.cascade import first_pass
-from passes.placement.place import Shape, balanced, place
+from passes.placement.place import Shape, others, place
 from passes.tuner.bounds import placed_seconds, reduction_seconds, shares_may_slow
 from passes.tuner.request import Request
 from passes.tuner.trial import Trial
@@ -62,16 +62,14 @@ class Placements:
         return (states, nothing) if asked is None and shares_may_slow(self.case, staged, sizes[-1]) else (states,)
 
     def _stages(self, trial: Trial) -> Sequence[Staged]:
-        """The stages of the trial's shape: as `place` has them; lines also balanced by time alone, single ranks also in
-        buckets."""
+        """The stages of the trial's shape: as `place` and `others` have them; single ranks also in buckets."""
         shape, case, size = trial.candidate.shape, self.case, trial.sizes(self.case)[0]
         key = (replace(shape, schedule=""), shape.is_folded, shape.is_opposite, size)
         if key not in self._stages_of:
             times = case.costs.at(size)
             found = place(case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches)
-            even = balanced(case.graph, case.costs, times, shape)
-            others = [*([] if even is None else [even]), *self._bucketed(shape, found)]
-            self._stages_of[key] = tuple({staged.boundaries: staged for staged in (*reversed(others), found)}.values())
+            also = [*others(case.graph, case.costs, times, shape, case.cluster), *self._bucketed(shape, found)]
+            self._stages_of[key] = tuple({staged.boundaries: staged for staged in (*reversed(also), found)}.values())
         return self._stages_of[key]
 
     def _bucketed(self, shape: Shape, staged: Staged) -> Iterator[Staged]:

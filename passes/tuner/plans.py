@@ -21,7 +21,7 @@ from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.finals import refined, scattered, searched
+from passes.tuner.finals import refined, scattered, searched, shifted
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
@@ -81,7 +81,9 @@ def tuned(case: Case, request: Request) -> Found:
     """All ways to use the ranks that were looked at, the best first."""
     trials = Trials(case, request)
     found = refined(trials, search(trials, candidates(case, request)))
-    return scattered(trials, searched(trials, found, request.budget_seconds) if request.is_open else found)
+    if not request.is_open:
+        return shifted(trials, found)
+    return scattered(trials, shifted(trials, searched(trials, found, request.budget_seconds)))
 
 
 def _tuned(case: Case, request: Request) -> Plan:
@@ -199,7 +201,9 @@ def _labels(case: Case, staged: Staged, times: BlockSeconds) -> Iterator[str]:
 def _remarks(case: Case, staged: Staged, step: Simulated) -> Iterator[str]:
     empty = sum(not staged.blocks(stage) for stage in range(staged.num_stages))
     if empty:
-        yield f"{empty} of {staged.num_stages} stages are empty: there are {len(case.blocks)} blocks"
+        few = len(case.blocks) < staged.num_stages
+        why = f": there are {len(case.blocks)} blocks" if few else ", which is faster"
+        yield f"{empty} of {staged.num_stages} stages are empty{why}"
     held = [n for n, ranks in zip(case.frozen.names, staged.frozen_ranks, strict=False) if len(ranks) < case.world_size]
     if held:
         yield f"{', '.join(held)} only where there is room for its weights"

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged, trains_alike
@@ -30,8 +31,9 @@ class Walks:
         self._stand_ins: dict[tuple[tuple[int, ...], ...], list[int]] = {}
 
     def orders(self, trial: Trial) -> Orders:
-        """Those that its stages may have; what replicas share out is no matter."""
-        key = staged, count, ahead = _form(trial, trial.placed.sharing("none"))
+        """Those that its stages may have; what replicas share out, and when receives are posted, is no matter."""
+        stages = replace(trial.placed.sharing("none"), prefetch=1)
+        key = staged, count, ahead = _form(trial, stages)
         if key not in self._orders_of:
             self._orders_of[key] = Orders(self.case, staged, count, ahead)
         return self._orders_of[key]
