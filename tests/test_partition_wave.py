@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
 from passes.placement.memory import StageMemory
-from passes.placement.waves import WavePartition, crossing, moves, wave
+from passes.placement.waves import WavePartition, moves, wave
 from tests.partitions import WaveCase, wave_cases
 
 
@@ -61,13 +61,10 @@ def of_seed(seed: int, size: int, num_ranks: int) -> WaveCase:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_soft_wave_agrees_with_a_recursion(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with the short cuts for small instances off."""
+def test_soft_wave_agrees_with_a_recursion(seed: int) -> None:
     case = of_seed(seed, 10 + seed % 4, 2 + seed % 3)
-    assert (max(case.loads(found_by(case, hard=False).boundaries)), len(found_by(case, False).crossing)) == case.least()
-    monkeypatch.setattr(crossing, "_SMALL", 0)
-    again = found_by(case, hard=False)
-    assert (max(case.loads(again.boundaries)), len(again.crossing)) == case.least()
+    found = found_by(case, hard=False)
+    assert (max(case.loads(found.boundaries)), len(found.crossing)) == case.least()
 
 
 def test_wave_keeps_a_u_net_together() -> None:

@@ -4,8 +4,7 @@
     soft    a level pays for the skips with one end on it
     hard    every skip, or every one of some, is kept       an upper bound
 
-Where the bounds meet, nothing is left to do. Otherwise all moves within a limit are listed, for a limit that starts
-near the lower bound and grows until a path exists.
+Where the bounds meet, nothing is left to do. Otherwise all moves within the upper one are listed.
 """
 
 import numpy as np
@@ -14,11 +13,10 @@ from numpy.typing import NDArray
 from passes.placement.waves.fronts import least_path, path_within
 from passes.placement.waves.levels import TOLERANCE, Levels, Path
 from passes.placement.waves.moves import Moves
-from passes.placement.waves.search import bottleneck, path_by_levels, short_path
+from passes.placement.waves.search import path_by_levels
 from passes.placement.waves.soft import Soft
 
 _HEAVY = 0.6  # of a lower bound: a block that leaves its level little choice
-_SMALL = 100  # blocks for which all moves within the upper bound are listed at once
 
 
 def least_soft_path(soft: Soft) -> Path | None:
@@ -30,13 +28,11 @@ def least_soft_path(soft: Soft) -> Path | None:
     known = free
     if soft.largest(known) > least:
         known = _best(soft, free, least_path(soft.hard))
-    if soft.largest(known) > least and soft.free.num_blocks <= _SMALL:
-        known = _best(soft, known, least_path(soft.given(soft.crossing(free))))
     if soft.largest(known) > least and soft.free.weights.max() > _HEAVY * least:
         bound, known = _around_heaviest(soft, known)
         least = max(least, bound)
     if soft.largest(known) > least:
-        known = _least_largest(soft, known, least)
+        known = _least_largest(soft, known)
     return _fewest_crossing(soft, known)
 
 
@@ -59,25 +55,11 @@ def _around_heaviest(soft: Soft, known: Path) -> tuple[float, Path]:
     return float(moves.load[at]) * (1 + TOLERANCE), _best(soft, known, least_path(soft.given(crossing)))
 
 
-def _least_largest(soft: Soft, known: Path, least: float) -> Path:
-    """The path whose largest level is smallest, between a lower bound and the one of a known path.
-
-    First over paths of any number of levels: with few enough of them it is the answer. Else level by level.
-    """
-    upper, slack = soft.largest(known), 0.02 * least or soft.paid.ends[-1] / 100
-    while True:
-        limit = upper if soft.free.num_blocks <= _SMALL else min(least + slack, upper)
-        moves = Moves.of(soft.free, soft.paid, limit, _usable(soft.free, limit))
-        at_least = bottleneck(moves)
-        if at_least <= limit:
-            fitting = moves.within(at_least * (1 + TOLERANCE))
-            path = short_path(soft.free, fitting, np.zeros(len(fitting.source)))
-            path = path or path_by_levels(soft.free, moves, moves.load, np.maximum)
-            if path is not None:
-                return path
-        if limit == upper:
-            return known
-        least, slack = max(least, min(at_least, limit)), 2 * slack
+def _least_largest(soft: Soft, known: Path) -> Path:
+    """The path whose largest level is smallest, no larger than that of a known path."""
+    limit = soft.largest(known)
+    moves = Moves.of(soft.free, soft.paid, limit, _usable(soft.free, limit))
+    return path_by_levels(soft.free, moves, moves.load, np.maximum) or known
 
 
 def _fewest_crossing(soft: Soft, known: Path) -> Path:
@@ -89,7 +71,7 @@ def _fewest_crossing(soft: Soft, known: Path) -> Path:
     usable = _usable(soft.free, limit) & (soft.count.torn <= crossing)
     moves = Moves.of(soft.free, soft.paid, limit, usable, maximal=None if soft.free.memory else soft.count)
     torn = soft.count.one_end(*moves.positions())
-    path = short_path(soft.free, moves, torn) or path_by_levels(soft.free, moves, torn, np.add)
+    path = path_by_levels(soft.free, moves, torn, np.add)
     assert path is not None, "the known one is among them"
     return path
 

@@ -2,7 +2,7 @@
 
     state (1, 7)  --level takes [1, 2) and [5, 7)-->  state (2, 5)        load: blocks 1, 5, 6, and skips torn by them
 
-States are ordered by decreasing length, so that every move goes forward.
+States are ordered by decreasing length: the first one is all blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,24 +63,6 @@ class Moves:
 
     def path(self, states: Sequence[int]) -> Path:
         return tuple((int(self.left[state]), int(self.right[state])) for state in states)
-
-    def within(self, limit: float) -> "Moves":
-        """The moves whose load is within the limit."""
-        keep = self.load <= limit
-        starts = np.concatenate([[0], np.cumsum(keep)])[self.starts]
-        return Moves(self.left, self.right, starts, self.source[keep], self.load[keep])
-
-    def sweep(self, cost: Floats, join: Join) -> Floats:
-        """The least value of every state over paths of any number of levels; `join` adds a move's cost to a value."""
-        value = np.full(len(self.left), np.inf)
-        value[0] = 0.0
-        some = np.flatnonzero(np.diff(self.starts))
-        for group in np.split(some, np.flatnonzero(np.diff(self.right[some] - self.left[some])) + 1):
-            if len(group):
-                moves = slice(self.starts[group[0]], self.starts[group[-1] + 1])
-                values = join(value[self.source[moves]], cost[moves])
-                value[group] = np.minimum.reduceat(values, self.starts[group] - moves.start)
-        return value
 
     def best(self, value: Floats, cost: Floats, join: Join, targets: Ints) -> tuple[Ints, Floats]:
         """Those of the targets that moves lead to, and the least value each is left with."""

@@ -1,35 +1,10 @@
-"""Paths over listed moves: of any number of levels in one sweep, or of the right number, one level after another."""
+"""Paths over listed moves, one level after another."""
 
 import numpy as np
 
 from passes.placement.memory import ROUNDING
 from passes.placement.waves.levels import TOLERANCE, Floats, Levels, Path
 from passes.placement.waves.moves import Join, Moves
-
-
-def bottleneck(moves: Moves) -> float:
-    """The smallest largest load of a path of any number of levels; infinite for none."""
-    return float(moves.sweep(moves.load, np.maximum)[moves.left == moves.right].min())
-
-
-def short_path(levels: Levels, moves: Moves, crossing: Floats) -> Path | None:
-    """The path with the fewest crossing skips, and of those the fewest levels; None if these are too many.
-
-    Memory makes levels differ, which this does not see: then None.
-    """
-    if levels.memory is not None:
-        return None
-    price = crossing * (levels.num_blocks + 2) + 1
-    value = moves.sweep(price, np.add)
-    ends = np.flatnonzero(moves.left == moves.right)
-    states = [int(ends[value[ends].argmin()])]
-    if value[states[0]] == np.inf:
-        return None
-    while states[-1] != 0:
-        states.append(moves.back(value, price, np.add, states[-1]))
-    path = moves.path(states[::-1])
-    spare = levels.num_levels + 1 - len(path)
-    return None if spare < 0 else path + path[-1:] * spare
 
 
 def path_by_levels(levels: Levels, moves: Moves, cost: Floats, join: Join) -> Path | None:
