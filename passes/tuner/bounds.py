@@ -25,7 +25,6 @@ from passes.placement.place import Shape
 from passes.placement.ports import message_seconds
 from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
-from passes.step_ops.units import Units
 
 _ROUNDING = 1e-9
 _HALVINGS = 10  # a thousandth of a forward
@@ -195,10 +194,8 @@ def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:
 def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool = False) -> float:
     """The largest of the bounds that stages on ranks have, whatever the order, sums of gradients aside; `sizes` are
     samples of micro-batches."""
-    seconds = ActionSeconds(case, staged)
     port = message_seconds(case.graph, staged, sizes, case.cluster, relayed)
-    way = 0.0 if relayed else way_seconds(seconds, Units(case, staged), sizes[0])
-    return max(busiest_seconds(seconds, sizes), way, port)
+    return max(busiest_seconds(ActionSeconds(case, staged), sizes), port)
 
 
 def busiest_seconds(seconds: ActionSeconds, sizes: Sequence[int]) -> float:
@@ -214,33 +211,6 @@ def busiest_seconds(seconds: ActionSeconds, sizes: Sequence[int]) -> float:
         for rank, share in zip(ranks, shares[len(ranks)], strict=True):
             busy[rank] += sum(count * of[size] for size, count in share.items())
     return max(busy)
-
-
-def way_seconds(seconds: ActionSeconds, units: Units, num_samples: int) -> float:
-    """Of the first micro-batch: the longest chain of forwards, values on their way, and gradients back to its start.
-
-    Backwards count as gradients of values alone, which is what others wait for.
-    """
-    staged, cluster = seconds.staged, seconds.case.cluster
-    stages = [stage for stage in range(staged.num_stages) if staged.blocks(stage)]
-    rank_of = {stage: staged.stage_ranks[stage][0] for stage in stages}
-
-    def travel(source: int, target: int, value: str) -> float:
-        return cluster.transfer_seconds(rank_of[source], rank_of[target], units.edges[value].num_bytes(num_samples))
-
-    forward: dict[int, float] = {}
-    for stage in stages:
-        makers = units.table["F", stage].makers.items()
-        arrivals = (forward[at[1]] + travel(at[1], stage, value) for value, at in makers if at[0] == "F")
-        forward[stage] = max(arrivals, default=0.0) + seconds.of(Action(stage, "F", 0), num_samples)
-    back: dict[int, float] = {}
-    for stage in reversed(stages):
-        readers = units.table["F", stage].readers.items()
-        given = [(value, at[1]) for value, of_value in readers for at in of_value if units.returns_gradient(value)]
-        arrivals = (back[at] + travel(at, stage, value) for value, at in given)
-        own = seconds.of(Action(stage, "I", 0), num_samples) if given else 0.0
-        back[stage] = max(arrivals, default=forward[stage]) + own
-    return max([*forward.values(), *back.values()])
 
 
 def reduction_seconds(case: Case, staged: Staged, num_microbatches: int) -> float:
