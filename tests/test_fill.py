@@ -74,6 +74,11 @@ TEXT = FrozenComponent("text", (layer(1, 0.125),) * 4)
 TWO_RANKS = FillProblem(0.1, (((0.0, 0.04),), ((0.06, 0.1),)), (VAE, TEXT), 16)
 
 
+def test_a_millisecond_of_idle_time_is_used() -> None:
+    component = FrozenComponent("quick", (affine(0.0, 0.0005),))
+    assert fill(FillProblem(0.02, (((0.005, 0.006),),) * 2, (component,), 2)).tail_seconds == 0.0
+
+
 @pytest.mark.parametrize("how", sorted(FILLERS))
 @pytest.mark.parametrize(
     "problem",

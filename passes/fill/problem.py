@@ -34,7 +34,7 @@ class FillProblem:
     idle: tuple[tuple[Interval, ...], ...]
     components: tuple[FrozenComponent, ...]
     batch_size: int
-    min_bubble_seconds: float = 0.002
+    min_bubble_seconds: float = 0.0
     local_batches: tuple[int, ...] = tuple(range(1, 97))
     partial: bool = True
 
