@@ -1,7 +1,7 @@
 """Lower bounds to prune with: no step of a candidate is shorter.
 
 compute      the busiest rank's work, and one micro-batch's way through the pipeline     before anything is placed
-again        the forwards that memory makes ranks compute again, were that of a pipeline one; on each of them
+again        the forwards that memory makes ranks compute again
 placed       the same of stages on ranks; the busiest port's messages
 reductions   the busiest port's sums of gradients, which go on beside them; those after the last of the gradients
 frozen       what is idle, and the next batch's frozen work in it
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import inf
-from operator import mul
 
 from fxpipe.cluster.network import Port
 from fxpipe.plan.actions import Action
@@ -19,7 +18,6 @@ from fxpipe.plan.execution import ActionTimes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
-from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
 from passes.placement.place import Shape
 from passes.placement.ports import message_seconds
@@ -93,33 +91,6 @@ def _frozen_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) ->
     return frozen / found.places
 
 
-def again_seconds(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> float:
-    """Of a micro-batch's forwards, those to be computed again so that an order fits, were all memory of a pipeline one.
-
-    Inputs, temporaries and frozen weights are left out; so is what stages that are cut anew may hold less.
-
-    Args:
-        schedule: of one pipeline.
-    """
-    pipeline, costs = staged.pipelines[0], case.costs
-    if case.limit_bytes is None or staged.recompute:
-        return 0.0
-    saved = costs.saved_bytes(num_samples)
-    of_stage = [sum(saved[block] for block in staged.blocks(stage)) for stage in range(staged.num_stages)]
-    flying = Counter[int]()
-    for actions in schedule.ranks:
-        flying |= _fullest(actions, of_stage)
-    count = [flying[staged.stage_of_block[block]] for block in case.blocks]
-    states = (0 if staged.offloaded else ADAMW_BYTES) / (staged.replicas if staged.sharded or staged.gathered else 1)
-    share = 1 / (staged.replicas if staged.gathered else 1)
-    sums = 1 / (staged.replicas if staged.gathered or staged.scattered else 1)
-    own = (w for w in costs.weights if w.blocks)
-    over = sum(share * w.num_bytes + w.trained * (sums * w.num_bytes + states * w.num_elements) for w in own)
-    over += sum(map(mul, count, saved)) - len(pipeline) * case.limit_bytes
-    freed = {block: count[block] * saved[block] for block in case.blocks}
-    return _least_again(freed, costs.at(num_samples).forward_seconds, over)
-
-
 def _least_again(freed: Mapping[int, float], seconds: Sequence[float], over: float) -> float:
     """Seconds of the forwards of blocks that free so many bytes, were they divisible and in runs that nothing comes
     into."""
@@ -158,21 +129,6 @@ def recomputed_seconds(
         if times:
             busy.append(own + min(times.values()) * again)
     return max([*busy, sum(busy) / len(busy) + _frozen_seconds(case, found, schedule.num_microbatches, ahead)])
-
-
-def _fullest(actions: Sequence[Action], saved: Sequence[int]) -> Counter[int]:
-    """The micro-batches of every stage between a forward and its backward's first part, when they save most."""
-    now, found, held, most = Counter[int](), Counter[int](), 0, 0
-    splits = {action.stage for action in actions if action.kind == "I"}
-    for action in actions:
-        ends = action.kind in "BI" or (action.kind == "W" and action.stage not in splits)
-        if action.kind == "F" or ends:
-            change = -1 if ends else 1
-            now[action.stage] += change
-            held += change * saved[action.stage]
-            if held > most:
-                most, found = held, now.copy()
-    return found
 
 
 def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:

@@ -21,7 +21,7 @@ from fxpipe.plan.schedule import Schedule
 from passes.case import Case
 from passes.placement.frozen_ranks import home_ranks
 from passes.tuner.ahead import Ahead
-from passes.tuner.bounds import again_seconds, compute_seconds, ordered_seconds
+from passes.tuner.bounds import ordered_seconds
 from passes.tuner.memory import most
 from passes.tuner.orders import Orders
 from passes.tuner.placements import Placements
@@ -82,14 +82,9 @@ class Trials:
 
     def _ordered(self, trial: Trial) -> Iterator[Trial]:
         """In the order that the placement is named after."""
-        orders, candidate, seconds = self.walks.orders(trial), trial.candidate, trial.bound_seconds
+        orders, seconds = self.walks.orders(trial), trial.bound_seconds
         if orders.pipelines:
             seconds = max(seconds, ordered_seconds(self.case, trial.placed, orders.named_alone))
-            if not isinstance(self.request.recompute, bool):
-                least = trial.placed.sharing("all") if self.thrift.ways_to_share(trial) else trial.placed
-                again = again_seconds(self.case, least, orders.of_one, trial.sizes(self.case)[-1])
-                with_it = compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
-                seconds = max(seconds, with_it)
         yield replace(trial, is_ordered=True, bound_seconds=seconds)
 
     def _walked(self, trial: Trial) -> Iterator[Trial]:
