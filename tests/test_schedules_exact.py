@@ -7,6 +7,7 @@ import torch
 
 import fxpipe
 from fxpipe.errors import CompileError
+from fxpipe.plan.plan import Plan
 from fxpipe.program import Program
 from tests.unet import TinyUNet
 
@@ -104,11 +105,15 @@ def test_any_correct_text_is_exact(text: str) -> None:
     assert_exact(program, model)
 
 
-def test_text_of_a_program_compiles_to_the_same_program() -> None:
-    program = compiled(unet(), 2, 3, "wave")
-    again = compiled(unet(), 2, None, program.schedule.text())
+def test_the_text_of_a_program_is_a_schedule() -> None:
+    """Of its own placement, which only the plan's text has as it was."""
+    model = unet()
+    program = compiled(model, 2, 3, "wave")
+    again = compiled(model, 2, None, program.schedule.text())
     assert again.schedule == program.schedule
-    assert again.step.fingerprint == program.step.fingerprint
+    assert_exact(again, model)
+    same = fxpipe.compile(model, 2, batch_size=program.plan.batch_size, plan=Plan.parse(str(program.plan)))
+    assert same.step.fingerprint == program.step.fingerprint
 
 
 def test_text_that_waits_for_itself_is_refused() -> None:
