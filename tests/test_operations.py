@@ -214,7 +214,7 @@ def test_messages_hold_conjugates_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
         send(transport, value, dst, edge)
 
     monkeypatch.setattr(ops, "send", spy)
-    exact(ComplexChain(), batch(), microbatches=2, schedule="1f1b")
+    exact(ComplexChain(), batch(), schedule="rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1")
     assert any(value.is_complex() for value in sent)
     assert not any(value.is_conj() or value.is_neg() for value in sent)
 

@@ -82,13 +82,14 @@ class TrainedModel(EngineBase, ABC):
         """By the names the user knows."""
 
 
-def require_own(optimizer: Any, model: nn.Module) -> None:
-    """Refuse an optimizer that would train nothing of the model, as far as it says what it trains."""
+def require_own(optimizer: Any, model: nn.Module, trains_here: bool) -> None:
+    """Refuse an optimizer that would train nothing of the model, as far as it says what it trains, on ranks that train
+    something."""
     if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
         raise CompileError(f"optimizer is {optimizer!r}; give one of torch.optim over model.parameters()")
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     groups = getattr(optimizer, "param_groups", None)
-    if groups and not any(id(parameter) in own for group in groups for parameter in group["params"]):
+    if trains_here and groups and not any(id(parameter) in own for group in groups for parameter in group["params"]):
         raise CompileError(
             f"the optimizer has none of the {len(own)} parameters of {type(model).__name__} that are trained, and "
             "would train nothing; make it over model.parameters()"

@@ -144,7 +144,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             RunError: the loader has written into a batch that it gave, or a rank failed.
         """
         self._require_open("train")
-        require_own(optimizer, self._model)
+        require_own(optimizer, self._model, bool(self._trained_here()))
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
         self._last_read = loader, reader

@@ -28,7 +28,7 @@ from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import Simulated, simulate
 from passes.tuner.trial import Trial
-from passes.tuner.trials import Trials
+from passes.tuner.trials import EARLY, Trials
 
 _USABLE = 0.95
 """Of a device's memory: kernels and the allocator need some more than is counted."""
@@ -115,6 +115,10 @@ def _given(case: Case, request: Request) -> Plan:
             f"the schedule needs {human_bytes(step.peak_bytes)} on a rank, more than memory_limit="
             f"{human_bytes(case.limit_bytes or 0)}; use one with fewer micro-batches in flight, or a higher limit"
         )
+    early = replace(staged, prefetch=EARLY)
+    sooner = simulate(case, early, schedule, sizes)
+    if sooner.seconds < step.seconds and case.fits(sooner.peak_bytes):
+        staged, step = early, sooner
     shape = Shape(schedule.name, staged.num_stages, (tuple(range(staged.world_size)),))
     known = Trial(Candidate(shape, count, False, 0.0), 0.0, staged, simulated=step, done=True)
     plan = _plan(case, known, ())

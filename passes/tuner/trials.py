@@ -34,7 +34,7 @@ from passes.tuner.walks import Walks
 
 _SLOWED = 1.02
 """By how much messages must slow a step for other places of frozen work to be looked at, and receives posted early."""
-_EARLY = 4
+EARLY = 4
 """Actions ahead of its use that a receive may be posted."""
 
 
@@ -146,12 +146,10 @@ class Trials:
         """The same with receives posted early, if its messages slow it: those that wait for their receives take less
         time then, and more memory."""
         staged = trial.placed
-        if (
-            staged.prefetch < _EARLY
-            and trial.bound_seconds > _SLOWED * known_seconds
-            and trial.candidate.shape.places > 1
-        ):
-            early = replace(staged, prefetch=_EARLY)
+        if isinstance(self.request.schedule, Schedule) or trial.candidate.shape.places == 1:
+            return
+        if staged.prefetch < EARLY and trial.bound_seconds > _SLOWED * known_seconds:
+            early = replace(staged, prefetch=EARLY)
             yield Trial(trial.candidate, known_seconds, early, is_thrifty=True)
 
     def with_its_step(self, trial: Trial) -> Trial:
