@@ -4,12 +4,13 @@ one takes; and of the best alone, blocks that are recomputed, where stages begin
 named       4.562   4.624   3.751   3.766 s     walked, best first
 searched    4.401     -     3.749   3.612       a part of the time for each of those that may still win
                                     3.608       all of it for the best
-shifted                             3.571       its stages begin some blocks earlier or later
+shifted                             3.571       receives are posted early, stages begin some blocks earlier or later
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged, runs_within
 from passes.placement.cascade import first_pass
 from passes.placement.place import is_collocated
@@ -20,6 +21,8 @@ from passes.tuner.search import Found, told_of
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
+EARLY = 4
+"""Actions ahead of its use that a receive may be posted; with 8 or 16 no step was shorter."""
 _MOVES = (1, -1, 2, -2)
 """Blocks by which the begin of a stage is moved."""
 _SHIFTS = 2
@@ -44,6 +47,8 @@ def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
     best, named = found.best, found.best
     for trial in contenders:
         faster = _searched(trials, trial, budget_seconds / 2 / _MOST_SEARCHED, best.bound_seconds)
+        early = _moved(trials, faster or trial, _early(trial.placed))
+        faster = _fitting(trials, early, (faster or best).bound_seconds) or faster
         if faster is not None:
             best = tried[id(trial)] = faster
             named = trial
@@ -57,34 +62,22 @@ def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
 
 
 def shifted(trials: Trials, found: Found) -> Found:
-    """The found trials, the best with stages that begin some blocks earlier or later, while that is faster: where they
-    are cut best depends on idle time, frozen work and messages, of which `place` knows little."""
-    best = named = found.best
+    """The found trials, the best with receives posted early, and with stages that begin some blocks earlier or later,
+    while that is faster: where they are cut best depends on idle time, frozen work and messages, of which `place` knows
+    little."""
+    best, before = found.best, None
     most = trials.walks.num_actions + max(_FEW_ACTIONS, trials.walks.num_actions // _SHIFTS)
-    tried = {best.placed.boundaries}
-    while (before := best) and _may_shift(trials, best):
-        for boundaries in _neighbours(before.placed.boundaries):
-            if trials.walks.num_actions > most or boundaries in tried:
-                continue
-            tried.add(boundaries)
-            recompute = runs_within(before.placed.recompute, boundaries)
-            staged = replace(before.placed, boundaries=boundaries, recompute=recompute)
-            if not staged.collocated or is_collocated(trials.case.graph, staged):
+    tried = {best.placed}
+    while best is not before and _may_shift(trials, best):
+        before = best
+        for staged in _neighbours(trials.case.graph, before.placed):
+            if staged not in tried and trials.walks.num_actions <= most:
+                tried.add(staged)
                 best = _fitting(trials, _moved(trials, best, staged), best.bound_seconds) or best
-        if best is before:
-            break
-    if best is named:
+    if best is found.best:
         return found
     told = [told_of(replace(trial, why=""), best, trials.case.limit_bytes) for trial in found.ranked]
     return Found((best, *told))
-
-
-def _moved(trials: Trials, trial: Trial, staged: Staged) -> Trial:
-    """The trial on other stages, in its order if that is one for them, too."""
-    count, work = trial.candidate.microbatches, trials.case.work
-    keeps = trial.of_one is not None and work.of(staged, count) == work.of(trial.placed, count)
-    found = Trial(trial.candidate, 0.0, staged)
-    return replace(found, is_ordered=True, of_one=trial.of_one, method=trial.method) if keeps else found
 
 
 def _may_shift(trials: Trials, trial: Trial) -> bool:
@@ -93,13 +86,29 @@ def _may_shift(trials: Trials, trial: Trial) -> bool:
     return shape.places > 1 and trials.request.conditioning is None and not first_pass(case.graph, case.costs)
 
 
-def _neighbours(boundaries: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """With one of them, but for the first and the last, some blocks on, or so that a stage is empty."""
-    for number in range(1, len(boundaries) - 1):
-        before, now, after = boundaries[number - 1 : number + 2]
+def _neighbours(graph: BlockGraph, staged: Staged) -> Iterator[Staged]:
+    """With receives posted early; with a stage that begins some blocks on, or where one of its neighbours is empty."""
+    yield _early(staged)
+    for number in range(1, staged.num_stages):
+        before, now, after = staged.boundaries[number - 1 : number + 2]
         for moved in dict.fromkeys((*(now + by for by in _MOVES), before, after)):
             if before <= moved <= after:
-                yield (*boundaries[:number], moved, *boundaries[number + 1 :])
+                boundaries = (*staged.boundaries[:number], moved, *staged.boundaries[number + 1 :])
+                found = replace(staged, boundaries=boundaries, recompute=runs_within(staged.recompute, boundaries))
+                if not staged.collocated or is_collocated(graph, found):
+                    yield found
+
+
+def _early(staged: Staged) -> Staged:
+    return replace(staged, prefetch=max(EARLY, staged.prefetch))
+
+
+def _moved(trials: Trials, trial: Trial, staged: Staged) -> Trial:
+    """The trial on other stages, in its order if that is one for them, too."""
+    count, work = trial.candidate.microbatches, trials.case.work
+    keeps = trial.of_one is not None and work.of(staged, count) == work.of(trial.placed, count)
+    found = Trial(trial.candidate, 0.0, staged)
+    return replace(found, is_ordered=True, of_one=trial.of_one, method=trial.method) if keeps else found
 
 
 def refined(trials: Trials, found: Found) -> Found:

@@ -21,14 +21,14 @@ from passes.case import Case
 from passes.placement.place import Shape, fold_notes, place_schedule
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.finals import refined, scattered, searched, shifted
+from passes.tuner.finals import EARLY, refined, scattered, searched, shifted
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import Simulated, simulate
 from passes.tuner.trial import Trial
-from passes.tuner.trials import EARLY, Trials
+from passes.tuner.trials import Trials
 
 _USABLE = 0.95
 """Of a device's memory: kernels and the allocator need some more than is counted."""

@@ -33,9 +33,7 @@ from passes.tuner.trial import Trial
 from passes.tuner.walks import Walks
 
 _SLOWED = 1.02
-"""By how much messages must slow a step for other places of frozen work to be looked at, and receives posted early."""
-EARLY = 4
-"""Actions ahead of its use that a receive may be posted."""
+"""By how much messages must slow a step for other places of frozen work to be looked at."""
 
 
 class Trials:
@@ -103,11 +101,9 @@ class Trials:
             yield self.thrift.too_large(replace(trial, bound_seconds=bound), found.peak_bytes - needs)
         elif trial.candidate.ahead:
             yield self._ahead.to_fill(trial, found)
-            yield from self._posted_early(trial, known)
         else:
             yield trial
             yield from self._at_home(trial, known)
-            yield from self._posted_early(trial, known)
 
     def _if_it_fitted(self, trial: Trial, training: Simulated) -> float:
         """The bound on a step, were there memory enough: what needs less takes no less time."""
@@ -141,16 +137,6 @@ class Trials:
             if len(ranks) < trial.placed.world_size:
                 staged = replace(trial.placed, frozen_ranks=(ranks,) * len(self.case.frozen.names))
                 yield Trial(trial.candidate, trial.candidate.bound_seconds, staged, is_thrifty=trial.is_thrifty)
-
-    def _posted_early(self, trial: Trial, known_seconds: float) -> Iterator[Trial]:
-        """The same with receives posted early, if its messages slow it: those that wait for their receives take less
-        time then, and more memory."""
-        staged = trial.placed
-        if isinstance(self.request.schedule, Schedule) or trial.candidate.shape.places == 1:
-            return
-        if staged.prefetch < EARLY and trial.bound_seconds > _SLOWED * known_seconds:
-            early = replace(staged, prefetch=EARLY)
-            yield Trial(trial.candidate, known_seconds, early, is_thrifty=True)
 
     def with_its_step(self, trial: Trial) -> Trial:
         """With what a step on the same stages needs that does its own frozen work, where memory is limited."""
