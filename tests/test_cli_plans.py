@@ -59,7 +59,7 @@ def test_the_text_of_a_dump_is_a_plan_to_edit(saved: Path, tmp_path: Path) -> No
     edited.write_text(re.sub(r"\b(\d[TFB])([01])\b", lambda found: f"{found[1]}{1 - int(found[2])}", text))
     code, stdout, _ = invoke("compile", FROZEN, "--plan", str(edited))
     assert code == 0
-    assert "rank 1    . 1F1 1B1 --- 1F0 1B0" in stdout
+    assert " 1F1 1B1 --- 1F0 1B0" in stdout
     assert invoke("run", FROZEN, "--plan", str(edited), "--steps", "1")[0] == 0
 
 
@@ -67,7 +67,6 @@ Edit = Callable[[str], str]
 EDITS: list[tuple[Edit, str]] = [
     (lambda text: text.replace("on rank 1:", "on rank 2:"), "stage 1 is on rank 2, there are ranks 0 to 1"),
     (lambda text: text.replace("blocks 7-", "blocks 8-"), "begins at block 8; the stage before it ends before block 7"),
-    (lambda text: text.replace("posted 4 actions", "posted -4 actions"), "a plan has no line 'receives posted -4"),
     (lambda text: text.replace("-10  ", "-9  "), "its stages hold blocks 0 to 9, the step has blocks 0 to 10"),
     (lambda text: text.replace("frozen 0 on all ranks: ", "frozen 0 on all ranks: my "), "frozen components are ['my "),
     (

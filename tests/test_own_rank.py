@@ -117,8 +117,7 @@ def test_a_wait_before_what_others_wait_for_is_seen_in_one_program() -> None:
     nodes = list(graph.nodes)
     waits = [n for n in nodes if n.target is ops.wait and n.args[0].meta["message"].kind == "gradient"]
     send = next(n for n in nodes if n.target is ops.send and n.meta["message"].kind == "main")
-    if nodes.index(waits[0].args[0]) > nodes.index(send):
-        send.prepend(waits[0].args[0])
+    send.prepend(waits[0].args[0])
     send.prepend(waits[0])
     order = execution_order(program.schedule, step.work)
     moment = {action: number for number, (_, action) in enumerate(order)}

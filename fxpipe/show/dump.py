@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HEADER = '''"""Rank {rank}: one training step (`forward`), then the stage graphs it calls.
 
 Written by fxpipe to be read and compared; what runs is the FX graph this was printed from. A paragraph is one action of
-the schedule: its receives are posted actions ahead, `wait` is where it may have to wait. `_mb2` marks a value of
+the schedule: its receives are posted some actions ahead, `wait` is where it may have to wait. `_mb2` marks a value of
 micro-batch 2; `saved` goes from a stage's forward to its backward.
 """
 

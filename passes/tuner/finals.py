@@ -87,12 +87,12 @@ def _may_shift(trials: Trials, trial: Trial) -> bool:
 
 
 def _neighbours(graph: BlockGraph, staged: Staged) -> Iterator[Staged]:
-    """With receives posted early; with a stage that begins some blocks on, or where one of its neighbours is empty."""
+    """With receives posted early; with a stage that begins some blocks on, none empty for it."""
     yield _early(staged)
     for number in range(1, staged.num_stages):
         before, now, after = staged.boundaries[number - 1 : number + 2]
-        for moved in dict.fromkeys((*(now + by for by in _MOVES), before, after)):
-            if before <= moved <= after:
+        for moved in (now + by for by in _MOVES):
+            if before < moved < after:
                 boundaries = (*staged.boundaries[:number], moved, *staged.boundaries[number + 1 :])
                 found = replace(staged, boundaries=boundaries, recompute=runs_within(staged.recompute, boundaries))
                 if not staged.collocated or is_collocated(graph, found):

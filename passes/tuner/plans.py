@@ -81,9 +81,9 @@ def tuned(case: Case, request: Request) -> Found:
     """All ways to use the ranks that were looked at, the best first."""
     trials = Trials(case, request)
     found = refined(trials, search(trials, candidates(case, request)))
-    if not request.is_open:
-        return shifted(trials, found)
-    return scattered(trials, shifted(trials, searched(trials, found, request.budget_seconds)))
+    if request.is_open:
+        found = searched(trials, found, request.budget_seconds)
+    return scattered(trials, shifted(trials, found))
 
 
 def _tuned(case: Case, request: Request) -> Plan:
@@ -205,9 +205,7 @@ def _labels(case: Case, staged: Staged, times: BlockSeconds) -> Iterator[str]:
 def _remarks(case: Case, staged: Staged, step: Simulated) -> Iterator[str]:
     empty = sum(not staged.blocks(stage) for stage in range(staged.num_stages))
     if empty:
-        few = len(case.blocks) < staged.num_stages
-        why = f": there are {len(case.blocks)} blocks" if few else ", which is faster"
-        yield f"{empty} of {staged.num_stages} stages are empty{why}"
+        yield f"{empty} of {staged.num_stages} stages are empty: there are {len(case.blocks)} blocks"
     held = [n for n, ranks in zip(case.frozen.names, staged.frozen_ranks, strict=False) if len(ranks) < case.world_size]
     if held:
         yield f"{', '.join(held)} only where there is room for its weights"

@@ -1,0 +1,48 @@
+"""What plans gain at the end: receives posted early, stages that begin some blocks earlier or later."""
+
+from dataclasses import replace
+
+import pytest
+
+import fxpipe
+from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
+from passes.tuner import plans
+from tests.test_tune import Slow, found
+from tests.unet import TinyUNet
+
+SLOW = Cluster("A100-80GB", (Level(2, Link("slow", 1e5, 1e-3)),))
+WAVE = {"schedule": "wave", "microbatches": 4, "data_parallel": 1}
+
+
+def test_receives_are_posted_early_where_that_is_faster() -> None:
+    """Exact, and in the seconds and bytes that its program has; with receives one action ahead it takes longer."""
+    model = TinyUNet("no_grad")
+    program = fxpipe.compile(model, 2, batch_size=8, cluster=SLOW, cost_model=Slow(), fill="none", **WAVE)  # type: ignore[arg-type]
+    plan, predicted = program.plan, program.plan.predicted["step"]
+    assert f"receives posted {plan.staged.prefetch} actions ahead" in str(plan)
+    assert fxpipe.Plan.parse(str(plan)) == fxpipe.Plan.from_dict(plan.as_dict()) == plan
+    timeline = program.simulate()
+    assert timeline.makespan_seconds == pytest.approx(predicted.seconds, rel=0.01)
+    assert max(timeline.peak_bytes) == pytest.approx(predicted.peak_bytes, rel=0.02)
+    late = replace(plan, staged=replace(plan.staged, prefetch=1))
+    later = fxpipe.compile(model, 2, cluster=SLOW, cost_model=Slow(), plan=late).simulate()
+    assert later.makespan_seconds > timeline.makespan_seconds
+    assert program.verify(**model.example_inputs(8)).ok
+
+
+def test_a_plan_with_negative_prefetch_is_refused() -> None:
+    model = TinyUNet("no_grad")
+    plan = fxpipe.compile(model, 2, batch_size=8, schedule="wave").plan
+    with pytest.raises(fxpipe.CompileError, match="receives are posted -1 actions ahead; 0 or more can be"):
+        fxpipe.compile(model, 2, plan=replace(plan, staged=replace(plan.staged, prefetch=-1)))
+
+
+def test_stages_are_shifted_while_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = WAVE | {"schedule": "interleaved"}
+    after = found(2, 8, SLOW, **asked).best
+    monkeypatch.setattr(plans, "shifted", lambda trials, of: of)
+    before = found(2, 8, SLOW, **asked).best
+    assert after.bound_seconds < 0.85 * before.bound_seconds
+    assert after.placed.boundaries != before.placed.boundaries
+    assert all(after.placed.blocks(stage) for stage in range(4))
