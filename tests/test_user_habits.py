@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import CaptureError, RunError
+from tests.unet import TinyUNet
 
 
 class Attending(nn.Module):
@@ -196,3 +197,16 @@ def test_arguments_by_place_are_another_capture_than_by_name(tmp_path: Path) -> 
     by_name = fxpipe.compile(model, 2, example_inputs={"sample": x, "about": about}, cache=tmp_path)
     assert by_name.verify(sample=x, about=about).ok
     assert fxpipe.compile(model, 2, example_inputs=(x, about), cache=tmp_path).verify(x, about).ok
+
+
+def test_what_torch_has_compiled_is_taken_as_the_model_it_is_made_of() -> None:
+    """Under its own names, which begin with _orig_mod."""
+    model = TinyUNet("no_grad").double()
+    compiled = torch.compile(model)
+    batch = model.example_inputs(4)
+    program = fxpipe.compile(compiled, 2, example_inputs=batch)
+    assert program.verify(**batch).ok
+    engine = program.local_engine()
+    engine.step(batch)
+    assert engine.gather_state_dict().keys() == compiled.state_dict().keys()
+    engine.close()
