@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.analysis import Observe, priced, priced_name, shared_cost_model
 from fxpipe.capture.cache import cache_folder
+from fxpipe.capture.private import uncompiled
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
-from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call, uncompiled
+from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call
 from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.run.launch import join

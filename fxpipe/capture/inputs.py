@@ -158,7 +158,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 def signature_of(model: nn.Module) -> inspect.Signature:
     """Of its forward; of its class's, where one put in its place, as wrappers are, names no argument."""
-    model = getattr(model, "_orig_mod", model)  # of what torch.compile has made of it
+    model = private.uncompiled(model)
     own = inspect.signature(model.forward)
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if "forward" not in vars(model) or any(one.kind not in unnamed for one in own.parameters.values()):

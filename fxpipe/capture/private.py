@@ -163,6 +163,11 @@ def rename(node: fx.Node, name: str) -> None:
         node.target = node.name
 
 
+def uncompiled(part: Any) -> Any:
+    """The module that `torch.compile` was given, where this is what it has made of it."""
+    return getattr(part, "_orig_mod", part) if isinstance(part, nn.Module) else part
+
+
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     """A module's attribute, another one inside."""

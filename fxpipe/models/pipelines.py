@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.private import uncompiled
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import is_backbone
 
@@ -50,11 +51,6 @@ class _Recorded(Exception):
 def is_pipeline(model: object) -> bool:
     """Whether `model` is a pipeline: no module, but something with components that one can call."""
     return not isinstance(model, nn.Module) and callable(model) and isinstance(_components(model), Mapping)
-
-
-def uncompiled(part: Any) -> Any:
-    """The module that `torch.compile` was given, where this is what it has made of it."""
-    return getattr(part, "_orig_mod", part) if isinstance(part, nn.Module) else part
 
 
 def denoiser_names(pipe: Any) -> list[str]:

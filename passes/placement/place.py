@@ -30,7 +30,7 @@ from passes.schedules.policies import FOLDED, POLICIES
 _SLACKS = (0.03, 0.15, 0.5)
 """Of the mean load of a fold: more balance is worth less than cheaper cuts. The first, where links are slow all."""
 _MOST_PAID = 1000  # times the blocks' seconds, for a skip that crosses
-_SLOW_LINKS = 0.3  # of the busiest rank's time: up to that, cheaper cuts of folds bring nothing
+_SLOW_LINKS = 0.3  # of the busiest rank's time: cheaper cuts from 0.05 on brought the race's step no more
 
 
 @dataclass(frozen=True)

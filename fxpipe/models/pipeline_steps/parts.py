@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.capture.private import uncompiled
 from fxpipe.errors import CompileError
-from fxpipe.models.pipelines import uncompiled
 
 _NAMES = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "controlnet")
 _SPACE_SCALES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
