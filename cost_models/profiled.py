@@ -1,7 +1,7 @@
-"""Seconds as measured: every block and frozen component timed at a few batch sizes, interpolated between.
+"""Seconds as measured: blocks, and layers of frozen components, timed at a few batch sizes, interpolated between.
 
     block 3       1: 2.1 ms, 4: 6.5 ms     ->   2 samples: 3.6 ms, shared out to its nodes as another model would
-    frozen vae    1: 0.9 ms, 4: 3.1 ms          so that blocks cut elsewhere have a time too
+    vae 5         1: 0.9 ms, 4: 3.1 ms          so that blocks cut elsewhere have a time too
 
 A profile holds for one graph, device and torch; `fxpipe.profiling` makes it from real stage graphs.
 """
@@ -33,13 +33,16 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """Expected seconds of one block or component at each of `samples`, ascending; no backward: zeros."""
+    """Expected seconds of a block, or of a frozen component's layer, at each of `samples`, ascending; no backward:
+    zeros. `input_seconds` are those of the backward's gradients of activations alone; none where it is not cut in two.
+    """
 
     name: str
     nodes: tuple[str, ...]
     samples: tuple[int, ...]
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
+    input_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,20 @@ class Profile(CostModel):
         """
         require_key(self.key, Key(table.fingerprint, self.key.device, torch.__version__))
         base, entry_of = self.base.seconds(table, num_samples), self._entry_of(table)
-        forward, backward = (
-            np.array([interpolated(entry.samples, getattr(entry, name), num_samples) for entry in self.entries])
-            for name in ("forward_seconds", "backward_seconds")
-        )
-        whole = _shared_out(base.backward, entry_of, backward)
-        of_input = np.divide(base.backward_input, base.backward, out=np.ones(len(table)), where=base.backward > 0)
+
+        def measured(name: str) -> Floats:
+            lists = [(entry.samples, getattr(entry, name)) for entry in self.entries]
+            return np.array([interpolated(*of_entry, num_samples) if of_entry[1] else np.inf for of_entry in lists])
+
+        backward, size = measured("backward_seconds"), len(self.entries) + 1
+        part, whole = (np.bincount(entry_of, b, size)[:-1] for b in (base.backward_input, base.backward))
+        in_base = np.divide(part, whole, out=np.ones(len(backward)), where=whole > 0)
+        cut = measured("input_seconds")
+        of_input: Floats = np.where(np.isinf(cut), backward * in_base, np.minimum(cut, backward))
         return NodeSeconds(
-            _shared_out(base.forward, entry_of, forward),
-            backward_input=whole * of_input,
-            backward_weight=whole * (1 - of_input),
+            _shared_out(base.forward, entry_of, measured("forward_seconds")),
+            _shared_out(base.backward_input, entry_of, of_input),
+            _shared_out(base.backward_weight, entry_of, backward - of_input),
         )
 
     def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:

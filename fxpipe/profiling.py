@@ -1,6 +1,8 @@
-"""Seconds of every block of a step on the device at hand, for `cost_model="profile.json"`.
+"""Seconds of every block of a step, and of every layer of what is frozen, on the device at hand, for
+`cost_model="profile.json"`.
 
-round 1     block 0 forward, block 1 forward, ..., block 1 backward, block 0 backward; random draws; adding tensors
+round 1     block 0 forward, block 1 forward, ...; block 1 backward, block 0 backward; of both the gradients of
+            activations alone; random draws; adding tensors
 round 2     the same
 
 As in a step, a backward comes long after its forward: what it reads is no longer in the caches, which is a tenth of the
@@ -33,11 +35,12 @@ _WAITING_BYTES = 1 << 30  # kept for backwards at most, beside one block's: more
 _ADDED = 1 << 19  # float32 numbers, some MiB
 
 Label = tuple[str, int | str, int]
-"""What is run: forward or backward, a part's number and samples; draw, an operation and samples; add and 0."""
+"""What is run: forward, backward or input, a part's number and samples; draw, an operation and 0; add and 0."""
 
 
 class Profiler:
-    """Times every block and component, forward and backward, at every batch size; all weights and inputs are made up.
+    """Times every block, forward and backward, and every layer of frozen components, at every batch size; all weights
+    and inputs are made up.
 
     The explicit graphs that rank programs are made of run on `device`, one block at a time. Of a `share` (r, N) only
     parts r, r + N, ... are timed; `gathered` puts the profiles of all N together. The weights of a share are held, and
@@ -60,12 +63,15 @@ class Profiler:
         alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
         work = StepWork.in_capture(step.captured, step.graph)
         parts = StepGraphs(step.captured, step.batch, work, alone, tuple(self._sizes), step.frozen.nodes, device)
-        self._mine = range(share[0], len(step.parts), share[1])
-        num_components = len(step.graph.components)
-        self._parts = {
-            number: _bound(parts, ("T", number) if number < num_components else ("F", number - num_components))
-            for number in self._mine
-        }
+        layers = [
+            (f"{component.name} {layer}", nodes)
+            for component, of_component in zip(step.graph.components, step.frozen.nodes, strict=True)
+            for layer, nodes in enumerate(of_component)
+        ]
+        self._names = [*layers, *((block.name, block.nodes) for block in step.graph.blocks)]
+        self._mine = range(share[0], len(self._names), share[1])
+        count = len(layers)
+        self._parts = {n: _bound(parts, ("L", n) if n < count else ("F", n - count)) for n in self._mine}
         self._taken: dict[Label, list[float]] = defaultdict(list)
 
     @property
@@ -98,9 +104,10 @@ class Profiler:
 
         entries = []
         for number in self._mine:
-            part = self._step.parts[number]
             times = of("forward", number), of("backward", number)
-            entries.append(profiled.Entry(part.name, part.nodes, tuple(self._sizes), *times))
+            is_cut = ("input", number, self._sizes[0]) in taken
+            of_input = of("input", number) if is_cut else ()
+            entries.append(profiled.Entry(*self._names[number], tuple(self._sizes), *times, of_input))
         speeds = profiled.Speeds(
             moving=3 * torch.float32.itemsize * _ADDED / taken["add", "", 0],
             drawing=tuple((name, size / taken["draw", name, 0]) for name, (_, size) in self._draws().items()),
@@ -109,10 +116,11 @@ class Profiler:
         return profiled.Profile(devices.device(), key, tuple(entries), speeds, memory)
 
     def _time_parts(self, size: int, progress: Callable[[str], None]) -> None:
-        """Forwards in order, and backwards in the opposite one as soon as much waits for them."""
+        """Forwards in order, and backwards in the opposite one as soon as much waits for them: whole ones, then again
+        those of activations."""
         waiting: list[tuple[int, list[torch.Tensor], Sequence[torch.Tensor]]] = []
         for number in self._mine:
-            progress(self._step.parts[number].name)
+            progress(self._names[number][0])
             part = self._parts[number][size]
             reads = [_made_up(value, self._device) for value in part.border.reads]
             made = self._time(("forward", number, size), partial(part.forward, *reads))
@@ -121,17 +129,20 @@ class Profiler:
                 waiting.append((number, list(saved), returns))
             held = sum(value.nbytes for _, saved, _ in waiting for value in saved if isinstance(value, torch.Tensor))
             if held > _WAITING_BYTES or number == self._mine[-1]:
-                while waiting:
-                    self._time_backward(size, *waiting.pop())
+                for kind in ("backward", "input"):
+                    for one in reversed(waiting):
+                        self._time_backward(kind, size, *one)
+                waiting.clear()
 
     def _time_backward(
-        self, size: int, number: int, saved: list[torch.Tensor], returns: Sequence[torch.Tensor]
+        self, kind: str, size: int, number: int, saved: list[torch.Tensor], returns: Sequence[torch.Tensor]
     ) -> None:
         part = self._parts[number][size]
-        assert part.backward is not None
-        pairs = zip(part.border.returns, returns, strict=True)
-        tangents = [torch.ones_like(value) for border, value in pairs if border.requires_grad]
-        self._time(("backward", number, size), partial(part.backward, saved, *tangents))
+        run = part.backward if kind == "backward" else part.backward_input
+        if run is not None:
+            pairs = zip(part.border.returns, returns, strict=True)
+            tangents = [torch.ones_like(value) for border, value in pairs if border.requires_grad]
+            self._time((kind, number, size), partial(run, list(saved), *tangents))
 
     def _time(self, label: Label, run: Callable[[], Any]) -> Any:
         started = timing.now(self._device)
@@ -168,6 +179,7 @@ class _Part:
     border: Border
     forward: fx.GraphModule
     backward: fx.GraphModule | None
+    backward_input: fx.GraphModule | None
 
 
 def _bound(parts: StepGraphs, key: Key) -> dict[int, _Part]:
@@ -180,7 +192,10 @@ def _bound(parts: StepGraphs, key: Key) -> dict[int, _Part]:
         return None if graph is None else bound(state, graph, "part")
 
     return {
-        of.border.batch_size: _Part(of.border, bound(state, of.forward, "part"), bind(of.backward)) for of in graphs
+        of.border.batch_size: _Part(
+            of.border, bound(state, of.forward, "part"), bind(of.backward), bind(of.backward_input)
+        )
+        for of in graphs
     }
 
 

@@ -75,15 +75,18 @@ def test_expected_times_leave_out_the_extremes() -> None:
 
 
 def test_every_part_is_timed_at_every_size(step: CostedStep, measured: Profile) -> None:
-    assert [entry.nodes for entry in measured.entries] == [part.nodes for part in step.parts]
+    names = [*step.frozen.nodes[0], *(block.nodes for block in step.graph.blocks)]
+    assert [entry.nodes for entry in measured.entries] == names
     assert all(entry.samples == (1, 2) and min(entry.forward_seconds) > 0 for entry in measured.entries)
-    component, *blocks = measured.entries
-    assert component.backward_seconds == (0, 0)
+    layers, blocks = measured.entries[: -len(step.graph.blocks)], measured.entries[-len(step.graph.blocks) :]
+    assert all(layer.backward_seconds == (0, 0) and layer.input_seconds == () for layer in layers)
     assert all(min(entry.backward_seconds) > 0 for entry in blocks)
+    assert {bool(entry.input_seconds) and min(entry.input_seconds) > 0 for entry in blocks[1:]} == {True, False}
+    assert blocks[0].input_seconds == ()  # nothing wants gradients of what comes into the first
     told: list[str] = []
     profiler = Profiler(step, [1], CPU)
     profiler.round(told.append)
-    assert told == [part.name for part in step.parts]
+    assert told == [entry.name for entry in measured.entries]
     assert len(told) == profiler.num_timings
 
 
@@ -127,7 +130,7 @@ def test_draws_are_timed_by_operation(tmp_path: Path) -> None:
 def test_shares_of_a_profile_make_the_whole(step: CostedStep, measured: Profile) -> None:
     told: list[str] = []
     shares = [measure(step, [1, 2], CPU, told.append, (rank, 3), rounds=2) for rank in range(3)]
-    assert sorted(told) == sorted(4 * [part.name for part in step.parts])
+    assert sorted(told) == sorted(4 * [entry.name for entry in measured.entries])
     whole = gathered(shares)
     assert [(e.name, e.nodes, e.samples) for e in whole.entries] == [
         (e.name, e.nodes, e.samples) for e in measured.entries
@@ -156,9 +159,9 @@ def test_ranks_profile_together_and_rank_0_writes(tmp_path: Path) -> None:
     assert "holds already" in held
     assert nothing == ["", ""]
     profile = load(path, BASE)
-    assert [entry.name for entry in profile.entries] == [
-        part.name for part in costed(ToyStep(), None, 2, BASE, 24).parts
-    ]
+    found = costed(ToyStep(), None, 2, BASE, 24)
+    parts = [*(nodes for of in found.frozen.nodes for nodes in of), *(block.nodes for block in found.graph.blocks)]
+    assert [entry.nodes for entry in profile.entries] == parts
 
 
 def test_nodes_share_what_their_block_was_measured(step: CostedStep) -> None:
@@ -166,6 +169,17 @@ def test_nodes_share_what_their_block_was_measured(step: CostedStep) -> None:
     seconds = node_seconds(Profile(BASE, key_of(step.costs, CPU), (entry,)), step.costs, 2)
     assert seconds.forward.sum() == pytest.approx(2)
     assert seconds.backward.sum() == pytest.approx(5)
+
+
+def test_gradients_of_activations_take_what_was_measured(step: CostedStep) -> None:
+    """Of a part that was cut in two; of another what the base says."""
+    base = node_seconds(BASE, step.costs, 2)
+    cut = Entry("all", tuple(step.costs), (1, 3), (1.0, 3.0), (2.0, 8.0), (1.5, 2.5))
+    whole = dataclasses.replace(cut, input_seconds=())
+    for entry, wanted in ((cut, 2.0), (whole, 5 * base.backward_input.sum() / base.backward.sum())):
+        seconds = node_seconds(Profile(BASE, key_of(step.costs, CPU), (entry,)), step.costs, 2)
+        assert seconds.backward_input.sum() == pytest.approx(wanted)
+        assert seconds.backward.sum() == pytest.approx(5)
 
 
 def test_a_profile_is_a_file_that_compile_reads(measured: Profile, tmp_path: Path) -> None:
@@ -204,7 +218,14 @@ GOOD = {
     "key": {"fingerprint": "5f", "device": "abacus", "torch": "2"},
     "memory_bytes": None,
     "entries": [
-        {"name": "a", "nodes": ["x"], "samples": [1, 4], "forward_seconds": [0.1, 1], "backward_seconds": [0, 0]}
+        {
+            "name": "a",
+            "nodes": ["x"],
+            "samples": [1, 4],
+            "forward_seconds": [0.1, 1],
+            "backward_seconds": [0, 0],
+            "input_seconds": [],
+        }
     ],
     "speeds": {"moving": 1e9, "drawing": [["randn", 2.0]]},
 }
