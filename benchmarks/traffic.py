@@ -34,7 +34,8 @@ from fxpipe.plan.staged import Staged
 from fxpipe.plan.timeline import human_seconds
 from fxpipe.simulate import simulate
 from passes.case import Case
-from passes.placement.place import Shape, cut_bytes, pipelines, place, skip_pairs
+from passes.placement.lines.traffic import traffic
+from passes.placement.place import Shape, pipelines, place, skip_pairs
 from passes.placement.waves import wave
 from passes.step_ops import step_of, step_ops
 from passes.tuner.orders import Orders
@@ -141,7 +142,7 @@ def frontier(case: Case, ranks: int) -> Table:
     here = replace(case, world_size=ranks)
     line, times = placed(here, "1f1b", True), times_of(case)
     relayed = bytes_per_sample(here, line, ordered(here, line), True)
-    skips, cuts = list(skip_pairs(case.graph)), cut_bytes(case.graph, skips=False)
+    skips, cuts = list(skip_pairs(case.graph)), traffic(case.graph).main.tolist()
     for slack in SLACKS:
         boundaries = wave(times.total, skips, ranks, True, cuts, slack=slack).boundaries
         staged = replace(placed(here, "wave", True), boundaries=boundaries)

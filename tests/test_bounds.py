@@ -1,6 +1,7 @@
 """Bounds on a step hold for whatever is simulated."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +81,17 @@ def test_no_order_is_shorter_than_when_it_is_alone(
     orders = Orders(of, staged, count, ahead=False)
     found = simulate(step_ops(of, staged, orders.named(), microbatch_sizes(of.batch_size, count)), cluster).seconds
     assert ordered_seconds(of, staged, orders.named_alone) <= found * (1 + 1e-9)
+
+
+def test_gradients_of_a_weight_that_blocks_share_are_summed_once() -> None:
+    """Two blocks of a stage with one weight, whose sum takes as long as all else."""
+    of = case(2, 2, 2, weight_bytes=64, cluster=Cluster("toy", (Level(2, Link("toy", 10.0, 0.0)),)))
+    shared = replace(of.costs.weights[0], blocks=(0, 1))
+    of = replace(of, costs=replace(of.costs, weights=(shared,)))
+    staged = Staged((0, 2), ((0, 1),), "1f1b", False, 2)
+    orders = Orders(of, staged, 2, ahead=False)
+    found = simulate(step_ops(of, staged, orders.named(), (1, 1)), of.cluster).seconds
+    assert 2 * 6 < ordered_seconds(of, staged, orders.named_alone) <= found
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])

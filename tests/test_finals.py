@@ -7,7 +7,11 @@ import pytest
 import fxpipe
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
-from passes.tuner import plans
+from fxpipe.plan.block_graph import Edge
+from fxpipe.plan.staged import Staged, whole_stages
+from passes.placement.place import is_collocated, shape
+from passes.tuner import finals, plans
+from tests.test_compare_by_hand import case, edge
 from tests.test_tune import Slow, found
 from tests.unet import TinyUNet
 
@@ -46,3 +50,20 @@ def test_stages_are_shifted_while_that_is_faster(monkeypatch: pytest.MonkeyPatch
     assert after.bound_seconds < 0.85 * before.bound_seconds
     assert after.placed.boundaries != before.placed.boundaries
     assert all(after.placed.blocks(stage) for stage in range(4))
+
+
+def test_stages_that_are_recomputed_stay_whole_when_they_are_shifted() -> None:
+    """Which layout says that each keeps its inputs alone."""
+    best = found(2, 8, SLOW, recompute=True, **WAVE | {"schedule": "interleaved"}).best.placed
+    assert best.recompute == whole_stages(best.boundaries)
+    staged = Staged((0, 5, 10), ((0,), (1,)), "1f1b", False, 2, ((2, 5), (7, 9)))
+    assert staged.cut_at((0, 8, 10)).recompute == ((2, 5), (7, 8), (8, 9))
+
+
+def test_a_fold_is_shifted_on_both_ways_where_skips_stay_on_their_ranks() -> None:
+    skips = [Edge(f"skip {i}", i, (7 - i,), ("skip",), 8, True, True) for i in range(3)]
+    graph = case(8, edges=[*(edge(i, i + 1, num_bytes=8) for i in range(7)), *skips]).graph
+    staged = shape("wave", 2, 4, 1).staged((0, 2, 4, 6, 8), collocated=True)
+    moved = list(finals._neighbours(graph, staged))
+    assert {each.boundaries for each in moved} >= {(0, 1, 4, 7, 8), (0, 3, 4, 5, 8), (0, 2, 5, 6, 8)}
+    assert all(is_collocated(graph, each) and all(map(each.blocks, range(4))) for each in moved)

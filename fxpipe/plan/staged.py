@@ -90,6 +90,12 @@ class Staged:
         several = any(1 < len(ranks) < num_microbatches for ranks in self.stage_ranks)
         return replace(self, scattered=self.scattered and several)
 
+    def cut_at(self, boundaries: tuple[int, ...]) -> "Staged":
+        """As many stages of other blocks: recomputed as a whole where these are, else blocks by themselves."""
+        whole = self.recompute and self.recompute == whole_stages(self.boundaries)
+        recompute = whole_stages(boundaries) if whole else runs_within(self.recompute, boundaries)
+        return replace(self, boundaries=boundaries, recompute=recompute)
+
     @property
     def num_stages(self) -> int:
         return len(self.boundaries) - 1

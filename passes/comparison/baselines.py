@@ -28,11 +28,13 @@ from passes.case import Case
 from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement.lines import linear
-from passes.placement.place import cut_bytes, pipelines
+from passes.placement.lines.traffic import traffic
+from passes.placement.place import pipelines
 from passes.step_ops import step_ops
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units
 from passes.tuner.bounds import busiest_seconds, placed_seconds, reduction_seconds
+from passes.tuner.finals import EARLY
 from passes.tuner.orders import Orders
 
 _MOST_PER_STAGE = 16  # micro-batches per stage: what more would save is below a sixteenth
@@ -142,10 +144,11 @@ class _Line:
         staged = self._staged(sizes[0])
         sums = reduction_seconds(self.case, staged, len(sizes))
         bound = max(placed_seconds(self.case, staged, sizes, self.relayed), sums)
-        return Attempt(self._setting(count, sizes[0]), bound, sizes[0], partial(self._write, staged, sizes))
+        write, early = (partial(self._write, each, sizes) for each in (staged, replace(staged, prefetch=EARLY)))
+        return Attempt(self._setting(count, sizes[0]), bound, sizes[0], write, early)
 
     def _staged(self, size: int) -> Staged:
-        boundaries = linear(self.case.costs.at(size).total, self.stages, cut_bytes(self.case.graph))
+        boundaries = linear(self.case.costs.at(size).total, self.stages, traffic(self.case.graph).values.tolist())
         ways = pipelines(self.stages, self.copies, self.strided)
         ranks = tuple(tuple(way[stage] for way in ways) for stage in range(self.stages))
         again = whole_stages(boundaries) if self.recompute else ()

@@ -19,12 +19,13 @@ from passes.tuner.simulate import least_peaks
 @dataclass(frozen=True)
 class Attempt:
     """One way to run the step, in micro-batches of `num_samples` at most, which takes `bound_seconds` or more; written
-    and walked only if it may be the best."""
+    and walked only if it may be the best; then `early`, too, where the same can be with receives posted early."""
 
     setting: str
     bound_seconds: float
     num_samples: int
     write: Callable[[], StepOps]
+    early: Callable[[], StepOps] | None = None
 
 
 def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contestant | None:
@@ -50,6 +51,9 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
                 needed = walked.peak_bytes
                 if walked.fits and (found is None or walked.seconds < found.seconds):
                     found = walked
+                    if attempt.early is not None:
+                        sooner = contestant(case, name, f"{attempt.setting}, early receives", attempt.early())
+                        found = min(found, sooner, key=lambda row: (not row.fits, row.seconds))
             if not case.fits(needed):
                 too_large = attempt.num_samples
                 least = (needed, attempt.setting, ops) if least is None or needed < least[0] else least

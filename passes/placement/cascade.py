@@ -18,6 +18,7 @@ from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import BlockGraph
 from passes.placement.lines import Line, part
+from passes.placement.lines.traffic import traffic
 
 Cut = Callable[[Line, Sequence[tuple[int, ...]]], tuple[int, ...]]
 """Cuts of a line, for these ranks of every stage."""
@@ -27,16 +28,10 @@ _LOSS_BYTES = 64  # per sample, of what losses that are added up send at most
 
 def borders(graph: BlockGraph, costs: BlockCosts) -> tuple[int, ...]:
     """The blocks at which a further backbone begins: no gradient comes back over it but that of a term of the loss."""
-    crossing = [0] * (len(graph.blocks) + 1)
-    for edge in graph.edges:
-        readers = [c for c in edge.consumers if isinstance(c, int)]
-        if isinstance(edge.producer, int) and readers and edge.requires_grad:
-            for position in range(edge.producer + 1, max(readers) + 1):
-                crossing[position] += edge.bytes_per_sample
-    trained = [size > 0 for size in costs.trained_bytes]
+    back, trained = traffic(graph).gradients, [size > 0 for size in costs.trained_bytes]
     found, last = [], 0
     for position in range(1, len(graph.blocks)):
-        if crossing[position] <= _LOSS_BYTES and any(trained[last:position]) and any(trained[position:]):
+        if back[position] <= _LOSS_BYTES and any(trained[last:position]) and any(trained[position:]):
             found.append(position)
             last = position
     return tuple(found)

@@ -21,14 +21,16 @@ from fxpipe.plan.staged import Staged
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
 from passes.placement.lines import linear
 from passes.placement.lines.costs import Line, cut_line
+from passes.placement.lines.traffic import traffic
 from passes.placement.lines.uneven import uneven_line
 from passes.placement.memory import StageMemory
 from passes.placement.ports import message_seconds
 from passes.placement.waves import waves
 from passes.schedules.policies import FOLDED, POLICIES
 
-_SLACKS = (0.03, 0.15, 0.5)
-"""Of the mean load of a fold: more balance is worth less than cheaper cuts. The first, where links are slow all."""
+_SLACK, _SLACKS = 0.03, (0.15, 0.5)
+"""Of the mean load of a fold: more balance than this is worth less than cheaper cuts; where links are slow, one of
+these may be."""
 _MOST_PAID = 1000  # times the blocks' seconds, for a skip that crosses
 _SLOW_LINKS = 0.3  # of the busiest rank's time: cheaper cuts from 0.05 on brought the race's step no more
 
@@ -176,16 +178,19 @@ def place(
 
 
 def others(
-    graph: BlockGraph, costs: BlockCosts, times: BlockSeconds, wanted: Shape, cluster: Cluster
+    graph: BlockGraph, costs: BlockCosts, times: BlockSeconds, wanted: Shape, cluster: Cluster, found: Staged
 ) -> Sequence[Staged]:
-    """Other stages of a shape than those of `place`, which weighs time and messages by fewer terms than a step has: of
-    a line by time alone, of a fold by cheaper cuts, if links are slow; none where the blocks make two passes."""
+    """Other stages of a shape than those that `place` has found, which weighs time and messages by fewer terms than a
+    step has: of a line by time alone, of a fold by cheaper cuts, if links are slow; none where blocks make two passes.
+    """
     if wanted.is_uneven or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
         return ()
     if not wanted.is_folded:
-        return (wanted.staged(linear(times.total, wanted.stages, cut_bytes(graph))),)
-    load, port = _busiest(graph, times, _folded(graph, times, wanted, cluster), cluster)
-    slacks = _SLACKS[1:] if port > _SLOW_LINKS * load else ()
+        return (wanted.staged(linear(times.total, wanted.stages, traffic(graph).values.tolist())),)
+    if wanted.stages > 2 * wanted.places:
+        return ()  # of several waves cuts are improved as they are
+    load, port = _busiest(graph, times, found, cluster)
+    slacks = _SLACKS if port > _SLOW_LINKS * load else ()
     return [_folded(graph, times, wanted, cluster, slack) for slack in slacks]
 
 
@@ -237,7 +242,7 @@ def place_schedule(graph: BlockGraph, times: BlockSeconds, schedule: Schedule, c
             _folded(graph, times, wanted, cluster), stage_ranks=ranks, schedule=schedule.name, world_size=world_size
         )
     used = [stage for stage, replicas in enumerate(ranks) if replicas]
-    inner = linear(times.total, max(len(used), 1), cut_bytes(graph))
+    inner = linear(times.total, max(len(used), 1), traffic(graph).values.tolist())
     boundaries = [0, *(inner[sum(u <= stage for u in used)] for stage in range(schedule.num_stages))]
     return Staged(tuple(boundaries), tuple(r or (0,) for r in ranks), schedule.name, False, world_size)
 
@@ -247,7 +252,7 @@ def _folded(
     times: BlockSeconds,
     wanted: Shape,
     cluster: Cluster,
-    slack: float = _SLACKS[0],
+    slack: float = _SLACK,
     memory: StageMemory | None = None,
 ) -> Staged:
     pairs, seconds = skip_pairs(graph), times.total
@@ -258,7 +263,7 @@ def _folded(
     costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
     costs = [min(cost, most) for cost in costs]
     num_waves = wanted.stages // (2 * wanted.places)
-    cuts = cut_bytes(graph, skips=False)
+    cuts = traffic(graph).main.tolist()
     found = waves(seconds, list(pairs), wanted.places, num_waves, wanted.hard, cuts, costs, memory, slack)
     return wanted.staged(found.boundaries, not found.crossing)
 
@@ -304,15 +309,3 @@ def skip_pairs(graph: BlockGraph) -> dict[tuple[int, int], int]:
                 key = edge.producer, consumer
                 pairs[key] = pairs.get(key, 0) + edge.bytes_per_sample
     return pairs
-
-
-def cut_bytes(graph: BlockGraph, skips: bool = True) -> list[float]:
-    """Bytes per sample that a cut before each block sends, one more than blocks; `skips` across it too, or not."""
-    cost = [0.0] * (len(graph.blocks) + 1)
-    for edge in graph.edges:
-        kinds = zip(edge.consumers, edge.kinds, strict=True)
-        readers = [c for c, kind in kinds if isinstance(c, int) and (skips or kind != "skip")]
-        if isinstance(edge.producer, int) and readers:
-            for position in range(edge.producer + 1, max(readers) + 1):
-                cost[position] += edge.bytes_per_sample
-    return cost

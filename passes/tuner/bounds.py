@@ -2,7 +2,7 @@
 
 compute      the busiest rank's work, and one micro-batch's way through the pipeline     before anything is placed
 again        the forwards that memory makes ranks compute again
-placed       the same of stages on ranks; the busiest port's messages
+placed       the busiest rank's work, of stages on ranks; the busiest port's messages
 reductions   the busiest port's sums of gradients, which go on beside them; those after the last of the gradients
 frozen       what is idle, and the next batch's frozen work in it
 """
@@ -251,16 +251,13 @@ def _reduction_ends(case: Case, staged: Staged, timeline: ActionTimes) -> Iterat
         if action.kind in "BW":
             last[action.stage] = max(end, last.get(action.stage, end))
     free: dict[int | Port, float] = {}
-    for stage in sorted(last, key=last.__getitem__):
-        ranks = staged.stage_ranks[stage]
-        size = sum(case.costs.trained_bytes[block] for block in staged.blocks(stage))
-        if len(ranks) > 1 and size:
-            uses: tuple[int | Port, ...] = (*ranks, *ring_ports(case.cluster, tuple(sorted(ranks))))
-            start = max(last[stage], *(free.get(use, 0.0) for use in uses))
-            scatter, whole = case.cluster.all_gather_seconds, case.cluster.all_reduce_seconds
-            end = start + (scatter if staged.sharded else whole)(ranks, size)
-            free.update(dict.fromkeys(uses, end))
-            yield end
+    for stage, ranks, size in sorted(_summed(case, staged), key=lambda each: last[each[0]]):
+        uses: tuple[int | Port, ...] = (*ranks, *ring_ports(case.cluster, ranks))
+        start = max(last[stage], *(free.get(use, 0.0) for use in uses))
+        scatter, whole = case.cluster.all_gather_seconds, case.cluster.all_reduce_seconds
+        end = start + (scatter if staged.sharded else whole)(ranks, size)
+        free.update(dict.fromkeys(uses, end))
+        yield end
 
 
 def filled_seconds(

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fxpipe.plan.block_graph import BlockGraph
-from fxpipe.plan.staged import Staged, runs_within
+from fxpipe.plan.staged import Staged
 from passes.placement.cascade import first_pass
 from passes.placement.place import is_collocated
 from passes.tuner.bounds import ordered_seconds
 from passes.tuner.memory import totals
 from passes.tuner.recompute import fitting_runs
-from passes.tuner.search import Found, told_of
+from passes.tuner.search import Found
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
@@ -26,90 +26,102 @@ EARLY = 4
 links of 30 Mbit/s and faster."""
 _MOVES = (1, -1, 2, -2)
 """Blocks by which the begin of a stage is moved."""
-_SHIFTS = 2
-"""Of the actions that were walked before, one in so many again while stages are moved."""
+_SHIFTED = 2
+"""While stages are moved, one action is walked for so many that were before."""
 _LARGEST = 3072
 """Actions of one pipeline beyond which searching costs more than it brings: a list schedule takes half a second."""
 _MOST_SEARCHED = 4
 """Placements of either form of frozen work whose orders are searched for."""
-_FEW_ACTIONS, _SMALL_SHARE = 1000, 20
-"""Of a step whose gradients are tried to be summed for every micro-batch, which is walked with all its ranks: few, or a
-small part of all that was walked before."""
+_LEAST_ACTIONS = 1000
+"""That may be walked for either of the last two, whatever was walked before."""
+_SCATTERED = 20
+"""While sums of gradients for every micro-batch are tried, with all ranks, the same as `_SHIFTED`."""
 _SLOWEST, _WORTH = 1.2, 0.99
 """Of the best's seconds: what a placement may take in its named order, and what it may take at least."""
 
 
 def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
     """The found trials with searched orders, where these are faster."""
-    contenders = _contenders(trials, found)
-    if not budget_seconds or not contenders:
-        return found
+    contenders = _contenders(trials, found) if budget_seconds else []
     tried = {id(trial): trial for trial in found.ranked}
-    best, named = found.best, found.best
+    best, chosen = found.best, found.best
     for trial in contenders:
         faster = _searched(trials, trial, budget_seconds / 2 / _MOST_SEARCHED, best.bound_seconds)
-        early = _moved(trials, faster or trial, _early(trial.placed))
-        faster = _fitting(trials, early, (faster or best).bound_seconds) or faster
         if faster is not None:
-            best = tried[id(trial)] = faster
-            named = trial
-    if any(named is trial for trial in contenders):
-        faster = _searched(trials, named, budget_seconds, best.bound_seconds)
+            best, chosen = faster, trial
+            tried[id(trial)] = faster
+    if any(chosen is trial for trial in contenders):
+        faster = _searched(trials, chosen, budget_seconds, best.bound_seconds)
         if faster is not None:
-            best = tried[id(named)] = faster
-    others = [replace(trial, why="") for trial in tried.values() if trial is not best]
-    told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
-    return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+            best = tried[id(chosen)] = faster
+    return Found(tuple(tried.values())).led_by(best, trials.case.limit_bytes)
 
 
 def shifted(trials: Trials, found: Found) -> Found:
     """The found trials, the best with receives posted early, and with stages that begin some blocks earlier or later,
     while that is faster: where they are cut best depends on idle time, frozen work and messages, of which `place` knows
     little."""
-    best, before = found.best, None
-    most = trials.walks.num_actions + max(_FEW_ACTIONS, trials.walks.num_actions // _SHIFTS)
-    tried = {best.placed}
-    while best is not before and _may_shift(trials, best):
-        before = best
-        for staged in _neighbours(trials.case.graph, before.placed):
-            if staged not in tried and trials.walks.num_actions <= most:
-                tried.add(staged)
-                best = _fitting(trials, _moved(trials, best, staged), best.bound_seconds) or best
-    if best is found.best:
+    if not _may_shift(trials, found.best):
         return found
-    told = [told_of(replace(trial, why=""), best, trials.case.limit_bytes) for trial in found.ranked]
-    return Found((best, *told))
+    best, before, tried = found.best, None, {found.best.placed}
+    most = trials.walks.num_actions + max(_LEAST_ACTIONS, trials.walks.num_actions // _SHIFTED)
+
+    def faster(staged: Staged) -> Trial:
+        """The best with these stages, if that is faster and there is time."""
+        if staged in tried or trials.walks.num_actions > most:
+            return best
+        tried.add(staged)
+        return _fitting(trials, _on(trials, best, staged), best.bound_seconds) or best
+
+    while best is not before:
+        before = best
+        best = faster(replace(best.placed, prefetch=max(EARLY, best.placed.prefetch)))
+        for staged in _neighbours(trials.case.graph, best.placed):
+            best = faster(staged)
+    return found if best is found.best else found.led_by(best, trials.case.limit_bytes)
 
 
 def _may_shift(trials: Trials, trial: Trial) -> bool:
     """Whether stages of its shape may be cut anywhere."""
     case, shape = trials.case, trial.candidate.shape
-    return shape.places > 1 and trials.request.conditioning is None and not first_pass(case.graph, case.costs)
+    passes = trials.request.conditioning is not None or first_pass(case.graph, case.costs)
+    return shape.places > 1 and not shape.is_opposite and not passes
 
 
 def _neighbours(graph: BlockGraph, staged: Staged) -> Iterator[Staged]:
-    """With receives posted early; with a stage that begins some blocks on, none empty for it."""
-    yield _early(staged)
+    """With a stage that begins some blocks earlier or later; of a fold that keeps skips on their ranks, with the stage
+    on the way back that must then begin elsewhere, too. None is empty for it."""
     for number in range(1, staged.num_stages):
-        before, now, after = staged.boundaries[number - 1 : number + 2]
+        now = staged.boundaries[number]
         for moved in (now + by for by in _MOVES):
-            if before < moved < after:
-                boundaries = (*staged.boundaries[:number], moved, *staged.boundaries[number + 1 :])
-                found = replace(staged, boundaries=boundaries, recompute=runs_within(staged.recompute, boundaries))
-                if not staged.collocated or is_collocated(graph, found):
-                    yield found
+            found = _moved(staged, number, moved)
+            if found is None or not staged.collocated or is_collocated(graph, found):
+                mirrored = found
+            else:
+                back = staged.num_stages - number
+                nearest = sorted(range(len(graph.blocks)), key=lambda block: abs(block - staged.boundaries[back]))
+                both = (_moved(found, back, block) for block in nearest)
+                mirrored = next((each for each in both if each and is_collocated(graph, each)), None)
+            if mirrored is not None:
+                yield mirrored
 
 
-def _early(staged: Staged) -> Staged:
-    return replace(staged, prefetch=max(EARLY, staged.prefetch))
+def _moved(staged: Staged, number: int, begin: int) -> Staged | None:
+    """With that stage beginning there; None where a stage would be empty."""
+    before, after = staged.boundaries[number - 1], staged.boundaries[number + 1]
+    boundaries = (*staged.boundaries[:number], begin, *staged.boundaries[number + 1 :])
+    return staged.cut_at(boundaries) if before < begin < after else None
 
 
-def _moved(trials: Trials, trial: Trial, staged: Staged) -> Trial:
+def _on(trials: Trials, trial: Trial, staged: Staged) -> Trial:
     """The trial on other stages, in its order if that is one for them, too."""
     count, work = trial.candidate.microbatches, trials.case.work
-    keeps = trial.of_one is not None and work.of(staged, count) == work.of(trial.placed, count)
     found = Trial(trial.candidate, 0.0, staged)
-    return replace(found, is_ordered=True, of_one=trial.of_one, method=trial.method) if keeps else found
+    if trial.of_one is None or work.of(staged, count) != work.of(trial.placed, count):
+        return found
+    bound = ordered_seconds(trials.case, staged, trials.walks.orders(found).alone(trial.of_one))
+    method = trial.method if staged.boundaries == trial.placed.boundaries else ""  # what it says is of these stages
+    return replace(found, bound_seconds=bound, is_ordered=True, of_one=trial.of_one, method=method)
 
 
 def refined(trials: Trials, found: Found) -> Found:
@@ -123,7 +135,7 @@ def refined(trials: Trials, found: Found) -> Found:
     limit = case.limit_bytes - trials.walks.unseen(best)
     staged = fitting_runs(case, every, best.sizes(case)[0], peaks, limit)
     faster = staged and _fitting(trials, Trial(best.candidate, 0.0, staged), best.bound_seconds)
-    return Found((faster, *found.ranked[1:])) if faster else found
+    return found.led_by(faster, case.limit_bytes) if faster else found
 
 
 def scattered(trials: Trials, found: Found) -> Found:
@@ -131,17 +143,13 @@ def scattered(trials: Trials, found: Found) -> Found:
     best, staged = found.best, found.best.placed
     may = trials.request.shard is None and best.candidate.microbatches > staged.replicas > 1 and not staged.scattered
     actions = 4 * staged.num_stages * best.candidate.microbatches
-    if not may or actions > max(_FEW_ACTIONS, trials.walks.num_actions // _SMALL_SHARE):
+    if not may or actions > max(_LEAST_ACTIONS, trials.walks.num_actions // _SCATTERED):
         return found
     if not trials.walks.orders(best).pipelines or trials.thrift.saved_seconds(best) <= 0:
         return found
     shared = staged.sharing("all" if staged.gathered else "gradients")
-    trial = Trial(best.candidate, 0.0, shared, True, best.of_one, method=best.method)
-    faster = _fitting(trials, trial, best.bound_seconds)
-    if faster is None:
-        return found
-    told = [told_of(replace(trial, why=""), faster, trials.case.limit_bytes) for trial in found.ranked]
-    return Found((faster, *told))
+    faster = _fitting(trials, _on(trials, best, shared), best.bound_seconds)
+    return found.led_by(faster, trials.case.limit_bytes) if faster else found
 
 
 def _contenders(trials: Trials, found: Found) -> list[Trial]:
@@ -166,13 +174,16 @@ def _may_search(trials: Trials, trial: Trial) -> bool:
 
 
 def _searched(trials: Trials, trial: Trial, budget_seconds: float, below: float) -> Trial | None:
-    """The same placement by an order that is searched for; None where nothing of it fits and is `below` as many
-    seconds."""
+    """The same placement by an order that is searched for, with receives posted early if that is faster; None where
+    nothing of it fits and is `below` as many seconds."""
     orders = trials.walks.orders(trial)
     needed = [needs.total for needs in trials.walks.peaks(trial)(trial.placed)[1]]
     of_one, method = orders.searched(budget_seconds, trials.case.limit_bytes, needed)
     bound = ordered_seconds(trials.case, trial.placed, orders.alone(of_one))
-    return _fitting(trials, Trial(trial.candidate, bound, trial.placed, True, of_one, method=method), below)
+    found = Trial(trial.candidate, bound, trial.placed, True, of_one, method=method)
+    faster = _fitting(trials, found, below)
+    early = replace(found, staged=replace(trial.placed, prefetch=EARLY))
+    return _fitting(trials, early, below if faster is None else faster.bound_seconds) or faster
 
 
 def _fitting(trials: Trials, trial: Trial, below: float) -> Trial | None:

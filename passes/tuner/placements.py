@@ -68,7 +68,7 @@ class Placements:
         if key not in self._stages_of:
             times = case.costs.at(size)
             found = place(case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches)
-            also = [*others(case.graph, case.costs, times, shape, case.cluster), *self._bucketed(shape, found)]
+            also = [*others(case.graph, case.costs, times, shape, case.cluster, found), *self._bucketed(shape, found)]
             self._stages_of[key] = tuple({staged.boundaries: staged for staged in (*reversed(also), found)}.values())
         return self._stages_of[key]
 

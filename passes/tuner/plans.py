@@ -11,6 +11,7 @@ from fxpipe.collector import held_collector
 from fxpipe.costs.block_costs import BlockSeconds
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.explanation import rivals
 from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.plan_check import unlike_replicas
 from fxpipe.plan.schedule import Schedule
@@ -90,9 +91,8 @@ def _tuned(case: Case, request: Request) -> Plan:
     found = tuned(case, request)
     outcomes = tuple(trial.outcome for trial in found.ranked)
     notes = (found.best.method,) if found.best.method else ()
-    losers = [outcome for outcome in outcomes[1:] if outcome.why]
-    if losers:
-        notes = (*notes, f"next best of {len(outcomes)} ways: {losers[0]}; {losers[0].why}")
+    for loser in rivals(outcomes)[:1]:
+        notes = (*notes, f"next best of {len(outcomes)} ways: {loser}; {loser.why}")
     return replace(_plan(case, found.best, notes), outcomes=outcomes)
 
 

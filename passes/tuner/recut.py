@@ -10,7 +10,7 @@ from dataclasses import replace
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged, runs_within, whole_stages
+from fxpipe.plan.staged import Staged, whole_stages
 from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
 from passes.placement.memory import StageMemory
@@ -36,7 +36,6 @@ def cut_by_memory(
     if not shape.is_cut_by_memory or shape.places == 1:
         return None
     times = case.costs.at(microbatch_sizes(case.batch_size, candidate.microbatches)[0])
-    whole = staged.recompute and staged.recompute == whole_stages(staged.boundaries)
     for _ in range(_MOST_CUT):
         memory = _stage_memory(case, candidate, staged, ordered, limit_bytes)
         if memory is None:
@@ -45,11 +44,7 @@ def cut_by_memory(
             found = place(case.graph, case.costs, times, shape, case.cluster, candidate.microbatches, memory)
         except CompileError:
             return None
-        recompute = whole_stages(found.boundaries) if whole else runs_within(staged.recompute, found.boundaries)
-        cut = replace(
-            found, schedule=staged.schedule, recompute=recompute, frozen_ranks=staged.frozen_ranks,
-            offloaded=staged.offloaded,
-        ).sharing(staged.shard)  # fmt: skip
+        cut = replace(staged.cut_at(found.boundaries), collocated=found.collocated)
         if max(ordered(cut)[1]) <= limit_bytes:
             return cut
         if cut == staged:

@@ -41,6 +41,11 @@ class Found:
     def best(self) -> Trial:
         return self.ranked[0]
 
+    def led_by(self, best: Trial, limit_bytes: int | None) -> "Found":
+        """The same with another trial in front, and what all others lose by."""
+        told = [_told(trial, best, limit_bytes) for trial in self.ranked if trial is not best]
+        return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+
 
 def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
     """The trial that is fastest of those that fit into memory.
@@ -79,13 +84,10 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
                     push(closer)
     if not known:
         raise _nothing_fits(lost, trials)
-    best = known[0]
-    others = [*known[1:], *lost, *(trial for *_, trial in heap)]
-    told = [told_of(trial, best, trials.case.limit_bytes) for trial in others]
-    return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+    return Found((*known, *lost, *(trial for *_, trial in heap))).led_by(known[0], trials.case.limit_bytes)
 
 
-def told_of(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
+def _told(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
     """The trial with the reason it lost to the best."""
     longer = trial.bound_seconds / best.bound_seconds - 1 if best.bound_seconds else 0.0
     if trial.needs is not None and limit_bytes is not None and trial.needs > limit_bytes:

@@ -91,7 +91,7 @@ def line_stages(line: Line, ranks: Sequence[tuple[int, ...]], cluster: Cluster, 
         latency, next_ = links[place] if place < len(links) else (0.0, 0.0)
         shared = next_ if next_ > _SLOWER * fastest else 0.0
         if (own, shared) not in ports:
-            busiest = np.maximum(flows.busiest[here, here] * own, flows.crossing[None, here] * shared)
+            busiest = np.maximum(flows.busiest[here, here] * own, flows.values[None, here] * shared)
             ports[own, shared] = busiest * line.num_samples * line.directions
         messages.append(2 * (latency + flows.main[here] * line.num_samples * next_))
         answer = messages[-1] if line.waits and place < len(links) else np.zeros(size)

@@ -21,8 +21,9 @@ class LineTraffic:
     """Bytes per sample, by first block and end: [blocks + 1, blocks + 1]; and by position of a cut: [blocks + 1]."""
 
     busiest: Floats  # of a run's two directions, in a micro-batch's forward and backward
-    crossing: Floats  # of a cut's two directions
-    main: Floats  # forward over a cut, without skips
+    values: Floats  # forward over a cut
+    gradients: Floats  # back over it, of no more values
+    main: Floats  # forward, without skips
 
 
 def traffic(graph: BlockGraph) -> LineTraffic:
@@ -48,7 +49,7 @@ def _traffic(edges: tuple[Edge, ...], num_blocks: int) -> LineTraffic:
         direct = _last_direct(edge, readers)
         main[made + 1 : direct + 1] += num_bytes
     out, back = sent[0] + received[1], received[0] + sent[1]
-    return LineTraffic(np.maximum(out, back), crossing.max(axis=0), main)
+    return LineTraffic(np.maximum(out, back), crossing[0], crossing[1], main)
 
 
 def _last_direct(edge: Edge, readers: Sequence[int]) -> int:
