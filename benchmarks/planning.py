@@ -34,7 +34,8 @@ from fxpipe.models.backbones import PredictionStep
 from fxpipe.plan.block_graph import BlockGraph
 from passes.blocks import analyse
 from passes.costs.block_costs import block_costs
-from passes.placement.place import Shape, place, shape
+from passes.placement.place import place
+from passes.placement.shape import Shape, shape
 from passes.schedules.policies import FOLDED, LOOPED, PLAIN
 
 RUNS = 7

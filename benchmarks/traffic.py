@@ -34,8 +34,10 @@ from fxpipe.plan.staged import Staged
 from fxpipe.plan.timeline import human_seconds
 from fxpipe.simulate import simulate
 from passes.case import Case
+from passes.placement.collocation import skip_pairs
 from passes.placement.lines.traffic import traffic
-from passes.placement.place import Shape, pipelines, place, skip_pairs
+from passes.placement.place import place
+from passes.placement.shape import Shape, pipelines
 from passes.placement.waves import wave
 from passes.step_ops import step_of, step_ops
 from passes.tuner.orders import Orders

@@ -13,7 +13,7 @@ from fxpipe.plan.block_graph import Edge
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate import simulate
-from passes.placement.place import shape
+from passes.placement.shape import shape
 from passes.schedules.named import make_schedule
 from passes.step_ops import step_ops
 from passes.tuner.bounds import compute_seconds, ordered_seconds, placed_seconds, reduction_seconds, shares_may_slow

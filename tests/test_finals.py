@@ -9,7 +9,8 @@ from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.plan.block_graph import Edge
 from fxpipe.plan.staged import Staged, whole_stages
-from passes.placement.place import is_collocated, shape
+from passes.placement.collocation import is_collocated
+from passes.placement.shape import shape
 from passes.tuner import finals, plans
 from tests.test_compare_by_hand import case, edge
 from tests.test_tune import Slow, found

@@ -23,7 +23,8 @@ from passes.blocks.freeze import freeze
 from passes.case import Case
 from passes.fill.ahead import filled
 from passes.fill.per_device import no_fill, per_device
-from passes.placement.place import place, shape
+from passes.placement.place import place
+from passes.placement.shape import shape
 from passes.schedules.named import make_schedule
 from passes.schedules.problem import Problem
 from passes.schedules.synthesis import synthesise

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fxpipe.cluster import Cluster
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.simulate import simulate
-from passes.placement.place import place, shape
+from passes.placement.place import place
+from passes.placement.shape import shape
 from passes.schedules.policies import PLAIN
 from passes.step_ops import step_ops
 from passes.tuner.orders import Orders

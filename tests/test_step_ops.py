@@ -29,7 +29,8 @@ from fxpipe.simulate.prediction import step_ops as ops_of_programs
 from passes.case import Case
 from passes.fill.ahead import filled
 from passes.fill.per_device import per_device
-from passes.placement.place import place, shape
+from passes.placement.place import place
+from passes.placement.shape import shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops import step_ops
 from passes.step_ops.writer import RankWriter

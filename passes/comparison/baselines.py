@@ -29,7 +29,7 @@ from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement.lines import linear
 from passes.placement.lines.traffic import traffic
-from passes.placement.place import pipelines
+from passes.placement.shape import pipelines
 from passes.step_ops import step_ops
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units

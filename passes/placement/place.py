@@ -9,22 +9,23 @@ How many replicas, stages and micro-batches is `passes.tuner`'s choice where the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
-from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
+from passes.placement.collocation import loads, skip_pairs
 from passes.placement.lines import linear
 from passes.placement.lines.costs import Line, cut_line
 from passes.placement.lines.traffic import traffic
 from passes.placement.lines.uneven import uneven_line
 from passes.placement.memory import StageMemory
 from passes.placement.ports import message_seconds
+from passes.placement.shape import Shape, pipelines
 from passes.placement.waves import waves
 from passes.schedules.policies import FOLDED, POLICIES
 
@@ -33,118 +34,6 @@ _SLACK, _SLACKS = 0.03, (0.15, 0.5)
 these may be."""
 _MOST_PAID = 1000  # times the blocks' seconds, for a skip that crosses
 _SLOW_LINKS = 0.3  # of the busiest rank's time: cheaper cuts from 0.05 on brought the race's step no more
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How ranks are used: `pipelines` holds the ranks of every pipeline, in the order of its places.
-
-    `schedule` is a name, `stages` their number; a `hard` placement keeps every skip on its rank where it can.
-    """
-
-    schedule: str
-    stages: int
-    pipelines: tuple[tuple[int, ...], ...]
-    hard: bool = True
-    conditioning: float = 1.0  # the probability of a first pass, where there are two
-
-    @property
-    def places(self) -> int:
-        """Ranks of one pipeline."""
-        return len(self.pipelines[0])
-
-    @property
-    def world_size(self) -> int:
-        return self.places * len(self.pipelines)
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether a line has fewer stages than ranks, so that some stages have more replicas than others."""
-        return self.stages < self.places
-
-    @property
-    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every stage's replicas, where all have as many."""
-        return tuple(tuple(pipeline[p] for pipeline in self.pipelines) for p in self.place_of_stage)
-
-    @property
-    def is_folded(self) -> bool:
-        """Whether the network is folded, so that both ends of a skip can be on one rank."""
-        return POLICIES[self.schedule].is_folded(self.stages, self.places)
-
-    @property
-    def is_opposite(self) -> bool:
-        """Whether two groups of backbones go through the ranks in opposite directions."""
-        return POLICIES[self.schedule].reverses
-
-    @property
-    def waits(self) -> bool:
-        """Whether micro-batches in flight are so few that stages wait for messages to be answered."""
-        rule = POLICIES[self.schedule].rule
-        return not rule.drain_last and not rule.grouped
-
-    @property
-    def is_cut_by_memory(self) -> bool:
-        """Whether there is a partition within limits of memory: of a line with a stage per place, and of waves."""
-        if self.is_folded:
-            return True
-        return not self.is_uneven and not self.is_opposite and self.stages == self.places
-
-    @property
-    def place_of_stage(self) -> tuple[int, ...]:
-        """Line and loop: in turn; fold: there and back."""
-        n = self.places
-        if self.is_folded or self.is_opposite:
-            return tuple(s % n if s // n % 2 == 0 else n - 1 - s % n for s in range(self.stages))
-        return tuple(s % n for s in range(self.stages))
-
-    def staged(self, boundaries: tuple[int, ...], collocated: bool = False) -> Staged:
-        """The shape's stages, cut there, on its ranks."""
-        return Staged(boundaries, self.stage_ranks, self.schedule, collocated, self.world_size)
-
-
-def shape(name: str, world_size: int, stages: int | None, data_parallel: int, strided: bool = False) -> Shape:
-    """The shape of a named schedule.
-
-    Args:
-        stages: one per rank of a pipeline where left out, two where the name needs them.
-        strided: neighbours of a pipeline are `data_parallel` ranks apart, replicas next to each other.
-
-    Raises:
-        CompileError: the name is unknown, or the numbers do not fit each other.
-    """
-    if name not in POLICIES:
-        raise CompileError(
-            f"unknown schedule {name!r}; choose one of auto, {', '.join(POLICIES)}, or pass a schedule's text"
-        )
-    if world_size % data_parallel:
-        raise CompileError(
-            f"data_parallel={data_parallel} does not divide world_size={world_size}; every pipeline has as many ranks"
-        )
-    policy, places = POLICIES[name], world_size // data_parallel
-    count = stages or places * policy.stages_per_rank[0]
-    found = Shape(name, count, pipelines(places, data_parallel, strided))
-    if count < places and data_parallel == 1 and policy.uneven:
-        return found
-    if count % places:
-        raise CompileError(
-            f"stages={count} is no multiple of the {places} ranks of a pipeline (world_size={world_size}, "
-            f"data_parallel={data_parallel}); every rank owns as many stages"
-        )
-    if policy.reverses and count != 2 * places:
-        raise CompileError(f"schedule {name!r} has two stages per rank of a pipeline, {2 * places}, not {count}")
-    if policy.folds and count % (2 * places):
-        raise CompileError(
-            f"schedule {name!r} goes there and back: its stages are a multiple of {2 * places}, not {count}"
-        )
-    return found
-
-
-def pipelines(places: int, count: int, strided: bool = False) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every pipeline."""
-    if strided:
-        return tuple(tuple(range(p, places * count, count)) for p in range(count))
-    return tuple(tuple(range(p * places, (p + 1) * places)) for p in range(count))
 
 
 def place(
@@ -221,15 +110,7 @@ def _unfolded(
 def _busiest(graph: BlockGraph, times: BlockSeconds, staged: Staged, cluster: Cluster) -> tuple[float, float]:
     """Seconds of compute of the busiest rank, and of messages at the busiest port, for a micro-batch per pipeline."""
     sizes = (times.num_samples,) * staged.replicas
-    return max(_loads(times, staged)), message_seconds(graph, staged, sizes, cluster)
-
-
-def _loads(times: BlockSeconds, staged: Staged) -> list[float]:
-    """Seconds of every place of one pipeline."""
-    loads, seconds = dict[int, float](), times.total
-    for stage, ranks in enumerate(staged.stage_ranks):
-        loads[ranks[0]] = loads.get(ranks[0], 0.0) + sum(seconds[block] for block in staged.blocks(stage))
-    return list(loads.values())
+    return max(loads(times, staged)), message_seconds(graph, staged, sizes, cluster)
 
 
 def place_schedule(graph: BlockGraph, times: BlockSeconds, schedule: Schedule, cluster: Cluster) -> Staged:
@@ -268,44 +149,7 @@ def _folded(
     return wanted.staged(found.boundaries, not found.crossing)
 
 
-def fold_notes(graph: BlockGraph, times: BlockSeconds, staged: Staged) -> tuple[str, ...]:
-    """What the skips of a fold cost its balance, or how many cross ranks for it."""
-    pairs, owners = skip_pairs(graph), [ranks[:1] for ranks in staged.stage_ranks]
-    places, policy = len(set(owners)), POLICIES.get(staged.schedule)
-    folded = owners == owners[::-1] and staged.num_stages % (2 * places) == 0 and not (policy and policy.reverses)
-    if not pairs or places < 2 or not folded:
-        return ()
-    loads, stage_of = _loads(times, staged), staged.stage_of_block
-    mean = sum(loads) / len(loads)
-    busiest = max(loads) / mean if mean else 1.0
-    crossing = sum(owners[stage_of[a]] != owners[stage_of[b]] for a, b in pairs)
-    if crossing:
-        return (f"{crossing} of {len(pairs)} skips cross ranks, busiest rank {busiest:.3f} x mean",)
-    free = waves(times.total, [], places, staged.num_stages // (2 * places))
-    return (
-        f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if balance alone "
-        "counted",
-    )
-
-
-def is_collocated(graph: BlockGraph, staged: Staged) -> bool:
-    """Whether both ends of every skip are on the same ranks."""
-    ranks, stage_of = staged.stage_ranks, staged.stage_of_block
-    return all(ranks[stage_of[a]] == ranks[stage_of[b]] for a, b in skip_pairs(graph))
-
-
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:
     """Seconds of one message between ranks next to each other, on average."""
     pairs = list(pairwise(pipeline))
     return sum(cluster.transfer_seconds(*pair, num_bytes) for pair in pairs) / max(len(pairs), 1)
-
-
-def skip_pairs(graph: BlockGraph) -> dict[tuple[int, int], int]:
-    """(producer block, consumer block) of every skip, with its bytes per sample."""
-    pairs: dict[tuple[int, int], int] = {}
-    for edge in graph.edges:
-        for consumer, kind in zip(edge.consumers, edge.kinds, strict=True):
-            if kind == "skip" and isinstance(edge.producer, int) and isinstance(consumer, int):
-                key = edge.producer, consumer
-                pairs[key] = pairs.get(key, 0) + edge.bytes_per_sample
-    return pairs

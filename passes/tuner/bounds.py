@@ -19,8 +19,8 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
 from passes.case import Case
-from passes.placement.place import Shape
 from passes.placement.ports import message_seconds
+from passes.placement.shape import Shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
 

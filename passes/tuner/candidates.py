@@ -7,7 +7,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.staged import trains_alike
 from passes.case import Case
 from passes.placement.cascade import borders, first_pass
-from passes.placement.place import Shape, shape
+from passes.placement.shape import Shape, shape
 from passes.schedules.policies import LOOPED, PLAIN, POLICIES
 from passes.tuner.bounds import compute_seconds
 from passes.tuner.request import Request

@@ -13,7 +13,7 @@ from dataclasses import replace
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.placement.cascade import first_pass
-from passes.placement.place import is_collocated
+from passes.placement.collocation import is_collocated
 from passes.tuner.bounds import ordered_seconds
 from passes.tuner.memory import totals
 from passes.tuner.recompute import fitting_runs

@@ -13,7 +13,8 @@ from fxpipe.plan.staged import Staged, trains_alike
 from passes.case import Case
 from passes.placement import buckets
 from passes.placement.cascade import first_pass
-from passes.placement.place import Shape, others, place
+from passes.placement.place import others, place
+from passes.placement.shape import Shape
 from passes.tuner.bounds import placed_seconds, reduction_seconds, shares_may_slow
 from passes.tuner.request import Request
 from passes.tuner.trial import Trial

@@ -19,7 +19,9 @@ from fxpipe.plan.schedule_check import require
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.plan.timeline import human_seconds
 from passes.case import Case
-from passes.placement.place import Shape, fold_notes, place_schedule
+from passes.placement.collocation import fold_notes
+from passes.placement.place import place_schedule
+from passes.placement.shape import Shape
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
 from passes.tuner.finals import EARLY, refined, scattered, searched, shifted
