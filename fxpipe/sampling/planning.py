@@ -162,6 +162,12 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
     asked = request.num_patches
     patches = 1 if request.in_turn else asked
     ranks = request.world_size // request.copies
+    if request.in_turn and request.cfg and request.cfg * (request.stages or 1) != ranks:
+        raise CompileError(
+            f"displaced patches pass through stages in turn, a rank each: cfg={request.cfg} x stages={request.stages} "
+            f"can't be {ranks} ranks; leave one open, give other numbers, or take mode='exact', whose stages may have "
+            "several ranks"
+        )
     grid = grid_for(ranks, case.num_samples, request.cfg, patches, request.stages)
     grid = replace(grid, copies=request.copies)
     if grid.groups == 1 or case.dependent is None:
