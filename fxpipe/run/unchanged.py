@@ -22,7 +22,7 @@ _AGAIN = "compile again: engines of one model share its weights, and its optimiz
 
 
 class Unchanged:
-    """Looked at before every step, which takes some milliseconds for a thousand modules.
+    """Looked at before every step, which takes four milliseconds for a thousand modules.
 
     Args:
         used: the model's tensors that programs read, by name.
