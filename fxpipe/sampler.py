@@ -172,7 +172,8 @@ class Sampler:
         Args:
             call: arguments of the pipeline's call; or a function that runs a loop of one's own, given what predicts in
                 it. Generators in it are used.
-            slower: by how much a steady step may get longer, as predicted: 0.05 for 5 %; 0 keeps none, inf all.
+            slower: by how much a steady step may get longer, as predicted: 0.05 for 5 %; 0 keeps none, inf all. None
+                gets longer than an exact one.
 
         Raises:
             CompileError: the plan has nothing that could be kept fresh, or the call has a single step.

@@ -22,6 +22,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.run.sampling import BoundProgram
 from fxpipe.sampler import Sampler
+from fxpipe.sampling import calibration
 from fxpipe.sampling.quality import psnr, values_of
 from tests.distributed import run_processes
 from tests.tiny_pipelines import tiny
@@ -115,6 +116,7 @@ def test_what_changes_much_for_its_time_is_fresh_and_nearer(tmp_path: Path) -> N
     assert worth == sorted(worth, reverse=True)
     assert 0 < len(found.fresh) < len(found.exchanges)
     assert found.exchanges[0].fresh
+    assert found.before_seconds < found.after_seconds < found.exact_seconds
     assert [(one.name, one.change) for one in found.exchanges] == [(o.name, o.change) for o in all_of_it.exchanges]
     between = sampled(sampler)
     assert psnr(plain(), wanted) < psnr(between, wanted) < 200
@@ -130,6 +132,19 @@ def test_what_changes_much_for_its_time_is_fresh_and_nearer(tmp_path: Path) -> N
     again = compiled(plan=tmp_path / "p.json")
     assert torch.equal(sampled(again), between)
     assert "kept fresh" not in str(again.denoiser.step((), {"sample": noise()[:, :, :8], "time": torch.ones(1)}).plan)
+
+
+def test_no_step_is_longer_than_an_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be both faster and nearer."""
+    seconds = calibration._steady_seconds
+
+    def steady(spread: Any, step: Any, cluster: Any, warmup: int = 1) -> float:
+        return seconds(spread, step, cluster, warmup) * (0.8 if warmup > 1 else 1.0)
+
+    monkeypatch.setattr(calibration, "_steady_seconds", steady)
+    found = compiled().calibrate(loop, math.inf)
+    assert len(found.fresh) < len(found.exchanges)
+    assert found.after_seconds <= max(found.before_seconds, found.exact_seconds)
 
 
 def test_changes_are_what_a_run_by_hand_has() -> None:

@@ -37,6 +37,8 @@ from passes.sampling.forms import told
 
 _TRIES = 5
 """Numbers of fresh exchanges that are looked at."""
+_STEPS = 3
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,13 @@ class Exchanged:
 @dataclass(frozen=True)
 class Calibration:
     """What was measured over so many `steps`, exchanges that are worth most first; seconds of a steady step before it,
-    and with what is fresh now."""
+    with what is fresh now, and with all fresh."""
 
     exchanges: tuple[Exchanged, ...]
     steps: int
     before_seconds: float
     after_seconds: float
+    exact_seconds: float
 
     @property
     def fresh(self) -> tuple[str, ...]:
@@ -69,7 +72,7 @@ class Calibration:
         return (
             f"{len(self.fresh)} of {len(self.exchanges)} exchanges are kept fresh, those that changed most in "
             f"{self.steps} steps for their time: a steady step is predicted to take {human_seconds(self.after_seconds)}"
-            f", {human_seconds(self.before_seconds)} without"
+            f", {human_seconds(self.before_seconds)} without, {human_seconds(self.exact_seconds)} where all are"
         )
 
     def table(self, rows: int | None = None) -> Table:
@@ -182,8 +185,8 @@ def calibrated(
     spread: Spread, step: SampleStep, keys: Sequence[Key], changes: Sequence[float], num_steps: int, slower: float,
     cluster: Cluster,
 ) -> tuple[Calibration, SamplePlan]:  # fmt: skip
-    """As many exchanges kept fresh, those that are worth most first, as a steady step is not longer for than allowed;
-    and the plan that does."""
+    """As many exchanges kept fresh, those that are worth most first, as a steady step is not longer for than allowed,
+    nor than an exact one; and the plan that does."""
     step = step.whole
     bare = replace(step.plan, how=replace(step.plan.how, fresh=()))
     seconds = [_seconds(step, key, cluster) for key in keys]
@@ -198,18 +201,20 @@ def calibrated(
     fits, too_many, (made, after) = 0, len(keys) + 1, kept(0)
     before, count = after, len(keys) if slower else 0
     now = _steady_seconds(spread, step, cluster) if step.plan.how.fresh else before
+    exact = _steady_seconds(spread, made, cluster, warmup=_STEPS)
+    most = min((1 + slower) * before, max(before, exact * (1 + _ROUNDING)))
     for _ in range(_TRIES):  # all, then half of what is left open, ...
         if count == fits:
             break
         another, took = kept(count)
-        if took <= (1 + slower) * before:
+        if took <= most:
             fits, made, after = count, another, took
         else:
             too_many = count
         count = (fits + too_many) // 2
     fresh = {*order[:fits]}
     exchanged = (Exchanged(told(keys[at]), changes[at], seconds[at], at in fresh) for at in order)
-    found = Calibration(tuple(exchanged), num_steps, before, after)
+    found = Calibration(tuple(exchanged), num_steps, before, after, exact)
     return found, _noted(made.plan, step.plan, found, after - now)
 
 
@@ -236,9 +241,9 @@ def _seconds(step: SampleStep, key: Key, cluster: Cluster) -> float:
     return max(cluster.concurrent_seconds(sent), default=0.0)
 
 
-def _steady_seconds(spread: Spread, step: SampleStep, cluster: Cluster) -> float:
-    """Of a displaced step that follows another one."""
-    soon = replace(step.plan, how=replace(step.plan.how, warmup=1))
-    events = timeline(spread.lowering.ops(replace(step, plan=soon), 3), cluster).actions
+def _steady_seconds(spread: Spread, step: SampleStep, cluster: Cluster, warmup: int = 1) -> float:
+    """Of a step that follows another one: of three, the first `warmup` are exact."""
+    soon = replace(step.plan, how=replace(step.plan.how, warmup=warmup))
+    events = timeline(spread.lowering.ops(replace(step, plan=soon), _STEPS), cluster).actions
     ends = [[event.end_seconds for event in events if event.rank == rank] for rank in range(step.plan.world_size)]
     return max(of_rank[-1] for of_rank in ends) - max(of_rank[-2] for of_rank in ends)
