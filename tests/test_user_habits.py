@@ -210,3 +210,30 @@ def test_what_torch_has_compiled_is_taken_as_the_model_it_is_made_of() -> None:
     engine.step(batch)
     assert engine.gather_state_dict().keys() == compiled.state_dict().keys()
     engine.close()
+
+
+class Whole(nn.Module):
+    """A block that is compiled whole, in place, and a function that forward compiles so."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block, self.last, self.backend = Scaled(), nn.Linear(5, 1), backend
+        self.block.compile(fullgraph=True, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared = torch.compile(lambda x: self.last(x).square(), fullgraph=True, backend=self.backend)
+        return squared(self.block(x)).mean()  # type: ignore[no-any-return]
+
+
+def test_what_torch_must_compile_whole_is_taken_as_it_is() -> None:
+    compiled = list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model, x = Whole(backend).double(), torch.randn(4, 2, 9, 5, dtype=torch.float64)
+    assert fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b").verify(x).ok
+    assert not compiled
+    model(x)
+    assert len(compiled) == 2

@@ -32,8 +32,9 @@ def watched(model: nn.Module) -> Iterator[None]:
     refuse_outside(model)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        for message in ("The tensor attribute", "Using `torch.compile"):  # both are dealt with here
+        for message in ("The tensor attribute", "Using `torch.compile", "torch.compile"):  # all are dealt with here
             warnings.filterwarnings("ignore", message=message)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(state_kept(model))
         stack.enter_context(_no_python_random(model))
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -56,6 +56,7 @@ def one_device(
     with (
         torch.enable_grad(),
         attention,
+        torch.compiler.set_stance("force_eager"),
         private.plain_checkpoints(),
         exact_transforms(),
         torch.random.fork_rng(),
