@@ -397,6 +397,21 @@ def test_model_is_as_before() -> None:
     assert all(torch.equal(t, state[2][n]) for n, t in model.state_dict().items())
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpoints_have_torchs_gradients(given: bool) -> None:
+    """None for the weights inside, where nothing that is given has one."""
+    model = Step(lambda s, h, y: h + checkpoint(lambda t: F.silu(s.c(t)), h if given else y, use_reentrant=True))
+    model.c = nn.Linear(4, 4).double()
+    found = exact(model, batch(), microbatches=2).run_local(*batch()).gradients
+    model(*batch()).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ("c.weight" in wanted) == given
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14)
+
+
 # Refusals
 
 

@@ -73,6 +73,7 @@ EXACT: dict[str, tuple[Middle, int]] = {
     ),
     "multihead": (lambda s, h, y: s.attention(*[tokens(h, y)] * 3, need_weights=False)[0].mean(1), 1),
     "checkpoint": (lambda s, h, y: checkpoint(lambda t: s.drop(F.gelu(t)), h, use_reentrant=False), 1),
+    "old checkpoint": (lambda s, h, y: checkpoint(lambda t: s.drop(F.gelu(t)), h, use_reentrant=True), 1),
     "draws that nobody reads": (unused, 4),
     "draw under no_grad": (lambda s, h, y: h + torch.no_grad()(s.drop)(h), 1),
 }
@@ -155,7 +156,6 @@ def numpy_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * torch.poisson(y.abs()), "aten.poisson.default: its result depends on a tensor's values"),
         (python_random, "Python's or numpy's random"),
         (numpy_random, "Python's or numpy's random"),
-        (lambda s, h, y: checkpoint(s.drop, h, use_reentrant=True), "CheckpointFunction hides its gradient"),
     ],
 )  # fmt: skip
 def test_draws_that_a_graph_cannot_say_are_refused(middle: Middle, says: str) -> None:

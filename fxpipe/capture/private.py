@@ -274,10 +274,12 @@ def _module_path(node: fx.Node) -> str:
     return "" if path == "model" else path.removeprefix("model.")
 
 
-def plain_checkpoints() -> AbstractContextManager[None]:
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
     """`torch.utils.checkpoint` runs its function once and keeps everything, with the same result and gradient.
 
-    Operations of each outermost call are annotated with a number of its own.
+    Operations of each outermost call are annotated with a number of its own. With `use_reentrant` a function has no
+    gradient where none of its arguments has one, whatever its weights are.
     """
     number, depth = count(), [0]
 
@@ -295,10 +297,21 @@ def plain_checkpoints() -> AbstractContextManager[None]:
             for node in islice(reversed(nodes), len(nodes) - before):
                 node.meta["custom"] = mark
 
-    return replaced(checkpoint, "_checkpoint_without_reentrant_generator", around)
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            checkpoint.check_backward_validity(args)
+            given = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+            with nullcontext() if given else torch.no_grad():
+                return checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    with (
+        replaced(checkpoint, "_checkpoint_without_reentrant_generator", around),
+        replaced(checkpoint, "CheckpointFunction", Reentrant),
+    ):
+        yield
 
 
-# Functions that run a transform, and those that return a function which runs it later.
 @contextmanager
 def inference_without_gradients() -> Iterator[None]:
     """`torch.inference_mode` entered inside is `no_grad`, which a trace records: of the mode itself it sees nothing."""
@@ -315,6 +328,7 @@ def inference_without_gradients() -> Iterator[None]:
         yield
 
 
+# Functions that run a transform, and those that return a function which runs it later.
 TRANSFORMS = (
     (apis, "vmap_impl"),
     (eager_transforms, "grad_impl"),

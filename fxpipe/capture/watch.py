@@ -104,7 +104,7 @@ def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
         return
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         remedy = "operations of torch, such as y + (x - y).detach()"
-        remedy = "torch.utils.checkpoint(use_reentrant=False)" if name == "CheckpointFunction" else remedy
+        remedy = "torch.utils.checkpoint" if name == "CheckpointFunction" else remedy
         raise CaptureError(f"the autograd function {name} hides its gradient from the trace; use {remedy}")
 
 
