@@ -412,6 +412,27 @@ def test_reentrant_checkpoints_have_torchs_gradients(given: bool) -> None:
         assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14)
 
 
+def written(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    table = torch.zeros(4)
+    table[:2].fill_(3.0)
+    return h * float(table[0])
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda s, h, y: h * float(torch.linspace(0, 1, 10)[3]),
+        lambda s, h, y: h * torch.tensor([1.0, 2.0])[1].item() * torch.arange(4).tolist()[3],
+        lambda s, h, y: sum((s.a(h) * time for time in (0.5 * torch.ones(3)).numpy()), h),
+        lambda s, h, y: s.a(h) if torch.tensor([1.0, 2.0]).sum() > 1 else h,
+        lambda s, h, y: s.drop(h) if torch.rand(1) > 0.0 else h,
+        lambda s, h, y: s.drop(h) if torch.rand(1) < 0.0 else h,
+    ],
+)  # fmt: skip
+def test_numbers_that_are_known_are_read(middle: Middle) -> None:
+    exact(Step(middle), batch(), microbatches=2)
+
+
 # Refusals
 
 
@@ -470,6 +491,9 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * len(h.repeat(99, 1).tolist()), r"reads the values of a tensor .* by .tolist\(\)"),
         (lambda s, h, y: h * float(h.detach().numpy()[0, 0]), r"reads the values of a tensor .* by .numpy\(\)"),
         (lambda s, h, y: h * numpy.asarray(h.detach()).max(), r"reads the values of a tensor .* by .__array__"),
+        (lambda s, h, y: h * float(s.scale[0]), "decides by the value of a tensor"),
+        (written, "decides by the value of a tensor"),
+        (lambda s, h, y: h if torch.rand(1) > 0.5 else s.a(h), "decides by the value of a tensor"),
         (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
         (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
         (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),

@@ -203,6 +203,70 @@ def moving_values(
     return lambda tensor: node_of(tensor) in moving, read
 
 
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a value of the trace that is going on holds, where that follows from numbers alone; None where anything
+    else has a part in it, or it is written to."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    slot = None if mode is None else get_proxy_slot(tensor, tracer, None)
+    if slot is None:
+        return None
+    values = dict[fx.Node, Any]()
+    try:
+        with outside_trace(), outside_fakes(), torch.no_grad():
+            found = _evaluated(slot.proxy.node, tracer.root, values)
+    except _Unknown:
+        return None
+    pending, seen = list(values), set(values)
+    for node in pending:
+        if is_mutable(node.target) and packet_name(node.target) != "detach_":
+            return None
+        new = [one for one in node.users if one not in seen and may_alias(one.target)]
+        seen.update(new)
+        pending += new
+    return found if isinstance(found, torch.Tensor) else None
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _evaluated(node: fx.Node, root: nn.Module, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node of a trace, run on the host; `values` gets those that it is made of."""
+    if node in values:
+        return values[node]
+    if node.target is torch.ops.aten.lift_fresh_copy.default:
+        values[node] = getattr(root, str(node.args[0].target)).clone()  # type: ignore[union-attr]
+        return values[node]
+    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    if not known or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise _Unknown
+    decided = _decided(node)
+    if decided is None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: _evaluated(one, root, values))
+        host = torch.device("cpu")
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: host, (args, kwargs))
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    else:
+        values[node] = torch.full(node.meta["val"].shape, decided)
+    if isinstance(values[node], torch.Tensor) and values[node].dtype != node.meta["val"].dtype:  # of an autocast
+        raise _Unknown
+    return values[node]
+
+
+_ABOVE, _BELOW = ("gt", "ge"), ("lt", "le")
+
+
+def _decided(node: fx.Node) -> bool | None:
+    """Whether a number drawn between 0 and 1 compares so with one that is not; None for any other node."""
+    name, (drawn, limit, *_) = packet_name(node.target), (*node.args, None, None)
+    if not isinstance(drawn, fx.Node) or packet_name(drawn.target) not in ("rand", "rand_like"):
+        return None
+    if name not in (*_ABOVE, *_BELOW) or not isinstance(limit, int | float) or 0 < limit < 1 or len(drawn.users) > 1:
+        return None
+    return (limit <= 0) == (name in _ABOVE)
+
+
 @contextmanager
 def plain_regions() -> Iterator[None]:
     """`torch.export` leaves the switches of autograd and autocast in the graph.

@@ -19,6 +19,7 @@ from fxpipe.capture import private
 from fxpipe.capture.attention import encoders_watched, whole_attention
 from fxpipe.capture.calls import Calls, Table, own_generators
 from fxpipe.capture.holders import holders_of
+from fxpipe.capture.known import KNOWN
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.state import state_kept
 from fxpipe.capture.transforms import plain_transforms
@@ -53,7 +54,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(whole_attention())
         stack.enter_context(encoders_watched())
         stack.enter_context(own_generators(model, tell=True))
-        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, _REFUSED))
+        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, KNOWN, _REFUSED))
         yield
 
 
@@ -81,9 +82,11 @@ def _flag_kept(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
 
 def _as_array(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Numpy's of a tensor that has values, which are numbers of the graph then."""
-    _require_values(tensor, f".{func.__name__}()")
-    with private.outside_fakes():
-        return func(tensor, *args, **kwargs)
+    value = private.value_of(tensor)
+    if value is None:
+        _require_values(tensor, f".{func.__name__}()")
+    with private.outside_trace(), private.outside_fakes():
+        return func(tensor if value is None else value, *args, **kwargs)
 
 
 def _require_few(tensor: torch.Tensor) -> None:
