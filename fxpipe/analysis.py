@@ -24,7 +24,7 @@ from cost_models.roofline import Roofline
 from fxpipe.capture import Capture, private
 from fxpipe.capture.cache import cached_capture
 from fxpipe.capture.fingerprint import graph_fingerprint
-from fxpipe.capture.inputs import InputSpec, describe
+from fxpipe.capture.inputs import InputSpec, describe, refuse_ragged
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
@@ -92,6 +92,8 @@ def example_of(
     model, conditioning = unwrapped(model, schedule)
     step, args, kwargs = training_step(model, example_inputs, batch_size, world_size)
     inputs, tensors = describe(step, args, kwargs, batch_size)
+    if batch_size is None:
+        refuse_ragged(inputs)
     return Example(step, inputs, tensors, conditioning, "model." if step is not model else "", autocast)
 
 

@@ -2,9 +2,11 @@
 
 import random
 import re
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 import fxpipe
 from fxpipe.capture import Capture, capture, private
@@ -145,6 +148,33 @@ def test_nested_inputs() -> None:
     program = exact(Nested(), (inputs, [Pair(noise(6, 4), noise(6, 4))], noise(6, 4)))
     names = ["inputs.x", "inputs.extra.text", "inputs.scale", "pairs.0.x", "pairs.0.y", "args_2"]
     assert [leaf.name for leaf in program.capture.inputs.leaves] == names
+
+
+class OfText(Small):
+    """Of tensors by name, within an input."""
+
+    def forward(self, text: Mapping[str, Tensor], y: Tensor) -> Tensor:
+        return F.mse_loss(self.run(text["x"]) + text["more"], y)
+
+
+@pytest.mark.parametrize("kind", [BatchEncoding, UserDict, MappingProxyType, partial(defaultdict, None)])
+def test_mappings_of_any_kind_are_inputs(kind: Callable[[Any], Any]) -> None:
+    x, more, y = noise(6, 4), noise(6, 4), noise(6, 4)
+    program = exact(OfText(), {"text": kind({"x": x, "more": more}), "y": y})
+    assert [leaf.name for leaf in program.capture.inputs.leaves] == ["text.x", "text.more", "y"]
+    assert program.verify(text=kind({"more": more, "x": x}), y=y).ok
+
+
+class OfList(Small):
+    def forward(self, xs: list[Tensor], y: Tensor) -> Tensor:
+        return F.mse_loss(torch.stack([self.run(x).mean(0) for x in xs]), y)
+
+
+def test_a_ragged_list_is_told_as_such() -> None:
+    inputs = [noise(1, 4), noise(2, 4), noise(3, 4)], noise(3, 4)
+    with pytest.raises(CompileError, match=r"input xs is ragged: .*xs.1': \(2, 4\).*pad its tensors to one size"):
+        fxpipe.compile(OfList(), 2, example_inputs=inputs)
+    exact(OfList(), inputs, batch_size=3, microbatches=1)
 
 
 class Options(Small):

@@ -98,7 +98,9 @@ class InputSpec:
             _check_leaf(leaf, named[leaf.name], shapes_alone)
         sizes = {leaf.name: int(tensors[leaf.name].shape[0]) for leaf in self.leaves if leaf.batched}
         if len(set(sizes.values())) != 1:
-            raise CompileError(f"inputs disagree on the batch size: {sizes}; dimension 0 of each must be the batch")
+            raise CompileError(
+                f"inputs disagree on the batch size (are ragged): {sizes}; dimension 0 of each must be the batch"
+            )
         size = next(iter(sizes.values()))
         if self.rows == 1:
             return tensors, size
@@ -196,6 +198,25 @@ def describe(
     return spec, [v for v in named.values() if isinstance(v, torch.Tensor)]
 
 
+def refuse_ragged(inputs: InputSpec) -> None:
+    """Refuse lists of tensors that have rows of their own, as of one sample each.
+
+    Raises:
+        CompileError: there is one; names it.
+    """
+    lists: dict[str, dict[str, tuple[int, ...]]] = {}
+    for leaf in inputs.leaves:
+        of, _, place = leaf.name.rpartition(".")
+        if place.isdigit() and leaf.shape:
+            lists.setdefault(of, {})[leaf.name] = leaf.shape
+    for of, shapes in lists.items():
+        if len({shape[0] for shape in shapes.values()}) > 1:
+            raise CompileError(
+                f"input {of} is ragged: {shapes}; pad its tensors to one size and stack them as [batch, ...], with a "
+                "mask, or pass batch_size= where they are no samples"
+            )
+
+
 def _num_placed(signature: inspect.Signature, args: Sequence[Any]) -> int:
     """How many arguments a call gives by place, those that have no names among them."""
     nameless = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
@@ -213,7 +234,7 @@ def _check_constant(name: str, value: Any) -> None:
     if isinstance(value, nn.Module) or not (isinstance(value, _CONSTANTS) or callable(value)):
         raise CompileError(
             f"input {name} is a {type(value).__name__}: an input must be a tensor, a plain value, or tuples, lists, "
-            "dicts and dataclasses of these"
+            "mappings and dataclasses of these"
         )
 
 

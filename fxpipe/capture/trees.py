@@ -3,10 +3,12 @@
     forward(batch, scale=2.0)         ->   batch.x, batch.text.ids, scale
     {"text": {"ids": i}, "x": x}           in the order of the compiled call, whatever the order of a dict's keys
 
-Dataclasses are nodes of the tree; torch's own registry of such classes, which is the process's, is left as it is.
+Dataclasses and mappings are nodes of the tree; torch's own registry of such classes, which is the process's, is left
+as it is.
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -19,13 +21,15 @@ from fxpipe.errors import CompileError
 
 @dataclass(frozen=True)
 class _Fields:
-    """A dataclass taken apart."""
+    """A dataclass, or a mapping that is no dict (of tokenizers, say), taken apart."""
 
     kind: type
     values: Mapping[str, Any]
 
     def build(self) -> Any:
         values = {name: _together(value) for name, value in self.values.items()}
+        if not is_dataclass(self.kind):
+            return self.kind(values)
         given = {f.name for f in fields(self.kind) if f.init}
         made = self.kind(**{name: value for name, value in values.items() if name in given})
         for name in values.keys() - given:
@@ -49,9 +53,11 @@ pytree.register_pytree_node(_Fields, _children, _from_children, flatten_with_key
 
 
 def _apart(value: Any) -> Any:
-    """`value` with dataclasses that torch does not know taken apart."""
+    """`value` with dataclasses and mappings that torch does not know taken apart."""
 
     def leaf(one: Any) -> Any:
+        if isinstance(one, Mapping) and not is_dataclass(one):
+            return _Fields(type(one), {key: _apart(inside) for key, inside in one.items()})
         if isinstance(one, type) or not is_dataclass(one):
             return one
         return _Fields(type(one), {f.name: _apart(getattr(one, f.name)) for f in fields(one)})
@@ -100,13 +106,26 @@ def unflatten(values: Iterable[Any], tree: pytree.TreeSpec) -> tuple[tuple[Any, 
 def _ordered(value: Any, like: pytree.TreeSpec) -> Any:
     if like.is_leaf() or pytree.tree_structure(value).is_leaf():
         return value
-    if type(value) is like.type and isinstance(value, dict) and isinstance(like.context, list):
-        if value.keys() == set(like.context):
-            value = type(value)((key, value[key]) for key in like.context)
+    if type(value) is like.type and isinstance(value, dict | _Fields):
+        value = _in_order(value, like.context[1] if like.type in (defaultdict, _Fields) else like.context)
     inside, tree = pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
     if tree.num_children != like.num_children:
         return value
     return pytree.tree_unflatten([_ordered(*pair) for pair in zip(inside, like.children(), strict=True)], tree)
+
+
+def _in_order(value: Any, keys: Sequence[Any]) -> Any:
+    """A dict, or what is taken apart, with these keys in this order; as it is where it has others."""
+    entries = value.values if isinstance(value, _Fields) else value
+    if entries.keys() != set(keys):
+        return value
+    ordered = {key: entries[key] for key in keys}
+    if isinstance(value, _Fields):
+        return _Fields(value.kind, ordered)
+    made = value.copy()
+    made.clear()
+    made.update(ordered)
+    return made
 
 
 def _leaf_name(path: tuple[Any, ...], positional: list[str]) -> str:
