@@ -150,5 +150,17 @@ def test_what_only_others_read_is_told() -> None:
     assert model.kept is None
 
 
+def test_what_has_its_gradient_from_outside_is_refused() -> None:
+    def scaled(s: Keeper, h: Tensor) -> Tensor:
+        return h * s.kept  # type: ignore[no-any-return]
+
+    model = Keeper(None, scaled)
+    model.kept = torch.ones((), requires_grad=True)
+    with pytest.raises(CaptureError, match="forward reads 'kept', a tensor that requires grad and is no parameter"):
+        captured(model)
+    model.kept = model.kept.detach()
+    captured(model)
+
+
 def _targets(graph: Capture) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes]

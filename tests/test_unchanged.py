@@ -100,6 +100,24 @@ def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:
     engine.step(batch)
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated in favor of", "ignore:.*forward sets its attribute 'weight'")
+def test_weights_that_every_forward_computes_are_no_change(
+    batch: tuple[Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Layers()
+        nn.utils.weight_norm(model.first)  # type: ignore[no-untyped-call]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    engine = engine_of(model)
+    for _ in range(3):
+        engine.step(batch)
+        with torch.no_grad():
+            model(*batch)
+    assert not caplog.records
+
+
 def test_a_model_that_is_compiled_again_goes_on_with_its_optimizer(batch: tuple[Tensor]) -> None:
     def trained(compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -132,7 +150,7 @@ class Dropped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        return (h + self.last(h) if not self.training or torch.rand(1) > 0 else h).square().mean()
+        return (h + self.last(h) if not self.training or torch.rand(1) > 0.1 else h).square().mean()
 
 
 def test_what_decides_by_chance_in_training_alone_is_told_to_be_put_into_eval(batch: tuple[Tensor]) -> None:

@@ -204,6 +204,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     unused = tuple(n for n in state if n not in used and tied.get(n, n) not in used)
     trainable = frozenset(n for n in used if n in parameters and parameters[n].requires_grad)
     constants = {name: constants[name] for name in constants if graph.find_nodes(op="placeholder", target=name)}
+    _refuse_foreign_gradients(graph, constants)
     graph.lint()
     batch = _batch(graph, exported)
     notes = () if batch else _notes(exported)
@@ -254,6 +255,16 @@ def _refuse_statistics(graph: fx.Graph) -> None:
                 f"{private.where(node)}: batch statistics update its running mean and variance, which "
                 "micro-batches would change in another way; call .eval() on it, or use a normalisation without running "
                 "statistics"
+            )
+
+
+def _refuse_foreign_gradients(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors from outside of forward whose gradient goes on there, or belongs to no parameter."""
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in constants and constants[node.name].requires_grad:
+            raise CaptureError(
+                f"forward reads {node.meta['state']!r}, a tensor that requires grad and is no parameter: its gradient "
+                "would be lost; compute it in forward, make it an nn.Parameter of the model, or detach it"
             )
 
 
