@@ -69,12 +69,23 @@ def by_sample(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return rows.mean() + jacobians.square().mean()
 
 
+def tables(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of each sample its own, looked up at numbers that are the same for all, and at its own."""
+    numbers, own = torch.tensor([0, 2, 2]), y.abs().long() % 4
+
+    def entries(row: Tensor, own: Tensor) -> Tensor:
+        table = net.last(row)[:, None]
+        return (F.embedding(numbers, table).sum() * F.embedding(own, table)).sin().sum()
+
+    return torch.vmap(grad(entries))(x, own).square().mean()
+
+
 def scaled_weights(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     weights = {name: 0.5 * p for name, p in net.last.named_parameters()}
     return F.mse_loss(functional_call(net.last, weights, (net.run(x, y[:, 0]),)), y)
 
 
-@pytest.mark.parametrize("loss", [mean_flow, sliced_scores, energy, tokens, by_sample, scaled_weights])
+@pytest.mark.parametrize("loss", [mean_flow, sliced_scores, energy, tokens, by_sample, tables, scaled_weights])
 def test_transforms_are_exact(loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
     program = exact(Net(loss), batch(4), microbatches=2, schedule="1f1b")
     assert program.capture.batch

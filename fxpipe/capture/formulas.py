@@ -86,6 +86,22 @@ def _index_select(func: Any, input: torch.Tensor, dim: int, index: torch.Tensor)
     return input[(slice(None),) * (dim % input.ndim) + (index,)]
 
 
+def _embedding(
+    func: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Rows of a table that may be another for each sample, whose number its kernel's own derivative fixes."""
+    if not private.under_vmap() or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)  # type: ignore[no-any-return]
+    return weight[input]
+
+
 def _is_refused(input: torch.Tensor, pad: Sequence[int], mode: str) -> bool:
     """Whether torch pads other dimensions, or repeats rows at most once; a size that is a symbol is not checked."""
     if input.ndim - len(pad) // 2 not in (1, 2):
@@ -194,6 +210,7 @@ EXACT: Table = {
 }
 IN_A_TRACE: Table = {
     F.linear: _linear,
+    F.embedding: _embedding,
     F.gelu: _gelu,
     F.group_norm: _group_norm,
     F.pad: _pad,
