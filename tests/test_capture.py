@@ -466,16 +466,6 @@ def test_numbers_that_are_known_are_read(middle: Middle) -> None:
 # Refusals
 
 
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 def hooked(s: Step, h: Tensor, y: Tensor) -> Tensor:
     h.register_hook(lambda gradient: 2 * gradient)
     return h
@@ -528,7 +518,6 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
         (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
-        (lambda s, h, y: Straight.apply(h), "the autograd function Straight hides its gradient from the trace"),
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
         (penalty, "gradients computed inside forward"),
@@ -590,7 +579,6 @@ def test_failed_trials_leave_no_noise_and_no_hooks(middle: Middle, capfd: pytest
 @pytest.mark.parametrize(
     "middle",
     [
-        lambda s, h, y: h + Straight.apply(y),
         lambda s, h, y: s.norm.eval()(h),
         lambda s, h, y: h / s.a.weight.data.norm() + (h.data.round() - h.data),
         lambda s, h, y: h * float(s.table.numpy()[1] + numpy.asarray(s.table).sum()) * len(s.table.tolist()),

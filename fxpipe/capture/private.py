@@ -5,6 +5,7 @@ Checked on torch 2.11, 2.12 and 2.13."""
 import logging
 import operator
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -31,7 +32,12 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
@@ -408,6 +414,11 @@ def under_vmap() -> bool:
     return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
 
 
+def under_transform() -> bool:
+    """Whether a transform of functions is under way."""
+    return bool(torch._C._functorch.get_interpreter_stack())
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -510,15 +521,90 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
-def on_autograd_function(check: Callable[[str, list[torch.Tensor]], None]) -> AbstractContextManager[None]:
-    """Calls `check` with the class name and the tensor arguments of every custom autograd function that runs."""
-    original = torch.autograd.Function.__dict__["apply"]
+def is_node_of(node: Any, kind: Any) -> bool:
+    """Whether a node of autograd's graph is that of an autograd function, and so the context of its backward."""
+    return isinstance(node, kind._backward_cls)
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        check(cls.__name__, [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
-        return original.__func__(cls, *args, **kwargs)
 
-    return replaced(torch.autograd.Function, "apply", classmethod(apply))
+def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same memory in the same way."""
+    same = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return same and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether the trace that is going on knows a tensor."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    return tracer is not None and get_proxy_slot(tensor, tracer, None) is not None
+
+
+def num_traced() -> int:
+    """The nodes of the trace that is going on."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return len(mode.tracer.graph.nodes)
+
+
+def traced_since(count: int) -> list[fx.Node]:
+    """Those that came after the first so many."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    nodes = mode.tracer.graph.nodes
+    return list(islice(reversed(nodes), len(nodes) - count))
+
+
+def traced_call(target: Any, args: tuple[Any, ...], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A call noted down in the trace that is going on, not made; its results are as `like`, and require grad as these
+    do.
+
+    Raises:
+        CaptureError: the trace does not know a tensor among the arguments.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer: Any = mode.tracer
+    if not all(map(is_traced, tensors_in(args))):
+        raise CaptureError(
+            "an autograd function computes its gradient of tensors from elsewhere; give them as arguments"
+        )
+    with outside_trace():
+        results = [one.clone() for one in like]
+    given = pytree.tree_map_only(torch.Tensor, lambda one: get_proxy_slot(one, tracer).proxy, args)
+    found = tracer.create_proxy("call_function", target, given, {})
+    track_tensor_tree(results, found, constant=None, tracer=tracer)
+    return results
+
+
+_AUTOGRAD_FUNCTIONS: list[Callable[..., Any]] = []
+"""What is called instead of `apply`, the last of these."""
+
+
+class _Applied:
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # runs with torch's globals
+        from fxpipe.capture import private
+
+        return private._AUTOGRAD_FUNCTIONS[-1](__class__, cls, *args, **kwargs)  # type: ignore[name-defined]
+
+
+@contextmanager
+def on_autograd_function(instead: Callable[[Any, Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """What an autograd function of Python's returns is what `instead` makes of its class, its own result, and what it
+    was given; also where its `apply` has another name (`relu = ReLU.apply`), which is why its code is replaced."""
+    function = torch.autograd.Function.__dict__["apply"].__func__
+    code = function.__code__
+    plain = types.FunctionType(code, function.__globals__, closure=function.__closure__)
+
+    def apply(_: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(cls, plain(cls, *args, **kwargs), (*args, *kwargs.values()))
+
+    _AUTOGRAD_FUNCTIONS.append(apply)
+    function.__code__ = _Applied.apply.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        _AUTOGRAD_FUNCTIONS.pop()
 
 
 def on_clipping(check: Callable[[Iterable[torch.Tensor]], None]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import private
+from fxpipe.capture.backwards import GRAPHS, OWN_GRADIENT
 from fxpipe.capture.sizes import concrete
 
 aten = torch.ops.aten
@@ -45,6 +46,8 @@ def computation(graph: fx.Graph, batch_size: int, states: Mapping[str, str] | No
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         if node.target in _TO_SHAPE:
             args = (args[0], shape)
+        if node.target is OWN_GRADIENT:
+            args = (computation(GRAPHS[args[0]], batch_size), *args[1:])
         if node.target is aten.slice.Tensor:
             args, kwargs = _slice(node, args, batch_size), {}
         calls.append((str(node.target), str(args), str(kwargs), shape))

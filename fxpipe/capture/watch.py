@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from fxpipe.capture import private
+from fxpipe.capture import own_gradients, private
 from fxpipe.capture.attention import encoders_watched, whole_attention
 from fxpipe.capture.calls import Calls, Table, own_generators
 from fxpipe.capture.holders import holders_of
@@ -50,7 +50,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.listing(_require_few))
         stack.enter_context(plain_transforms())
         stack.enter_context(private.replaced(torch, "cond", _refused(_COND)))
-        stack.enter_context(private.on_autograd_function(_refuse_function))
+        stack.enter_context(private.on_autograd_function(_own_gradient))
         stack.enter_context(whole_attention())
         stack.enter_context(encoders_watched())
         stack.enter_context(own_generators(model, tell=True))
@@ -68,6 +68,11 @@ def _refused(why: str, with_gradients: bool = False) -> Callable[..., Any]:
         return func(*given, **kwargs)
 
     return instead
+
+
+def _gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
+    own_gradients.asks_autograd()
+    raise CaptureError(_GRADIENT)
 
 
 def _flag_kept(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
@@ -102,13 +107,17 @@ def _require_values(tensor: torch.Tensor, by: str) -> None:
         )
 
 
-def _refuse_function(name: str, tensors: list[torch.Tensor]) -> None:
-    if name.startswith("GeneratedBackwardFor_"):  # of an operation of torch.library, which the graph keeps
-        return
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        remedy = "operations of torch, such as y + (x - y).detach()"
-        remedy = "torch.utils.checkpoint" if name == "CheckpointFunction" else remedy
-        raise CaptureError(f"the autograd function {name} hides its gradient from the trace; use {remedy}")
+def _own_gradient(kind: Any, out: Any, args: tuple[Any, ...]) -> Any:
+    if kind.__name__.startswith("GeneratedBackwardFor_"):  # of an operation of torch.library, which the graph keeps
+        return out
+    unasked = not torch.is_grad_enabled() or not any(one.requires_grad for one in private.tensors_in(args))
+    if unasked or own_gradients.is_autograds():
+        return out
+    if private.under_transform():
+        raise CaptureError(
+            f"the autograd function {kind.__name__} hides its gradient from torch.func; use operations of torch there"
+        )
+    return own_gradients.traced(kind, out, args)
 
 
 def refuse_outside(model: nn.Module) -> None:
@@ -182,7 +191,7 @@ _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
-    **dict.fromkeys(_GRADIENTS, _refused(_GRADIENT)),
+    **dict.fromkeys(_GRADIENTS, _gradient),
     torch._pack_padded_sequence: _refused(_PACKED),
     **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), _as_array),
     torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]

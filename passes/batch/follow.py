@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
+from fxpipe.capture.backwards import OWN_GRADIENT
 from fxpipe.capture.reach import reached
 from passes.batch import composite, sums
 from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, bind, splits
+from passes.batch.own_gradients import follow_gradient
 from passes.batch.rules import pointwise
 from passes.batch.table import RULES
 
@@ -114,6 +116,8 @@ def _results(call: RuleCall) -> list[Result]:
             return [parts[node.args[1]]]  # type: ignore[index]
         raise Mixed("its operand exists on the whole batch only")
     states = [s for s in (call.states[n] for n in call.operands) if isinstance(s, State)]
+    if node.target is OWN_GRADIENT:
+        return follow_gradient(call, _results)
     if any(s.form == "whole" for s in states):
         raise Mixed("its operand exists on the whole batch only, and no dimension of it can be cut into samples")
     numbers = call.batch_numbers()

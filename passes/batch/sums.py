@@ -81,6 +81,9 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
     states = {name: _state_of(call, name) for name in call.arguments}
     if call.name in PRODUCTS and call.arguments.get("rounding_mode") is None:
         return [_product(call, states["self"], states["other"], 1 if call.name.startswith("mul") else -1)]
+    if call.name in ("mm", "bmm", "matmul") and any(state.form == "partial" for state in states.values()):
+        first, second = list(states.values())[:2]
+        return [_product(call, first, second, 1)]
     if call.name in ("add", "sub", "subtract", "rsub") and not call.batch_numbers(("self", "other")):
         return [_sum(call, [states["self"], states["other"]])]
     if call.name in ("stack", "cat") and not call.batch_numbers():

@@ -1,0 +1,53 @@
+"""Autograd functions of a model's own: whether their gradients of micro-batches are those of the whole batch.
+
+x [B, C] Layout(0)    grad * y             Layout(0)    each sample's own
+w [C]                 (grad * x).sum(0)    a sum over samples, as micro-batches' gradients are added
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fxpipe.capture.backwards import GRAPHS
+from passes.batch.layout import Mixed, Result, RuleCall, State, bind
+
+Follow = Callable[[RuleCall], list[Result]]
+_REMEDY = "return a gradient that is each sample's own, or summed over samples where it is a weight's"
+
+
+def follow_gradient(call: RuleCall, follow: Follow) -> list[Result]:
+    """The states of what the function has returned, whose gradients go through its own backward.
+
+    Raises:
+        Mixed: the backward mixes samples, or is not linear where it is given a sum over them.
+    """
+    outs, inputs, saved, sizes = (call.arguments[name] for name in ("outs", "inputs", "saved", "sizes"))
+    states, name = [call.states[node] for node in outs], call.arguments["key"].split()[0]
+    if not all(isinstance(state, State) and state.plain for state in states):
+        raise Mixed(f"the backward of {name} stands behind the sum or mean over samples")
+    tangents = [state if state.layout else State(form="partial") for state in states if isinstance(state, State)]
+    graph, found = GRAPHS[call.arguments["key"]], dict[fx.Node, Result]()
+    given = iter([*tangents, *(call.states[node] for node in saved), *(State() for _ in sizes)])
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found[node] = next(given)
+        elif node.op == "call_function":
+            found[node] = _first(name, bind(node, found), follow)
+    (output,) = graph.find_nodes(op="output")
+    for node, gradient in zip(inputs, output.args[0], strict=True):
+        _require_sum(name, call.states[node], found[gradient])
+    return [tuple(states)]  # type: ignore[arg-type]
+
+
+def _first(name: str, call: RuleCall, follow: Follow) -> Result:
+    try:
+        return follow(call)[0]
+    except Mixed as error:
+        raise Mixed(f"in the backward of {name}, {call.node.target}: {error.why}", error.remedy) from error
+
+
+def _require_sum(name: str, state: Any, gradient: Any) -> None:
+    wanted = state if state.layout else State(form="partial")
+    if gradient != wanted:
+        raise Mixed(f"the backward of {name} gives no sum over samples, or not each sample's own", _REMEDY)

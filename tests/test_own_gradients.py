@@ -1,0 +1,132 @@
+"""Autograd functions of a model's own: their gradients in any layout, and the backwards that are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import CaptureError, CompileError
+from tests.steps import Middle, Step, batch, exact
+
+
+def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """The `apply` of an autograd function."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Own", (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
+
+
+def saving(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of tensors, all of which its context saves, and then the result."""
+
+    def around(ctx: Any, *given: Tensor) -> Any:
+        result = forward(*given)
+        ctx.save_for_backward(*given, result)
+        return result
+
+    return around
+
+
+def into_zeros(ctx: Any, grad: Tensor) -> Tensor:
+    whole = torch.zeros(grad.shape[0], 4, dtype=grad.dtype)
+    whole[:, 1:] = grad
+    return whole
+
+
+def again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    """As checkpoints of old do: runs the function a second time, and asks autograd for its gradients."""
+    given = [one.detach().requires_grad_() for one in ctx.given]
+    with torch.enable_grad():
+        result = ctx.run(*given)
+    return None, *torch.autograd.grad(result, given + ctx.weights, grads)
+
+
+def once(ctx: Any, run: Any, x: Tensor, *weights: Tensor) -> Any:
+    ctx.run, ctx.given, ctx.weights = run, [x], list(weights)
+    return run(x)
+
+
+straight = function(lambda ctx, x: x.round(), lambda ctx, grad: grad)
+reversed_gradient = function(lambda ctx, x: x.view_as(x), lambda ctx, grad: -0.3 * grad)
+clamped = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.clamp(-1e-2, 1e-2))
+exponential = function(saving(torch.exp), lambda ctx, grad: grad * ctx.saved_tensors[1])
+linear = function(
+    saving(F.linear),
+    lambda ctx, grad: (grad @ ctx.saved_tensors[1], grad.t() @ ctx.saved_tensors[0], grad.sum(0)),
+)
+product = function(
+    saving(torch.mm), lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ grad)
+)
+waves = function(
+    lambda ctx, x: (ctx.save_for_backward(x), x.sin(), x.cos(), x.argmax(1))[1:],
+    lambda ctx, sin, cos, place: sin * ctx.saved_tensors[0].cos() - cos * ctx.saved_tensors[0].sin(),
+)
+cut = function(lambda ctx, x: x[:, 1:].clone(), into_zeros)
+checkpointed = function(once, again)
+
+EXACT: dict[str, Middle] = {
+    "straight-through": lambda s, h, y: straight(3 * h),
+    "changed in place": lambda s, h, y: F.relu(straight(3 * h), inplace=True),
+    "reversed": lambda s, h, y: reversed_gradient(h),
+    "clamped": lambda s, h, y: clamped(h),
+    "saved result": lambda s, h, y: exponential(h),
+    "weights": lambda s, h, y: linear(h, s.a.weight, s.a.bias),
+    "of weights": lambda s, h, y: h @ product(s.a.weight, s.a.weight),
+    "several": lambda s, h, y: (lambda sin, cos, place: sin - cos * place[:, None])(*waves(h)),
+    "one of several": lambda s, h, y: waves(h)[1],
+    "in place": lambda s, h, y: F.pad(cut(h), (1, 0)),
+    "again": lambda s, h, y: checkpointed(lambda x: F.silu(s.a(x)), h, *s.a.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_are_torchs(name: str) -> None:
+    model = Step(EXACT[name])
+    program = exact(model, batch(), microbatches=3, schedule="1f1b")
+    assert program.plan.staged.num_stages == 2
+    found = program.run_local(*batch()).gradients
+    model(*batch()).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14), name
+
+
+normed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad / grad.norm())
+signed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.sign())
+noisy = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad * torch.rand_like(grad))
+decided = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad if grad.sum() > 0 else -grad)
+dirty = function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(2))[1], lambda ctx, grad: 2 * grad)
+
+
+@pytest.mark.parametrize(
+    ("middle", "says"),
+    [
+        (lambda s, h, y: normed(h), "in the backward of Own, aten.linalg_vector_norm.default: it acts along"),
+        (lambda s, h, y: h @ signed(s.a.weight), "in the backward of Own, aten.sign.default: it is not linear"),
+    ],
+)
+def test_backwards_that_mix_samples_run_on_the_whole_batch(middle: Middle, says: str) -> None:
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile(Step(middle), 2, example_inputs=batch(), microbatches=2)
+    exact(Step(middle), batch(), microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("middle", "says"),
+    [
+        (lambda s, h, y: noisy(h), "the autograd function Own hides its gradient .* its backward draws random numbers"),
+        (lambda s, h, y: decided(h), "decides by the value of a tensor at"),
+        (lambda s, h, y: dirty(h * 1), "the autograd function Own .* writes into what it is given"),
+        (
+            lambda s, h, y: torch.func.grad(lambda x: straight(x).sum())(h),
+            "autograd.Function with functorch transforms",
+        ),
+    ],
+)
+def test_refused_backwards(middle: Middle, says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        fxpipe.compile(Step(middle), 2, example_inputs=batch())
