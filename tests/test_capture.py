@@ -427,6 +427,21 @@ def test_model_is_as_before() -> None:
     assert all(torch.equal(t, state[2][n]) for n, t in model.state_dict().items())
 
 
+def test_weights_are_frozen_for_a_pass_without_gradients() -> None:
+    """As adapters are that are off for a reference."""
+
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        s.a.requires_grad_(False)
+        with torch.no_grad():
+            reference = s.a(y)
+        s.a.requires_grad_(True)
+        return h * reference + s.a(h)
+
+    model = Step(middle)
+    exact(model, batch(), microbatches=2)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_reentrant_checkpoints_have_torchs_gradients(given: bool) -> None:
@@ -483,6 +498,11 @@ def frozen_in_forward(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def left_frozen(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.b.requires_grad_(False)
+    return h
+
+
 def packed(s: Step, h: Tensor, y: Tensor) -> Tensor:
     rows = nn.utils.rnn.pack_padded_sequence(h[:, :, None], torch.full((len(h),), 4), batch_first=True)
     return nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)[0][:, :, 0]
@@ -519,6 +539,7 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
+        (left_frozen, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
         (penalty, "gradients computed inside forward"),
         (packed, r"packed sequences have sizes that lengths decide; run the recurrent layer on the padded ones"),

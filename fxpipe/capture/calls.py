@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CaptureError
 
 Table = Mapping[Any, Callable[..., Any]]  # what runs instead of a function, given the function and its arguments
 
 
+_off: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("off", default=None)  # parameters frozen for a while
 _own: ContextVar[tuple[torch.Generator, ...]] = ContextVar("generators", default=())
 
 
@@ -40,6 +42,42 @@ def own_generators(model: nn.Module, tell: bool = False) -> Iterator[None]:
         _own.reset(token)
 
 
+@contextmanager
+def flags_kept() -> Iterator[None]:
+    """Inside, parameters may be frozen that are not afterwards, where they have no gradient in the meantime anyway.
+
+    Raises:
+        CaptureError: one has, or is still frozen at the end.
+    """
+    token = _off.set({})
+    try:
+        yield
+        if _off.get():
+            raise CaptureError(_FLAG.format(False))
+    finally:
+        _off.reset(token)
+
+
+def set_flag(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
+    """Instead of setting whether a parameter requires grad; that of other tensors is set."""
+    off = _off.get()
+    if off is None or not isinstance(tensor, nn.Parameter):
+        return func(tensor, value)
+    if value and not tensor.requires_grad and id(tensor) not in off:
+        raise CaptureError(_FLAG.format(value))
+    if value:
+        off.pop(id(tensor), None)
+    elif tensor.requires_grad:
+        off[id(tensor)] = tensor
+    return func(tensor, value)
+
+
+_FLAG = (
+    "forward sets requires_grad={} on a parameter, which a graph cannot have for a part of it unless under no_grad; "
+    "freeze before compiling, or call the module with torch.func.functional_call on detached parameters"
+)
+
+
 class Calls(TorchFunctionMode):
     """Runs what the tables name for a function, and any other function as it is; refuses generators that no module
     holds, which may be seeded anew in every call."""
@@ -52,6 +90,8 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = self._table.get(func)
+        if instead is None and (off := _off.get()) and torch.is_grad_enabled():
+            _require_on(off, func, args, kwargs)
         if not kwargs:
             return func(*args) if instead is None else instead(func, *args)
         if "generator" in kwargs:
@@ -63,3 +103,9 @@ class Calls(TorchFunctionMode):
                     "seeded in every call; draw without generator=, or keep the generator in an attribute of the model"
                 )
         return func(*args, **kwargs) if instead is None else instead(func, *args, **kwargs)
+
+
+def _require_on(off: Mapping[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse parameters that are frozen here, whose gradients other parts of forward have; not what they are asked."""
+    if getattr(func, "__name__", "") != "__get__" and any(id(one) in off for one in pytree.tree_leaves((args, kwargs))):
+        raise CaptureError(_FLAG.format(False))

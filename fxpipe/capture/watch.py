@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 
 from fxpipe.capture import own_gradients, private
 from fxpipe.capture.attention import encoders_watched, whole_attention
-from fxpipe.capture.calls import Calls, Table, own_generators
+from fxpipe.capture.calls import Calls, Table, flags_kept, own_generators, set_flag
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.known import KNOWN
 from fxpipe.capture.random_calls import RANDOM_CALLS
@@ -54,6 +54,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(whole_attention())
         stack.enter_context(encoders_watched())
         stack.enter_context(own_generators(model, tell=True))
+        stack.enter_context(flags_kept())
         stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, KNOWN, _REFUSED))
         yield
 
@@ -73,16 +74,6 @@ def _refused(why: str, with_gradients: bool = False) -> Callable[..., Any]:
 def _gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
     own_gradients.asks_autograd()
     raise CaptureError(_GRADIENT)
-
-
-def _flag_kept(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
-    """Whether a parameter requires grad is read once, before forward, and holds for all of it."""
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad != value:
-        raise CaptureError(
-            f"forward sets requires_grad={value} on a parameter, which a graph cannot have for a part of it; freeze "
-            "before compiling, or call the module with torch.func.functional_call on detached parameters"
-        )
-    return func(tensor, value)
 
 
 def _as_array(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -196,5 +187,5 @@ _REFUSED: Table = {
     **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), _as_array),
     torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]
     torch.Tensor.data.__get__: lambda func, tensor: tensor.detach(),  # type: ignore[attr-defined]
-    **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__), _flag_kept),  # type: ignore[attr-defined]
+    **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__), set_flag),  # type: ignore[attr-defined]
 }
