@@ -118,16 +118,17 @@ class _Context:
     """The context of a backward; results that were saved are those that the trace knows."""
 
     def __init__(self, node: Any, outs: Sequence[torch.Tensor]) -> None:
-        self._node = node
-        self.saved_tensors = tuple(_known(one, outs) for one in node.saved_tensors)
+        self._own = {"_node": node, "saved_tensors": tuple(_known(one, outs) for one in node.saved_tensors)}
+        self.renew()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
 
     def renew(self) -> None:
-        """As it was before the backward first ran."""
-        for name in vars(self).keys() - {"_node", "saved_tensors"}:
-            delattr(self, name)
+        """As forward left it."""
+        own = self._own
+        vars(self).clear()
+        vars(self).update({"_own": own, **own, **vars(own["_node"])})
 
 
 def _known(saved: Any, outs: Sequence[torch.Tensor]) -> Any:

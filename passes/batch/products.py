@@ -74,14 +74,14 @@ def cdist(call: RuleCall) -> list[Result]:
 
 
 def convolution_backward(call: RuleCall) -> list[Result]:
-    """The derivative of a convolution of samples by its input, as of a gradient that forward itself takes."""
-    if any(call.arguments["output_mask"][1:]):
-        raise Mixed("a gradient of weights is a sum over the batch", "differentiate by inputs alone")
+    """Derivatives of a convolution of samples: by its input each sample's own, by its weights a sum over samples."""
     weight = next(call.tensors("weight"))
     layouts = {call.layout(node) for node in call.tensors("grad_output", "input")}
     if call.layout(weight) is not None or layouts != {Layout(0)}:
         raise Mixed("it combines the entries of a dimension that is, or has, the batch")
-    return moved(call, Layout(0))
+    by_input, *by_weights = call.arguments["output_mask"]
+    sums = (State(form="partial") if asked else State() for asked in by_weights)
+    return [(State(Layout(0)) if by_input else State(), *sums)]
 
 
 def solve(call: RuleCall) -> list[Result]:
