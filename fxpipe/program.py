@@ -271,7 +271,7 @@ class Program:
         engine.write_trace = lambda measured, path, filled: self.trace(path, filled, measured)
         read = {*self.capture.tensors.values()}
         used = {name: tensor for name, tensor in self.state.items() if name in read}
-        engine.unchanged = Unchanged(self.model, used, self.settings, self._is_as_captured)
+        engine.unchanged = Unchanged(self.model, used, self.settings, self._is_as_captured, self.capture.read)
         return engine
 
     def _is_as_captured(self) -> bool:

@@ -100,6 +100,21 @@ def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:
     engine.step(batch)
 
 
+def test_a_buffer_that_forward_reads_as_a_number_keeps_its_value(batch: tuple[Tensor]) -> None:
+    class Scaled(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(self.shift.sum() + 1)
+
+    model = Scaled().double()
+    engine = engine_of(model)
+    torch.testing.assert_close(engine.step(batch), model(*batch).detach())
+    model.load_state_dict(model.state_dict())
+    engine.step(batch)
+    model.shift[0] = 1.0
+    with pytest.raises(RunError, match=r"forward reads shift as a number, which was tensor.* compile again"):
+        engine.step(batch)
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated in favor of", "ignore:.*forward sets its attribute 'weight'")
 def test_weights_that_every_forward_computes_are_no_change(
     batch: tuple[Tensor], caplog: pytest.LogCaptureFixture

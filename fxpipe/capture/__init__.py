@@ -22,7 +22,7 @@ surroundings     where forward runs, and in which precision
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.known import Read
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
@@ -51,8 +52,9 @@ class Capture:
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
-    `fingerprint` tells the step, as it was captured, from others. Smaller batches than the call's, down to
-    `fewest` samples, and larger ones up to `most` (None is infinity), are computed by the same graph.
+    `fingerprint` tells the step, as it was captured, from others; it is that while what forward has `read` as numbers
+    keeps its value. Smaller batches than the call's, down to `fewest` samples, and larger ones up to `most` (None is
+    infinity), are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -69,6 +71,7 @@ class Capture:
     most: int | None
     left_out: tuple[str, ...] = ()
     fingerprint: str = ""
+    read: Read = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -211,7 +214,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        exported.most, tuple(left_out), step_fingerprint(graph, draws),
+        exported.most, tuple(left_out), step_fingerprint(graph, draws), exported.read,
     )  # fmt: skip
 
 

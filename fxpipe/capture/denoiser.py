@@ -74,6 +74,11 @@ def _captured_call(
         return found[0].tensor(output)
 
     captured = capture(model, inputs, examples, result_of)
+    if captured.read:
+        raise CaptureError(
+            f"forward reads {next(iter(captured.read))} as a number, which may be another at the next call; keep it a "
+            "tensor, or a number of the model's"
+        )
     returned = found[0]
     if free is None:
         return CapturedCall(captured, returned, None)

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture import own_gradients, private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.known import Read, buffers_read
 from fxpipe.capture.same import computation
 from fxpipe.capture.size_reads import decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
@@ -48,6 +49,7 @@ class Exported:
     fixed: str | None
     fewest: int
     most: int | None
+    read: Read
 
 
 class Step(nn.Module):
@@ -162,12 +164,13 @@ def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str |
     size, values = inputs.batch_size, _batched_values(program, inputs)
     graph = private.flatten_regions(program.graph_module)
     own_gradients.cut_out(graph)
+    read = program.graph_module.meta[_READ]
     if fixed is not None:
-        return Exported(program, graph, inputs, fixed, size, size)
+        return Exported(program, graph, inputs, fixed, size, size, read)
     fewest = private_sizes.fewest_samples(values, size)
     if any(map(_squeezes_free_sizes, graph.nodes)):
         fewest = max(fewest, 2)
-    return Exported(program, graph, inputs, fixed, fewest, private_sizes.most_samples(values, size))
+    return Exported(program, graph, inputs, fixed, fewest, private_sizes.most_samples(values, size), read)
 
 
 def _squeezes_free_sizes(node: fx.Node) -> bool:
@@ -271,6 +274,8 @@ def _trace(
     return exported
 
 
+_READ = "fxpipe.read"
+
 _OF_KEYS = (
     "; it takes as a key, or into a set, a size or a number read from a tensor, which the trace does not know: compare "
     "it with others, or keep it a tensor"
@@ -289,7 +294,10 @@ def _traced_once(
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())
                     examples = stack.enter_context(step.surroundings.moved(step.model, examples))
-                return torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
+                read = stack.enter_context(buffers_read(step.model))
+                program = torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
+                program.graph_module.meta[_READ] = read
+                return program
         except FxpipeError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None
         except private.VALUE_ERRORS as error:

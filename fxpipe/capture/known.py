@@ -1,20 +1,63 @@
-"""Numbers that forward reads from tensors which nothing but numbers made: the graph has them as numbers.
+"""Numbers that forward reads from tensors which no input and no weight has a part in: the graph has them as numbers.
 
 times = linspace(1, 0, 4)     float(times[1])             0.666..., run as the trace has recorded it
-                              float(x[1]), float(w[1])    refused: of inputs, draws and what the model holds
+register_buffer("sigma", ..)  float(self.sigma)           its value: another one later is another step, and refused
+                              float(x[1]), float(w[1])    refused: of inputs, draws and weights
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.calls import Table
 
+Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Buffers by name and other tensors that a model holds, each with its value when forward read it as a number."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    model: nn.Module
+    buffers: Mapping[str, torch.Tensor]
+    read: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+_held: ContextVar[_Held | None] = ContextVar("held", default=None)
+
+
+@contextmanager
+def buffers_read(model: nn.Module) -> Iterator[Read]:
+    """Inside, what forward reads of the model's buffers as numbers is known, and noted down."""
+    found = _Held(model, dict(model.named_buffers()))
+    token = _held.set(found)
+    try:
+        yield found.read
+    finally:
+        _held.reset(token)
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a traced tensor holds where that is known."""
+    held, read = _held.get(), dict[str, torch.Tensor]()
+    names = {} if held is None else {private.traced_name(one): name for name, one in held.model.named_buffers()}
+    given = {} if held is None else {str(at): held.buffers[name] for at, name in names.items() if name in held.buffers}
+    value: torch.Tensor | None = private.value_of(tensor, given, read)
+    if held is None:
+        return None if read else value
+    with private.outside_trace(), private.outside_fakes():
+        held.read.update({names.get(at, at): (one, one.detach().cpu().clone()) for at, one in read.items()})
+    return value
+
 
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
-    value = private.value_of(tensor)
+    value = value_of(tensor)
     if value is None:
         return func(tensor, *args)
     with private.outside_trace(), private.outside_fakes():

@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import count, islice
@@ -209,55 +209,77 @@ def moving_values(
     return lambda tensor: node_of(tensor) in moving, read
 
 
-def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a value of the trace that is going on holds, where that follows from numbers alone; None where anything
-    else has a part in it, or it is written to."""
+def value_of(tensor: torch.Tensor, held: Mapping[str, torch.Tensor], read: dict[str, torch.Tensor]) -> Any:
+    """What a value of the trace that is going on holds, where that follows from numbers and from what the model holds;
+    None where anything else has a part in it, or it is written to.
+
+    Args:
+        held: by the names of the trace's placeholders.
+        read: gets those of them, and of the tensors that are no numbers of forward's own, that it is made of.
+    """
     mode = get_proxy_mode()
     tracer: Any = None if mode is None else mode.tracer
     slot = None if mode is None else get_proxy_slot(tensor, tracer, None)
     if slot is None:
         return None
-    values = dict[fx.Node, Any]()
+    found = _Evaluation(tracer.root, held)
     try:
         with outside_trace(), outside_fakes(), torch.no_grad():
-            found = _evaluated(slot.proxy.node, tracer.root, values)
+            value = found.of(slot.proxy.node)
     except _Unknown:
         return None
-    pending, seen = list(values), set(values)
+    pending, seen = list(found.values), set(found.values)
     for node in pending:
         if is_mutable(node.target) and packet_name(node.target) != "detach_":
             return None
         new = [one for one in node.users if one not in seen and may_alias(one.target)]
         seen.update(new)
         pending += new
-    return found if isinstance(found, torch.Tensor) else None
+    read |= found.read
+    return value if isinstance(value, torch.Tensor) else None
 
 
 class _Unknown(Exception):
     pass
 
 
-def _evaluated(node: fx.Node, root: nn.Module, values: dict[fx.Node, Any]) -> Any:
-    """The value of a node of a trace, run on the host; `values` gets those that it is made of."""
-    if node in values:
-        return values[node]
-    if node.target is torch.ops.aten.lift_fresh_copy.default:
-        values[node] = getattr(root, str(node.args[0].target)).clone()  # type: ignore[union-attr]
-        return values[node]
-    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    if not known or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        raise _Unknown
-    decided = _decided(node)
-    if decided is None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: _evaluated(one, root, values))
+class _Evaluation:
+    """The values of nodes of a trace, run on the host: `values` are those of what was asked for, and is made of."""
+
+    def __init__(self, root: nn.Module, held: Mapping[str, torch.Tensor]) -> None:
+        self._root, self._held = root, held
+        self.values: dict[fx.Node, Any] = {}
+        self.read: dict[str, torch.Tensor] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        if node not in self.values:
+            self.values[node] = self._made(node)
+        return self.values[node]
+
+    def _made(self, node: fx.Node) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            return self._of_model(node)
+        if node.target is torch.ops.aten.lift_fresh_copy.default:  # a number of forward's own
+            return getattr(self._root, str(node.args[0].target)).clone()  # type: ignore[union-attr]
+        known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        if not known or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise _Unknown
+        if (decided := _decided(node)) is not None:
+            return torch.full(node.meta["val"].shape, decided)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
         host = torch.device("cpu")
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: host, (args, kwargs))
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    else:
-        values[node] = torch.full(node.meta["val"].shape, decided)
-    if isinstance(values[node], torch.Tensor) and values[node].dtype != node.meta["val"].dtype:  # of an autocast
-        raise _Unknown
-    return values[node]
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(made, torch.Tensor) and made.dtype != node.meta["val"].dtype:  # of an autocast
+            raise _Unknown
+        return made
+
+    def _of_model(self, node: fx.Node) -> torch.Tensor:
+        found = self._held.get(node.name) if node.op == "placeholder" else getattr(self._root, str(node.target), None)
+        if not isinstance(found, torch.Tensor) or mode_of(found) is not None or found.is_meta or found.requires_grad:
+            raise _Unknown
+        self.read[node.name] = found
+        return found.detach().cpu()
 
 
 _ABOVE, _BELOW = ("gt", "ge"), ("lt", "le")
@@ -521,6 +543,14 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
+def traced_name(tensor: torch.Tensor) -> str | None:
+    """Of a tensor in the trace that is going on."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    slot = None if mode is None else get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else str(slot.proxy.node.name)
+
+
 def is_node_of(node: Any, kind: Any) -> bool:
     """Whether a node of autograd's graph is that of an autograd function, and so the context of its backward."""
     return isinstance(node, kind._backward_cls)
@@ -534,9 +564,7 @@ def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether the trace that is going on knows a tensor."""
-    mode = get_proxy_mode()
-    tracer: Any = None if mode is None else mode.tracer
-    return tracer is not None and get_proxy_slot(tensor, tracer, None) is not None
+    return traced_name(tensor) is not None
 
 
 def num_traced() -> int:

@@ -47,6 +47,8 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
     Raises:
         Unwritable: it has operations, sizes, values or constants that the data cannot say.
     """
+    if captured.read:
+        raise Unwritable(f"forward reads {next(iter(captured.read))} as a number")
     placeholders = captured.graph.find_nodes(op="placeholder")
     states = {node.name: node.meta["state"] for node in placeholders if node.meta["kind"] == "constant"}
     return {

@@ -19,7 +19,7 @@ from fxpipe.capture import own_gradients, private
 from fxpipe.capture.attention import encoders_watched, whole_attention
 from fxpipe.capture.calls import Calls, Table, flags_kept, own_generators, set_flag
 from fxpipe.capture.holders import holders_of
-from fxpipe.capture.known import KNOWN
+from fxpipe.capture.known import KNOWN, value_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.state import state_kept
 from fxpipe.capture.transforms import plain_transforms
@@ -78,7 +78,7 @@ def _gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _as_array(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Numpy's of a tensor that has values, which are numbers of the graph then."""
-    value = private.value_of(tensor)
+    value = value_of(tensor)
     if value is None:
         _require_values(tensor, f".{func.__name__}()")
     with private.outside_trace(), private.outside_fakes():

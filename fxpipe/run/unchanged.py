@@ -3,6 +3,7 @@
 unet.train(); step.note = 3         traced again: the same step, which goes on
 step.kl_weight = 0.1                another one: refused, and told what it is
 layer.weight = nn.Parameter(...)    the programs train the one before: refused
+step.sigma.fill_(2)                 a buffer that forward read as a number: refused
 """
 
 import logging
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 
 from fxpipe.capture import private
+from fxpipe.capture.known import Read
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.errors import CaptureError, RunError
 from fxpipe.run.ownership import as_is
+from fxpipe.run.read_ahead import version
 
 _log = logging.getLogger(__name__)
 _AGAIN = "compile again: engines of one model share its weights, and its optimizer goes on (set step_index, too)"
@@ -27,6 +30,7 @@ class Unchanged:
     Args:
         used: the model's tensors that programs read, by name.
         settings: as the model was set when it was captured.
+        read: what forward read as numbers.
         is_same: whether it is still captured as the same step.
     """
 
@@ -36,8 +40,10 @@ class Unchanged:
         used: Mapping[str, torch.Tensor] | None = None,
         settings: Snapshot | None = None,
         is_same: Callable[[], bool] = lambda: True,
+        read: Read | None = None,
     ) -> None:
-        self._model, self._settings, self._is_same = model, settings, is_same
+        self._model, self._settings, self._is_same, self._read = model, settings, is_same, read or {}
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # of what was read, and how often it was written
         self._trained = _trained(model)
         self._used = {name: (tensor, tensor.dtype) for name, tensor in (used or {}).items()}
 
@@ -52,6 +58,7 @@ class Unchanged:
                 f"knows them; put them in first, then compile, or {_AGAIN}"
             )
         self._require_same_tensors()
+        self._require_same_values()
         changes = [] if self._settings is None else self._settings.changes()
         if changes:
             self._require_same_step(changes)
@@ -73,6 +80,15 @@ class Unchanged:
                 raise RunError(f"{name} of the model was {dtype}, and is now {now.dtype}; {_AGAIN}")
             if now.requires_grad and private.has_gradient_hooks(now):
                 raise RunError(f"parameter {name} has a gradient hook, which steps do not run; change .grad after them")
+
+    def _require_same_values(self) -> None:
+        held = dict(self._model.named_buffers()) if self._read else {}
+        for name, (tensor, value) in self._read.items():
+            now = held.get(name, tensor)
+            seen, times = self._seen.get(name, (None, 0))
+            if (now is not seen or version(now) != times) and not torch.equal(now.detach().cpu(), value):
+                raise RunError(f"forward reads {name} as a number, which was {value} when it was compiled; {_AGAIN}")
+            self._seen[name] = now, version(now)
 
     def _require_same_step(self, changes: list[str]) -> None:
         told = changes[0] + (f", and {len(changes) - 1} more changes" if len(changes) > 1 else "")
