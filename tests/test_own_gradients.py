@@ -103,6 +103,23 @@ def test_gradients_are_torchs(name: str) -> None:
         assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14), name
 
 
+def in_float32(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight, _ = ctx.saved_tensors
+    grad = grad.to(weight.dtype)
+    return (grad @ weight).to(x.dtype), grad.t() @ x.to(weight.dtype)
+
+
+def test_backwards_run_outside_of_the_autocast_of_forward() -> None:
+    product = function(saving(lambda x, weight: x.to(weight.dtype) @ weight.t()), in_float32)
+    model, inputs = Step(lambda s, h, y: product(h, s.a.weight), torch.float32), batch(dtype=torch.float32)
+    program = fxpipe.compile(model, 2, example_inputs=inputs, microbatches=1, precision="bf16")
+    found = program.run_local(*inputs).gradients
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*inputs)
+    loss.backward()
+    assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
 normed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad / grad.norm())
 signed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.sign())
 noisy = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad * torch.rand_like(grad))

@@ -9,6 +9,7 @@ reads is saved: values of the step as any others.
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,7 +62,7 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     node = ends[0].grad_fn
     if not private.is_node_of(node, kind) or any(one is given for one in outs for given in args):
         raise _refusal(kind.__name__, "it writes into what it is given")
-    with torch.no_grad():
+    with torch.no_grad(), _no_autocast():
         tangents = [torch.empty_like(one) if one.requires_grad else torch.zeros_like(one) for one in outs]
         grads = _backward(kind, _Context(node, outs), tangents)
     pairs = [
@@ -74,6 +75,15 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     results = iter(private.traced_call(TRACED, called, ends))
     made = tuple(next(results) if any(one is end for end in ends) else one for one in _listed(out))
     return made if isinstance(out, tuple) else made[0]
+
+
+def _no_autocast() -> AbstractContextManager[object]:
+    """Inside, none: backwards run outside of that of their forwards."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
