@@ -148,9 +148,25 @@ def numpy_random(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h * float(numpy.random.rand())
 
 
+def drawn_again(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    """As consistency models drop the same twice."""
+    state = torch.get_rng_state()
+    first = s.drop(h)
+    torch.set_rng_state(state)
+    return first + s.drop(h)
+
+
+def forked(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return s.drop(h)
+
+
 @pytest.mark.parametrize(
     ("middle", "says"),
     [
+        (drawn_again, "forward calls set_rng_state, but what is drawn in a step follows from the engine's seed"),
+        (forked, "forward calls fork_rng, but what is drawn"),
+        (lambda s, h, y: s.drop(h) if torch.manual_seed(0) else h, "forward calls manual_seed, but what is drawn"),
         (lambda s, h, y: h + torch.randn(4, generator=torch.Generator()), "a torch.Generator passed inside"),
         (lambda s, h, y: torch.alpha_dropout(h, 0.3, True), "alpha_dropout is not supported; use nn.Dropout"),
         (lambda s, h, y: h * torch.poisson(y.abs()), "aten.poisson.default: its result depends on a tensor's values"),

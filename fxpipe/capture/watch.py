@@ -5,6 +5,7 @@ random and what forward keeps on its modules are not among them.
 """
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,8 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(state_kept(model))
         stack.enter_context(_no_python_random(model))
+        for module, name in _SEEDING:
+            stack.enter_context(private.replaced(module, name, _refused_to_users(getattr(module, name))))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(private.inference_without_gradients())
@@ -67,6 +70,17 @@ def _refused(why: str, with_gradients: bool = False) -> Callable[..., Any]:
             raise CaptureError(why)
         func, *given = args
         return func(*given, **kwargs)
+
+    return instead
+
+
+def _refused_to_users(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs instead of a function that torch itself may call."""
+
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(private.FRAMEWORK):
+            raise CaptureError(_SEED.format(function.__name__))
+        return function(*args, **kwargs)
 
     return instead
 
@@ -168,6 +182,15 @@ def _draw_again(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
+_SEED = (
+    "forward calls {}, but what is drawn in a step follows from the engine's seed, the step and the place of the draw "
+    "alone, and is not drawn again; draw once what is used twice (noise, a mask to multiply with)"
+)
+_SEEDING = (
+    *((module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")),
+    (torch.random, "fork_rng"),
+    *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_rng_state_all")),
+)
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
 _HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
