@@ -1,6 +1,7 @@
 """Autograd functions of a model's own: their gradients in any layout, and the backwards that are refused."""
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -118,6 +119,25 @@ def test_backwards_run_outside_of_the_autocast_of_forward() -> None:
         loss = model(*inputs)
     loss.backward()
     assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def test_other_threads_are_left_alone_while_forward_is_traced() -> None:
+    def beside() -> None:
+        torch.manual_seed(0)
+        x = torch.ones(2, requires_grad=True)
+        reversed_gradient(x).sum().backward()
+        found.append(x.grad)
+
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        thread = Thread(target=beside)
+        thread.start()
+        thread.join()
+        return straight(3 * h)
+
+    found: list[Tensor | None] = []
+    exact(Step(middle), batch(), microbatches=2)
+    assert found
+    assert all(grad is not None and torch.equal(grad, torch.full((2,), -0.3)) for grad in found)
 
 
 normed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad / grad.norm())

@@ -58,6 +58,11 @@ def flags_kept() -> Iterator[None]:
         _off.reset(token)
 
 
+def is_watched() -> bool:
+    """Whether it is this thread's forward that is watched."""
+    return _off.get() is not None
+
+
 def set_flag(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
     """Instead of setting whether a parameter requires grad; that of other tensors is set."""
     off = _off.get()

@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 
 from fxpipe.capture import own_gradients, private
 from fxpipe.capture.attention import encoders_watched, whole_attention
-from fxpipe.capture.calls import Calls, Table, flags_kept, own_generators, set_flag
+from fxpipe.capture.calls import Calls, Table, flags_kept, is_watched, own_generators, set_flag
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.known import KNOWN, value_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
@@ -78,7 +78,7 @@ def _refused_to_users(function: Callable[..., Any]) -> Callable[..., Any]:
     """What runs instead of a function that torch itself may call."""
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith(private.FRAMEWORK):
+        if is_watched() and not sys._getframe(1).f_code.co_filename.startswith(private.FRAMEWORK):
             raise CaptureError(_SEED.format(function.__name__))
         return function(*args, **kwargs)
 
@@ -113,7 +113,7 @@ def _require_values(tensor: torch.Tensor, by: str) -> None:
 
 
 def _own_gradient(kind: Any, out: Any, args: tuple[Any, ...]) -> Any:
-    if kind.__name__.startswith("GeneratedBackwardFor_"):  # of an operation of torch.library, which the graph keeps
+    if not is_watched() or kind.__name__.startswith("GeneratedBackwardFor_"):  # of torch.library: kept as it is
         return out
     unasked = not torch.is_grad_enabled() or not any(one.requires_grad for one in private.tensors_in(args))
     if unasked or own_gradients.is_autograds():
