@@ -75,6 +75,15 @@ def test_a_generator_of_the_models_own_is_seeded_by_the_engine() -> None:
     assert torch.equal(before, model.generator.get_state())  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:the model holds a torch.Generator")
+def test_a_generator_of_the_models_own_is_not_seeded_in_forward() -> None:
+    model = Noisy(own=True).double()
+    model.first.register_forward_pre_hook(lambda *_: model.generator.manual_seed(3) and None)  # type: ignore[union-attr]
+    with pytest.raises(CaptureError, match=r"forward seeds a torch.Generator of the model"):
+        fxpipe.compile(model, 2, batch_size=4, schedule="1f1b", cache=False)
+    assert model.generator.initial_seed() == 1  # type: ignore[union-attr]
+
+
 def test_a_generator_that_is_made_in_forward_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"a torch.Generator passed inside .* attribute of the model"):
         fxpipe.compile(Noisy(own=False).double(), 2, batch_size=4, schedule="1f1b")

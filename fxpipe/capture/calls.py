@@ -29,7 +29,8 @@ def own_generators(model: nn.Module, tell: bool = False) -> Iterator[None]:
     """Inside, draws by generators that its modules hold are draws like any other; `tell` warns of the first."""
     values = [value for part in model.modules() for value in vars(part).values()]
     held = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    token = _own.set(tuple(one for one in held if isinstance(one, torch.Generator)))
+    own = tuple(one for one in held if isinstance(one, torch.Generator))
+    token, before = _own.set(own), [one.get_state() for one in own]
     if tell and _own.get():
         warnings.warn(
             "the model holds a torch.Generator: what forward draws with it is drawn by the engine, seeded by its seed "
@@ -38,8 +39,16 @@ def own_generators(model: nn.Module, tell: bool = False) -> Iterator[None]:
         )
     try:
         yield
+        if tell and not all(map(torch.equal, before, [one.get_state() for one in own])):  # a trace draws nothing
+            raise CaptureError(
+                "forward seeds a torch.Generator of the model, but its draws are the engine's, each by its place; seed "
+                "it in __init__, and draw once what is used twice"
+            )
     finally:
         _own.reset(token)
+        if tell:
+            for one, state in zip(own, before, strict=True):
+                one.set_state(state)
 
 
 @contextmanager
