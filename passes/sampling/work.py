@@ -133,9 +133,8 @@ class PatchWork:
         for place, node in enumerate(nodes):
             size = self.sizes[node] if owner[node] is node else 0
             level += size
-            parts = (
-                "exchange" in node.meta and node.meta["exchange"].kind != "ring"
-            )  # are there until it is made of them
+            # what has come is there until the whole is made of it
+            parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"
             if self.owners[node] not in self.apart:
                 most = max(most, level + size * parts)
             elif self.owners[node] not in begun:
