@@ -24,8 +24,8 @@ from passes.tuner.trials import Trials
 EARLY = 4
 """Actions ahead of its use that a receive may be posted. For the race's step 2 were worth less, and 8 and 16 no more on
 links of 30 Mbit/s and faster."""
-_MOVES = (1, -1, 2, -2)
-"""Blocks by which the begin of a stage is moved."""
+_MOVES = (1, -1, 2, -2, 4, -4)
+"""Blocks by which the begin of a stage is moved. With the last two 3 of 18 folds of a U-Net are 1 to 2 % faster."""
 _SHIFTED = 2
 """While stages are moved, one action is walked for so many that were before."""
 _LARGEST = 3072
