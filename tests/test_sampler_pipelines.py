@@ -548,6 +548,31 @@ def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
     assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
+class Setting(OwnLoop):
+    """Sets its module otherwise for a call, and back at the call's end, as perturbed attention does."""
+
+    def __call__(self, x: Tensor, steps: int = 3, perturbed: bool = True) -> Tensor:
+        if perturbed:
+            own, self.net.conv = self.net.conv, nn.Sequential(self.net.conv, nn.SiLU())
+        found = super().__call__(x, steps)
+        if perturbed:
+            self.net.conv = own
+        return found
+
+
+def test_what_a_call_sets_for_itself_is_back_after_compiling() -> None:
+    torch.manual_seed(0)
+    pipe, x = Setting(Written()), noise(2, 2, 9, 5)
+    before, keys = repr(pipe.net), pipe.net.state_dict().keys()
+    with torch.no_grad():
+        wanted = [pipe(x), pipe(x, perturbed=False)]
+        assert error(*wanted) > 1e-2
+        fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+        assert (repr(pipe.net), pipe.net.state_dict().keys()) == (before, keys)
+        for perturbed in (True, False, True):
+            assert error(fast(x, perturbed=perturbed), wanted[not perturbed]) <= 1e-10
+
+
 class Listed(Taking):
     """Samples come as a list, and what is predicted of each goes as one, a pair each."""
 

@@ -48,6 +48,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     Hooks that a first forward installs go with the attribute that says they are there: the next would add them twice.
     """
     holders, caches = holders_of(model)
+    holders += [Holder(name, "", module._modules, of_attributes=True) for name, module in model.named_modules()]
     before = [holder.entries() for holder in holders]
     sizes = [cache.cache_info().currsize for cache in caches]
     try:

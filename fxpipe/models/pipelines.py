@@ -7,13 +7,14 @@ pipe with unet = its shell      ->   the user's own loop, scheduler and callback
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.capture.private import uncompiled
+from fxpipe.capture.state import state_kept
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import is_backbone
 
@@ -73,7 +74,8 @@ def denoiser_names(pipe: Any) -> list[str]:
 def recorded_call(
     pipe: Any, names: Sequence[str], example: Mapping[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The first call of a component among `names` when the pipeline is called with `example`; it ends there.
+    """The first call of a component among `names` when the pipeline is called with `example`; it ends there, and what
+    the pipeline has set on its modules by then, and would have set back at its own end, is as it was.
 
     Returns:
         The component's name, and the call's arguments.
@@ -90,8 +92,11 @@ def recorded_call(
 
     recording = with_components(pipe, {name: recorder(name) for name in names} | own_schedulers(pipe))
     expected = " or ".join(names)
+    modules = [part for part in (_components(pipe) or {}).values() if isinstance(part, nn.Module)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as kept:
+            for module in modules:
+                kept.enter_context(state_kept(module))
             recording(**example)
     except _Recorded as recorded:
         return recorded.name, *recorded.call
