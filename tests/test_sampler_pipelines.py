@@ -1,6 +1,7 @@
 """Whole pipelines spread over ranks: the user's own call, scheduler and settings give one device's image."""
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -209,6 +210,7 @@ def test_half_precision() -> None:
 def test_the_copy_is_a_pipeline_like_any_other(shared: Shared, tmp_path: Path) -> None:
     pipe, fast = shared.pipe, shared.fast
     assert isinstance(fast, diffusers.StableDiffusionPipeline)
+    assert inspect.signature(fast.__call__) == inspect.signature(pipe.__call__)
     assert isinstance(fast.unet, diffusers.UNet2DConditionModel)
     assert fast.components.keys() == pipe.components.keys()
     assert (fast.device, fast.dtype, fast.unet.dtype) == (pipe.device, pipe.dtype, pipe.unet.dtype)

@@ -6,6 +6,7 @@ pipe with unet = its shell      ->   the user's own loop, scheduler and callback
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -139,7 +140,7 @@ def _around(kind: type, around: Callable[[], AbstractContextManager[None]], fini
 
 def _like(kind: type, call: Callable[..., Any], **members: Any) -> type:
     """A class that differs from `kind` in its calls, and in these members."""
-    call.__doc__ = kind.__call__.__doc__
+    functools.update_wrapper(call, kind.__call__)
     own = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), own | members)
 
