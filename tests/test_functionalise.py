@@ -81,6 +81,13 @@ def filled(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def filled_along_a_diagonal(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    mask = torch.zeros(4, 4, dtype=h.dtype)
+    mask[:3, :2] = -1.0
+    mask[:3, :2].fill_diagonal_(0.5)
+    return h @ mask
+
+
 def assembled(s: Step, h: Tensor, y: Tensor) -> Tensor:
     out = h.new_empty(h.shape)
     out[..., ::2] = h[:, :2]
@@ -193,7 +200,8 @@ def views_of_views(s: Step, h: Tensor, y: Tensor) -> Tensor:
 
 EXACT: list[Middle] = [
     write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask,
-    rows_by_mask, scattered, copied, filled, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen,
+    rows_by_mask, scattered, copied, filled,
+    filled_along_a_diagonal, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen,
     constant_in_forward,
     cast_that_changes_nothing, cast_that_copies, keeps_its_type, inactive_dropout, activations, changed_shape,
     of_several_results, reshape_that_copies, logical, views_of_views,

@@ -193,16 +193,24 @@ class _Rewriter:
             (mask,), value = args[1], _chosen_from(args[0], args[1][0], args[2])
             if value is not None:
                 return aten.where.self, (self._trailing(mask, args[0]), value, args[0]), {}
+        if node.target is aten.fill_diagonal_.default and args[0].meta["val"].ndim == 2 and len(args) == 2:
+            diagonal = self._made(aten.diagonal.default, (args[0],), args[0])
+            value = self._made(aten.full_like.default, (diagonal, args[1]), diagonal)
+            return aten.diagonal_scatter.default, (args[0], value), {}
         target = _functional_target(node)
         return target, _with_defaults(node.target, target, args, kwargs), kwargs
 
     def _trailing(self, mask: fx.Node, like: fx.Node) -> fx.Node:
         """A mask of the leading dimensions, with dimensions of one for the others."""
         for _ in range(like.meta["val"].ndim - mask.meta["val"].ndim):
-            below, mask = mask, self.graph.call_function(aten.unsqueeze.default, (mask, -1))
-            value = private.fake_result(mask.target, mask.args, {}, below.meta["val"])
-            mask.meta = {**below.meta, "val": value}
+            mask = self._made(aten.unsqueeze.default, (mask, -1), mask)
         return mask
+
+    def _made(self, target: Any, args: Any, of: fx.Node) -> fx.Node:
+        """A new node, marked as `of` is."""
+        node = self.graph.call_function(target, args)
+        node.meta = {**of.meta, "val": private.fake_result(target, args, {}, of.meta["val"])}
+        return node
 
 
 def _chosen_from(into: fx.Node, mask: fx.Node, values: fx.Node) -> fx.Node | None:
