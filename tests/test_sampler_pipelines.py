@@ -230,7 +230,19 @@ def test_another_pipeline_of_its_components_is_spread_too(shared: Shared) -> Non
     for pipe in (own, fast):
         pipe.set_progress_bar_config(disable=True)
     assert fast.unet is shared.fast.unet
-    assert error(sample(fast, call), sample(own, call)) <= 1e-10
+    wanted = sample(own, call)
+    assert error(sample(fast, call), wanted) <= 1e-10
+    fast = diffusers.StableDiffusionImg2ImgPipeline.from_pipe(shared.fast, torch_dtype=torch.float64)
+    assert (fast.unet, fast.vae) == (shared.fast.unet, shared.fast.vae)
+    assert error(sample(fast, call), wanted) <= 1e-10
+
+
+def test_a_spread_module_that_is_compiled() -> None:
+    pipe, x = OwnLoop(Written()), noise(2, 2, 9, 5)
+    fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+    fast.net = torch.compile(fast.net, backend="eager")
+    with torch.no_grad():
+        assert error(fast(x), pipe(x)) <= 1e-10
 
 
 class Added(nn.Module):

@@ -39,7 +39,8 @@ def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
         finally:
             stream.stream_name = before
 
-    return _sharing(module, _like(kind, call, cache_context=cache_context))
+    # torch.compile of a shell has nothing to compile, and ranks run nothing that it could trace
+    return _sharing(module, _like(kind, torch.compiler.disable(call), cache_context=cache_context))
 
 
 class _Recorded(Exception):
@@ -141,8 +142,18 @@ def _around(kind: type, around: Callable[[], AbstractContextManager[None]], fini
 def _like(kind: type, call: Callable[..., Any], **members: Any) -> type:
     """A class that differs from `kind` in its calls, and in these members."""
     functools.update_wrapper(call, kind.__call__)
-    own = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), own | members)
+    return _subclass(kind, {"__call__": call, **members})
+
+
+def _subclass(kind: type, members: dict[str, Any]) -> type:
+    """Of its name, and equal to it: some ask whether a component's class is among those that a pipeline takes."""
+
+    def equal(self: type, other: object) -> bool:
+        return other is self or other is kind
+
+    of_class = type(type(kind).__name__, (type(kind),), {"__eq__": equal, "__hash__": lambda self: hash(kind)})
+    made: type = of_class(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **members})
+    return made
 
 
 def _components(pipe: object) -> Any:
@@ -159,9 +170,7 @@ def with_submodule(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
         now = module._modules.get(name)
         return part if now is own else now
 
-    kind = type(module)
-    members = {name: property(found), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return _sharing(module, type(kind.__name__, (kind,), members))
+    return _sharing(module, _subclass(type(module), {name: property(found)}))
 
 
 def _sharing(module: nn.Module, kind: type) -> nn.Module:
