@@ -413,6 +413,19 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["new", "old"]
 
 
+def leaving(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.last = h.detach()
+    return h
+
+
+def test_what_was_warned_of_is_when_an_entry_is_read(tmp_path: Path, no_trace: Callable[[], None]) -> None:
+    for _ in range(2):
+        example = example_of(Step(leaving), batch(4))
+        with pytest.warns(UserWarning, match="sets its attribute 'last', new, to a tensor, which engines and samplers"):
+            cached_capture(example.step, example.inputs, example.tensors, tmp_path)
+        no_trace()
+
+
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder(False) is None
     assert cache_folder(tmp_path) == tmp_path

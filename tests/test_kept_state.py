@@ -145,7 +145,7 @@ def last_loss(s: Keeper, h: Tensor) -> Tensor:
 
 def test_what_only_others_read_is_told() -> None:
     model = Keeper(None, last_loss)
-    with pytest.warns(UserWarning, match="'kept', None before, to a tensor, which engines leave as it is; return what"):
+    with pytest.warns(UserWarning, match="'kept', None before, to a tensor, which engines and samplers leave as it is"):
         captured(model)
     assert model.kept is None
 

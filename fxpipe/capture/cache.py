@@ -1,7 +1,8 @@
 """Captures on disk, by the digest of what they were made from.
 
 ~/.cache/fxpipe/captures/3f..a9.json      line 1   the sha256 of line 2
-                                          line 2   files (all code was loaded from these), capture (`stored.py`)
+                                          line 2   files (all code was loaded from these), capture (`stored.py`),
+                                                   warnings that it gave, and gives again when it is read
 
 An entry is JSON, names and numbers alone. It holds for a step with the same digest while the files are what they were;
 one that does not, or that cannot be read, counts as missing and is written anew. Entries are replaced in one rename, so
@@ -13,7 +14,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +39,7 @@ VARIABLE = "FXPIPE_CACHE"  # a folder, or "off"
 MOST_BYTES = 256 << 20  # of all entries: some hundred steps of the size of Stable Diffusion 2.1's, 2 MB each
 _MOST_ENTRY_BYTES = 32 << 20
 _OFF = ("", "0", "off", "no", "none", "false")
+_HERE = Path(__file__).parent
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -94,9 +98,24 @@ def cached(
     entry = folder / f"{key}.json"
     found = _read(entry, load)
     if found is None:
-        found = make()
-        _write(entry, lambda: write(found))
+        told: list[str] = []
+        with _warnings_noted(told):
+            found = make()
+        _write(entry, lambda: write(found), told)
     return found
+
+
+@contextmanager
+def _warnings_noted(told: list[str]) -> Iterator[None]:
+    """Leaves in `told` what is warned of inside by this package; warnings are given on leaving."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for one in caught:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    told += [str(one.message) for one in caught if Path(one.filename).is_relative_to(_HERE)]
 
 
 def _read(entry: Path, load: Callable[[Any], T]) -> T | None:
@@ -111,7 +130,7 @@ def _read(entry: Path, load: Callable[[Any], T]) -> T | None:
         if not are_as_before(data["files"]):
             _log.info("capture %s is of other code", entry)
             return None
-        found = load(data["capture"])
+        found, told = load(data["capture"]), list(map(str, data["warnings"]))
         os.utime(entry)
     except FileNotFoundError:
         return None
@@ -119,16 +138,18 @@ def _read(entry: Path, load: Callable[[Any], T]) -> T | None:
         _log.info("capture %s cannot be read: %s: %s", entry, type(error).__name__, error)
         return None
     _log.info("capture is from %s", entry)
+    for one in told:
+        warnings.warn(one, stacklevel=2)
     return found
 
 
-def _write(entry: Path, data_of: Callable[[], dict[str, Any]]) -> None:
+def _write(entry: Path, data_of: Callable[[], dict[str, Any]], told: Sequence[str]) -> None:
     files = loaded_files()
     if files is None:
         _log.info("capture is not cached: code was changed since this process began")
         return
     try:
-        data: dict[str, Any] = {"files": files, "capture": data_of()}
+        data: dict[str, Any] = {"files": files, "capture": data_of(), "warnings": told}
         text = json.dumps(data, separators=(",", ":")).encode()
         if len(text) > _MOST_ENTRY_BYTES:
             raise Unwritable(f"{len(text)} bytes")

@@ -109,9 +109,8 @@ def warn_of_tensors(written: Sequence[Written]) -> None:
     """Of those that forward does not read itself, somebody else may."""
     for one in written:
         if _tensors(one.after):
-            warnings.warn(
-                f"{one}, which engines leave as it is; return what is read later beside the loss", stacklevel=2
-            )
+            told = "which engines and samplers leave as it is; return what is read later from forward"
+            warnings.warn(f"{one}, {told}", stacklevel=2)
 
 
 def _shown(value: Any) -> str:
