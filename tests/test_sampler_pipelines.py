@@ -562,6 +562,24 @@ def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
     assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
+class GoingOn(OwnLoop):
+    """Takes what fails for a bad sample."""
+
+    def __call__(self, x: Tensor, steps: int = 3) -> Tensor:
+        try:
+            return super().__call__(x, steps)
+        except Exception:
+            return torch.zeros_like(x)
+
+
+def test_a_pipeline_that_goes_on_after_errors() -> None:
+    torch.manual_seed(0)
+    pipe, x = GoingOn(Written()), noise(2, 2, 9, 5)
+    fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+    with torch.no_grad():
+        assert error(fast(x), pipe(x)) <= 1e-10
+
+
 class Setting(OwnLoop):
     """Sets its module otherwise for a call, and back at the call's end, as perturbed attention does."""
 

@@ -43,8 +43,8 @@ def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
     return _sharing(module, _like(kind, torch.compiler.disable(call), cache_context=cache_context))
 
 
-class _Recorded(Exception):
-    """The first call, on its way out of the pipeline."""
+class _Recorded(BaseException):
+    """The first call, on its way out of the pipeline, which may log errors, or go on after them."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("recorded")
