@@ -84,6 +84,10 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     "a choice by value": (
         Denoiser(lambda self, x, time: self.conv(x) if time.sum() > 1 else x), 2, {}, "decides by the value",
     ),
+    "weights that are cast": (
+        Denoiser(lambda self, x, time: self.conv.float()(x.float())), 2, {},
+        "forward casts or moves its module's own weights .*cast or move the whole model before compiling",
+    ),
     "a buffer that counts": (
         Denoiser(lambda self, x, time: self.conv(x) * self.count.add_(1)), 2, {}, "changes the buffer 'count'",
     ),

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -53,6 +53,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.listing(_require_few))
         stack.enter_context(plain_transforms())
         stack.enter_context(private.replaced(torch, "cond", _refused(_COND)))
+        stack.enter_context(private.replaced(nn.Module, "_apply", _applied))
         stack.enter_context(private.on_autograd_function(_own_gradient))
         stack.enter_context(whole_attention())
         stack.enter_context(encoders_watched())
@@ -88,6 +89,17 @@ def _refused_to_users(function: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
     own_gradients.asks_autograd()
     raise CaptureError(_GRADIENT)
+
+
+def _applied(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """As modules do, where it leaves their weights as they are."""
+    try:
+        return cast(nn.Module, _APPLY(module, function, recurse))
+    except RuntimeError as error:
+        raise CaptureError(
+            "forward casts or moves its module's own weights (.to, .half, .cuda; layerwise casting), which a graph "
+            "cannot: cast or move the whole model before compiling, or in forward a weight alone, weight.to(x.dtype)"
+        ) from error
 
 
 def _as_array(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -191,6 +203,7 @@ _SEEDING = (
     (torch.random, "fork_rng"),
     *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_rng_state_all")),
 )
+_APPLY: Any = nn.Module._apply
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
 _HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
