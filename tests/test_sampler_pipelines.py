@@ -411,6 +411,15 @@ def test_programs_of_old_scales_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -
             assert len(ranks._bound) == 1
 
 
+def test_numbers_that_are_others_in_every_call_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Scaled(), noise(2, 2, 9, 5)
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x, "scale": 1.0}, sample={"x": 2}, patches=2)
+    with caplog.at_level(logging.WARNING):
+        for scale, told in ((2.0, 0), (1.0, 0), (3.0, 1), (4.0, 1)):
+            sampler.predict(x=x, scale=scale)
+            assert caplog.text.count("Scaled: input scale is a number, traced and compiled anew") == told
+
+
 FACTOR = 1.0
 
 

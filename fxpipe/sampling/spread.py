@@ -33,6 +33,8 @@ Kind = tuple[Traced, int]
 
 _MOST_KINDS = 32
 """As many graphs as are kept, of other sizes and scales, beside the example's and those of free sizes."""
+_MANY_NUMBERS = 2
+"""As many other values of one number as are traced without a word."""
 
 
 class Lowering(Protocol):
@@ -118,11 +120,24 @@ class Spread:
         traced = self._resized(args, kwargs)
         size = traced.num_samples(args, kwargs)
         assert size is not None
+        self._tell_of_numbers(traced)
         self._traced.append(traced)
         self._used_last(traced)
         self._named = named_by(self.module)
         self._settings = settings_of(self.module, self._named)  # as tracing has left them
         return traced, size
+
+    def _tell_of_numbers(self, new: Traced) -> None:
+        """Say which number is another one for the third time, with all else the same: every one is a graph of its
+        own."""
+        known = [name for one in self._traced if (name := _other_number(one, new)) is not None]
+        for name in {name for name in known if known.count(name) == _MANY_NUMBERS}:
+            _log.warning(
+                "%s: input %s is a number, traced and compiled anew for every value, and no displaced step follows one "
+                "of another: pass a tensor, whose value may change",
+                type(self.module).__name__,
+                name,
+            )
 
     def _used_last(self, traced: Traced) -> None:
         """Those that were not used for long are let go of, unless weights are that others would need."""
@@ -262,6 +277,17 @@ def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 "none: sample under torch.no_grad(), or pass it as .detach(); guidance by gradients needs the module "
                 "that was not compiled"
             )
+
+
+def _other_number(one: Traced, other: Traced) -> str | None:
+    """The input that alone tells calls of two graphs from each other, where it is a number."""
+    inputs = one.captured.inputs, other.captured.inputs
+    if inputs[0].tree != inputs[1].tree:
+        return None
+    pairs = zip(inputs[0].leaves, inputs[1].leaves, strict=True)
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    numbers = all(type(leaf.constant) in (int, float) for pair in differing for leaf in pair)
+    return differing[0][0].name if len(differing) == 1 and numbers else None
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
