@@ -571,6 +571,21 @@ def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
     assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
+class Controlled(Written):
+    """Backbone and ControlNet in one."""
+
+    def forward(self, x: Tensor, t: Tensor, controlnet_cond: Tensor | None = None) -> Tensor:
+        return super().forward(x, t) * 2
+
+
+def test_a_backbone_that_is_its_own_controlnet() -> None:
+    torch.manual_seed(0)
+    pipe, x = OwnLoop(Controlled()), noise(2, 2, 9, 5)
+    fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+    with torch.no_grad():
+        assert error(fast(x), pipe(x)) <= 1e-10
+
+
 class GoingOn(OwnLoop):
     """Takes what fails for a bad sample."""
 

@@ -12,7 +12,7 @@ plan for your own sizes with your own inputs.
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,15 @@ def is_backbone(model: object) -> bool:
     That admits every denoiser of diffusers, and models written alike; it leaves out VAEs and text encoders (no time)
     and ControlNets (their outputs are residuals for another model). diffusers need not be installed.
     """
+    return takes_sample_and_time(model) and "controlnet_cond" not in signature_of(model).parameters
+
+
+def takes_sample_and_time(model: object) -> TypeGuard[nn.Module]:
+    """Whether `model` is a backbone, a ControlNet, or both in one."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), Mapping):
         return False
     names = signature_of(model).parameters.keys()
-    return bool(names & {*_SAMPLE_NAMES} and names & _CONDITION_NAMES) and "controlnet_cond" not in names
+    return bool(names & {*_SAMPLE_NAMES} and names & _CONDITION_NAMES)
 
 
 def example_inputs(

@@ -17,7 +17,7 @@ from torch import nn
 from fxpipe.capture.private import uncompiled
 from fxpipe.capture.state import state_kept
 from fxpipe.errors import CompileError
-from fxpipe.models.backbones import is_backbone
+from fxpipe.models.backbones import is_backbone, takes_sample_and_time
 
 
 def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
@@ -57,13 +57,14 @@ def is_pipeline(model: object) -> bool:
 
 
 def denoiser_names(pipe: Any) -> list[str]:
-    """The names of the components that predict.
+    """The names of the components that predict; a ControlNet does where nothing else might, with its backbone in it.
 
     Raises:
         CompileError: there is none.
     """
     components = _components(pipe) or {}
-    found = [name for name, part in components.items() if is_backbone(uncompiled(part))]
+    able = [name for name, part in components.items() if takes_sample_and_time(uncompiled(part))]
+    found = [name for name in able if is_backbone(uncompiled(components[name]))] or able
     if not found:
         parts = ", ".join(f"{name}: {type(part).__name__}" for name, part in components.items())
         raise CompileError(
