@@ -55,11 +55,23 @@ TIED_ENDS = replace(
 )  # fmt: skip
 """The first layer's weight is the last one's, in another stage of the same rank."""
 TWO_COPIES = Split(2, 2, None, "gpipe", stages=2, data_parallel=2)
+NO_BACKWARD = replace(
+    READ_WITHOUT_GRADIENT,
+    layers=(
+        Layer("conv", (0,), frozen=False, no_grad=False, tied=None, tied_parameter=False),
+        Layer("add", (1, 1), frozen=False, no_grad=True, tied=None, tied_parameter=False),
+        Layer("linear", (2,), frozen=False, no_grad=True, tied=None, tied_parameter=False),
+    ),
+    outputs=(3, 1),
+)  # fmt: skip
+"""The last layer's weight requires grad and has none."""
+LEFT_OPEN = Split(2, 2, None, "auto", stages=None)
 
 
 @given(step_specs(), splits(), splits())
 @example(READ_WITHOUT_GRADIENT, FIVE_STAGES, None)
 @example(TIED_ENDS, TWO_COPIES, None)
+@example(NO_BACKWARD, LEFT_OPEN, None)
 @settings(
     max_examples=EXAMPLES,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

@@ -101,7 +101,8 @@ def test_traffic_counts_a_value_once_for_each_run_that_reads_it() -> None:
     assert found.busiest[2, 4] == 7  # 5 and 2 in
     assert found.busiest[1, 4] == 5  # once, though two blocks read it
     assert found.busiest[0, 4] == 0
-    assert found.crossing.tolist() == [0, 5, 7, 6, 0]
+    assert found.values.tolist() == [0, 5, 7, 6, 0]
+    assert found.gradients.tolist() == [0, 5, 5, 6, 0]
     assert found.main.tolist() == [0, 5, 2, 1, 0]
 
 

@@ -251,7 +251,8 @@ def _reduction_ends(case: Case, staged: Staged, timeline: ActionTimes) -> Iterat
         if action.kind in "BW":
             last[action.stage] = max(end, last.get(action.stage, end))
     free: dict[int | Port, float] = {}
-    for stage, ranks, size in sorted(_summed(case, staged), key=lambda each: last[each[0]]):
+    summed = (each for each in _summed(case, staged) if each[0] in last)  # weights may be read without a gradient
+    for stage, ranks, size in sorted(summed, key=lambda each: last[each[0]]):
         uses: tuple[int | Port, ...] = (*ranks, *ring_ports(case.cluster, ranks))
         start = max(last[stage], *(free.get(use, 0.0) for use in uses))
         scatter, whole = case.cluster.all_gather_seconds, case.cluster.all_reduce_seconds
