@@ -67,6 +67,11 @@ waves = function(
     lambda ctx, x: (ctx.save_for_backward(x), x.sin(), x.cos(), x.argmax(1))[1:],
     lambda ctx, sin, cos, place: sin * ctx.saved_tensors[0].cos() - cos * ctx.saved_tensors[0].sin(),
 )
+unlike = function(
+    lambda ctx, x: (results := (2 * x, 3 * x), ctx.mark_non_differentiable(results[1]))[0],
+    lambda ctx, two, three: 2 * two,
+)
+called = function(lambda ctx, x, module: module(x), lambda ctx, grad: (grad, None))
 cut = function(lambda ctx, x: x[:, 1:].clone(), into_zeros)
 checkpointed = function(once, again)
 
@@ -87,6 +92,8 @@ EXACT: dict[str, Middle] = {
     "one of several": lambda s, h, y: waves(h)[1],
     "in place": lambda s, h, y: F.pad(cut(h), (1, 0)),
     "again, of convolutions": lambda s, h, y: checkpointed(lambda x: convolved(s, x), h, *s.a.parameters()),
+    "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
+    "weights that it is not given": lambda s, h, y: h + called(y, s.a),
     "again": lambda s, h, y: checkpointed(lambda x: F.silu(s.a(x)), h, *s.a.parameters()),
 }
 

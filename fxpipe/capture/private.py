@@ -8,7 +8,7 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -604,6 +604,20 @@ def traced_call(target: Any, args: tuple[Any, ...], like: Sequence[torch.Tensor]
     return results
 
 
+@contextmanager
+def noted_without_gradients() -> Iterator[None]:
+    """In the trace that is going on, what runs inside is under no_grad, as forwards of autograd functions are."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None or not torch.is_grad_enabled() else mode.tracer
+    if tracer is not None:
+        tracer.create_node("call_function", torch._C._set_grad_enabled, (False,), {}).meta["val"] = None
+    try:
+        yield
+    finally:
+        if tracer is not None:
+            tracer.create_node("call_function", torch._C._set_grad_enabled, (True,), {}).meta["val"] = None
+
+
 _AUTOGRAD_FUNCTIONS: list[Callable[..., Any]] = []
 """What is called instead of `apply`, the last of these."""
 
@@ -616,15 +630,15 @@ class _Applied:
 
 
 @contextmanager
-def on_autograd_function(instead: Callable[[Any, Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """What an autograd function of Python's returns is what `instead` makes of its class, its own result, and what it
+def on_autograd_function(instead: Callable[[Any, Callable[[], Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+    """What an autograd function of Python's returns is what `instead` makes of its class, what runs it, and what it
     was given; also where its `apply` has another name (`relu = ReLU.apply`), which is why its code is replaced."""
     function = torch.autograd.Function.__dict__["apply"].__func__
     code = function.__code__
     plain = types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
     def apply(_: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(cls, plain(cls, *args, **kwargs), (*args, *kwargs.values()))
+        return instead(cls, partial(plain, cls, *args, **kwargs), (*args, *kwargs.values()))
 
     _AUTOGRAD_FUNCTIONS.append(apply)
     function.__code__ = _Applied.apply.__code__

@@ -124,11 +124,13 @@ def _require_values(tensor: torch.Tensor, by: str) -> None:
         )
 
 
-def _own_gradient(kind: Any, out: Any, args: tuple[Any, ...]) -> Any:
-    if not is_watched() or kind.__name__.startswith("GeneratedBackwardFor_"):  # of torch.library: kept as it is
-        return out
-    unasked = not torch.is_grad_enabled() or not any(one.requires_grad for one in private.tensors_in(args))
-    if unasked or own_gradients.is_autograds():
+def _own_gradient(kind: Any, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    of_library = kind.__name__.startswith("GeneratedBackwardFor_")  # of torch.library: kept as it is
+    if not is_watched() or of_library or own_gradients.is_autograds():
+        return run()
+    with private.noted_without_gradients():
+        out = run()
+    if not torch.is_grad_enabled() or not any(one.requires_grad for one in private.tensors_in(args)):
         return out
     if private.under_transform():
         raise CaptureError(
