@@ -182,3 +182,10 @@ def test_backwards_that_mix_samples_run_on_the_whole_batch(middle: Middle, says:
 def test_refused_backwards(middle: Middle, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         fxpipe.compile(Step(middle), 2, example_inputs=batch())
+
+
+def test_a_weight_that_a_backward_alone_reads_is_recomputed_around() -> None:
+    reading = function(
+        lambda ctx, x, layer: (vars(ctx).update(w=layer.bias), x.clone())[1], lambda ctx, g: (g * ctx.w, None)
+    )
+    exact(Step(lambda s, h, y: s.a(reading(h, s.norm))), batch(), microbatches=2, recompute=True)

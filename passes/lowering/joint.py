@@ -140,7 +140,7 @@ class Joint:
         of_runs: list[tuple[fx.Node, int]] = []  # values that the backward of a run needs
         again: list[fx.Node] = []
         for node in _ancestors([*self.input_grads, *self.weight_nodes]) - self.made_forward - {*self.tangents}:
-            run = self._run_of.get(node.meta["origin"]) if self._run_of else None
+            run = self._run_of.get(node.meta.get("origin", "")) if self._run_of else None
             values = [v for v in node.all_input_nodes if v in self.made_forward and v.op != "get_attr"]
             of_runs += [(value, run) for value in values if run is not None]
             again += [value for value in values if value in self._casts]
