@@ -47,6 +47,14 @@ def again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return None, *found
 
 
+def into_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    x = ctx.x.detach().requires_grad_()
+    with torch.enable_grad():
+        result = ctx.run(x)
+    result.backward(grad)
+    return x.grad, None
+
+
 def once(ctx: Any, run: Any, x: Tensor, *weights: Tensor) -> Any:
     ctx.run, ctx.given, ctx.weights = run, [x], list(weights)
     return run(x)
@@ -71,6 +79,13 @@ unlike = function(
     lambda ctx, x: (results := (2 * x, 3 * x), ctx.mark_non_differentiable(results[1]))[0],
     lambda ctx, two, three: 2 * two,
 )
+masked = function(
+    lambda ctx, x: (vars(ctx).update(away=x < 0), x.relu())[1], lambda ctx, grad: grad.masked_fill_(ctx.away, 0)
+)
+kinds = function(
+    lambda ctx, x: (ctx.set_materialize_grads(False), 2 * x, "a", x.argmax())[1:],
+    lambda ctx, two, name, place: 3 * two if name is place is None else two,
+)
 called = function(lambda ctx, x, module: module(x), lambda ctx, grad: (grad, None))
 cut = function(lambda ctx, x: x[:, 1:].clone(), into_zeros)
 checkpointed = function(once, again)
@@ -92,6 +107,7 @@ EXACT: dict[str, Middle] = {
     "one of several": lambda s, h, y: waves(h)[1],
     "in place": lambda s, h, y: F.pad(cut(h), (1, 0)),
     "again, of convolutions": lambda s, h, y: checkpointed(lambda x: convolved(s, x), h, *s.a.parameters()),
+    "one of several kinds": lambda s, h, y: kinds(h)[0],
     "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
     "weights that it is not given": lambda s, h, y: h + called(y, s.a),
     "again": lambda s, h, y: checkpointed(lambda x: F.silu(s.a(x)), h, *s.a.parameters()),
@@ -151,6 +167,12 @@ normed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad / grad.norm()
 signed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.sign())
 noisy = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad * torch.rand_like(grad))
 decided = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad if grad.sum() > 0 else -grad)
+without_none = function(
+    lambda ctx, x: (ctx.set_materialize_grads(False), 2 * x, 3 * x)[1:],
+    lambda ctx, two, three: two * 7 if three is None else 2 * two + 3 * three,
+)
+keeping = function(lambda ctx, x, y: (vars(ctx).update(y=y), x * y)[1], lambda ctx, grad: (grad * ctx.y, None))
+adding = function(lambda ctx, x, module: (vars(ctx).update(x=x, run=module), module(x))[1], into_grad)
 dirty = function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(2))[1], lambda ctx, grad: 2 * grad)
 
 
@@ -167,9 +189,20 @@ def test_backwards_that_mix_samples_run_on_the_whole_batch(middle: Middle, says:
     exact(Step(middle), batch(), microbatches=1)
 
 
+def written_later(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    y = y.clone()
+    h = keeping(h, y)
+    y[:, 1:].add_(1)
+    return h
+
+
 @pytest.mark.parametrize(
     ("middle", "says"),
     [
+        (lambda s, h, y: without_none(h)[0], "its backward may get None for one of its results"),
+        (lambda s, h, y: masked(h), "it changes the constant 'of the backward of Own'"),
+        (lambda s, h, y: adding(h, s.a), "the backward of an autograd function adds to .grad of weights"),
+        (written_later, "what its backward reads is written to after it has run"),
         (lambda s, h, y: noisy(h), "the autograd function Own hides its gradient .* its backward draws random numbers"),
         (lambda s, h, y: decided(h), "decides by the value of a tensor at"),
         (lambda s, h, y: dirty(h * 1), "the autograd function Own .* writes into what it is given"),

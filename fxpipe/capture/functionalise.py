@@ -129,7 +129,7 @@ class _Rewriter:
         return member.node
 
     def _write(self, node: fx.Node) -> None:
-        written = _written(node)
+        written = written_by(node)
         member = self.members[written]
         value = self._functional(node, written)
         _refuse_foreign(node, member.family.root)
@@ -228,7 +228,12 @@ def _chosen_from(into: fx.Node, mask: fx.Node, values: fx.Node) -> fx.Node | Non
     return values if alike else None
 
 
-def _written(node: fx.Node) -> fx.Node:
+def written_by(node: fx.Node) -> fx.Node:
+    """What an in-place operation writes into.
+
+    Raises:
+        CaptureError: several tensors, or none that is known.
+    """
     schema = node.target._schema  # type: ignore[union-attr]
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = private.arguments(node)

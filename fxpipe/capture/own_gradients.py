@@ -11,10 +11,11 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
+from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.capture import functionalise, private
@@ -23,6 +24,7 @@ from fxpipe.capture.calls import Calls
 from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.formulas import IN_A_TRACE
 from fxpipe.capture.randomness import is_random
+from fxpipe.capture.reach import reached
 from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
 
@@ -62,19 +64,31 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     node = ends[0].grad_fn
     if not private.is_node_of(node, kind) or any(one is given for one in outs for given in args):
         raise _refusal(kind.__name__, "it writes into what it is given")
+    none = private.is_given_none(node)
+    if none and len(ends) > 1:
+        raise _refusal(
+            kind.__name__, "by set_materialize_grads(False) its backward may get None for one of its results"
+        )
     with torch.no_grad(), _no_autocast():
-        tangents = [torch.empty_like(one) if one.requires_grad else torch.zeros_like(one) for one in outs]
+        tangents = [_tangent(one, none) for one in _listed(out)]
         grads = _backward(kind, _Context(node, outs), tangents)
     pairs = [
         (given, grad)
         for given, grad in zip(args, grads, strict=False)
         if isinstance(given, torch.Tensor) and given.requires_grad and isinstance(grad, torch.Tensor)
     ]
-    of_ends = [tangent for tangent, one in zip(tangents, outs, strict=True) if one.requires_grad]
+    of_ends = [tangent for tangent, one in zip(tangents, _listed(out), strict=True) if any(one is end for end in ends)]
     called = kind.__name__, ends, [given for given, _ in pairs], of_ends, [grad for _, grad in pairs]
     results = iter(private.traced_call(TRACED, called, ends))
     made = tuple(next(results) if any(one is end for end in ends) else one for one in _listed(out))
     return made if isinstance(out, tuple) else made[0]
+
+
+def _tangent(result: Any, none: bool) -> torch.Tensor | None:
+    """What stands for the gradient of a result; `none` where there is none, otherwise zeros."""
+    if not isinstance(result, torch.Tensor):
+        return None
+    return torch.empty_like(result) if result.requires_grad else None if none else torch.zeros_like(result)
 
 
 def _no_autocast() -> AbstractContextManager[object]:
@@ -86,11 +100,11 @@ def _no_autocast() -> AbstractContextManager[object]:
     return stack
 
 
-def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """What the backward of `kind` returns, recorded as it runs; one that asks autograd for gradients, below that."""
     vjp = kind.vjp is not torch.autograd.Function.vjp
 
-    def run(*tangents: torch.Tensor) -> tuple[Any, ...]:
+    def run(*tangents: torch.Tensor | None) -> tuple[Any, ...]:
         found = (kind.vjp if vjp else kind.backward)(context, *tangents)
         return tuple(found) if isinstance(found, tuple | list) else (found,)
 
@@ -109,11 +123,26 @@ def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor]) 
     return found
 
 
-def _recorded_below(run: Callable[..., tuple[Any, ...]], tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def _recorded_below(run: Callable[..., tuple[Any, ...]], tangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Traced by itself, below autograd, and run again where the trace that is going on sees it."""
-    with private.outside_trace(), Calls(WRITTEN_OUT, IN_A_TRACE):
+    with private.outside_trace(), Calls(WRITTEN_OUT, IN_A_TRACE, _INTO_GRAD):
         module = make_fx(run)(*tangents)
     return tuple(fx.Interpreter(module).run(*tangents))
+
+
+def _into_grad(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """Autograd's own `backward`, which adds to the leaves, where none of these is a weight."""
+    starts: list[Any] = [one.grad_fn for one in private.tensors_in([tensors])]
+    for node in reached(starts, lambda one: [before for before, _ in one.next_functions if before is not None]):
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            raise CaptureError(
+                "the backward of an autograd function adds to .grad of weights, which is no gradient of the step; give "
+                "it the weights, and return their gradients, as torch.autograd.grad computes them"
+            )
+    return func(tensors, *args, **kwargs)
+
+
+_INTO_GRAD = dict.fromkeys((torch.autograd.backward, torch.Tensor.backward), _into_grad)
 
 
 def _draws(node: fx.Node) -> bool:
@@ -164,13 +193,15 @@ def cut_out(graph: fx.Graph) -> None:
         CaptureError: a backward draws random numbers, or has an effect beside its result.
     """
     for node in graph.find_nodes(op="call_function", target=TRACED):
-        name, outs, inputs, tangents, grads = node.args
+        name, outs, inputs, given, grads = node.args
+        tangents = [_before_writes(one) for one in given]
         for tangent, out in zip(tangents, outs, strict=True):
             for user in list(tangent.users):
                 if not isinstance(user.meta.get("val"), torch.Tensor | list | tuple):
                     user.replace_input_with(tangent, out)
         inner = _between(name, graph, tangents, node)
         own, saved, sizes = _graph_of(name, inner, tangents, grads)
+        _refuse_later_writes(name, node, saved)
         key = f"{name} {step_fingerprint(own, {})}"
         GRAPHS[key] = own
         with graph.inserting_before(node):
@@ -180,6 +211,13 @@ def cut_out(graph: fx.Graph) -> None:
         node.replace_all_uses_with(made)
         for one in (node, *reversed(inner), *tangents):
             graph.erase_node(one)
+
+
+def _before_writes(node: fx.Node) -> fx.Node:
+    """The value that this one was, before a backward wrote into it."""
+    while private.is_mutable(node.target):
+        node = functionalise.written_by(node)
+    return node
 
 
 def _between(name: str, graph: fx.Graph, tangents: Sequence[fx.Node], end: fx.Node) -> list[fx.Node]:
@@ -225,6 +263,23 @@ def _graph_of(
     graph, _ = functionalise.run(graph)
     graph.eliminate_dead_code()
     return graph, saved, sizes
+
+
+def _refuse_later_writes(name: str, node: fx.Node, saved: Sequence[fx.Node]) -> None:
+    """Refuse writes behind the function into what its backward reads, which autograd has not saved."""
+    _, outs, *_ = node.args
+    of_results = [node] if any(one in outs for one in saved) else []  # type: ignore[operator]
+    read = set(reached([*saved, *of_results], _of_one_memory))
+    for later in takewhile(lambda one: one is not node, reversed(node.graph.nodes)):
+        if private.is_mutable(later.target) and functionalise.written_by(later) in read:
+            raise _refusal(name, "what its backward reads is written to after it has run")
+
+
+def _of_one_memory(node: fx.Node) -> list[fx.Node]:
+    """Values that may show the memory that this one shows."""
+    above = [node.args[0]] if node.op == "call_function" and node.args and private.may_alias(node.target) else []
+    below = [one for one in node.users if private.may_alias(one.target) and one.args[0] is node]
+    return [one for one in (*above, *below) if isinstance(one, fx.Node)]
 
 
 def _cut_off(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:

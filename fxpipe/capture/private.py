@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 from torch.export import _trace
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import (
@@ -556,6 +557,14 @@ def is_node_of(node: Any, kind: Any) -> bool:
     return isinstance(node, kind._backward_cls)
 
 
+_MATERIALIZED = "fxpipe.materialized"
+
+
+def is_given_none(node: Any) -> bool:
+    """Whether a backward gets None, rather than zeros, for results without gradient."""
+    return not vars(node).get(_MATERIALIZED, True)
+
+
 def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors show the same memory in the same way."""
     same = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
@@ -640,10 +649,17 @@ def on_autograd_function(instead: Callable[[Any, Callable[[], Any], tuple[Any, .
     def apply(_: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
         return instead(cls, partial(plain, cls, *args, **kwargs), (*args, *kwargs.values()))
 
+    set_flag = FunctionCtx.set_materialize_grads
+
+    def note_flag(context: Any, value: bool) -> None:
+        set_flag(context, value)
+        vars(context)[_MATERIALIZED] = value
+
     _AUTOGRAD_FUNCTIONS.append(apply)
     function.__code__ = _Applied.apply.__code__
     try:
-        yield
+        with replaced(FunctionCtx, "set_materialize_grads", note_flag):
+            yield
     finally:
         function.__code__ = code
         _AUTOGRAD_FUNCTIONS.pop()
