@@ -115,6 +115,22 @@ def test_a_buffer_that_forward_reads_as_a_number_keeps_its_value(batch: tuple[Te
         engine.step(batch)
 
 
+def test_so_does_any_other_tensor(batch: tuple[Tensor]) -> None:
+    class Scaled(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scales[1].item() * float(self.scales[0].numpy()[0])
+
+    model = Scaled().double()
+    model.scales = [torch.ones(1), torch.tensor(2.0)]
+    engine = engine_of(model)
+    engine.step(batch)
+    for place, scale in enumerate(model.scales):
+        scale.numpy()[...] += 1
+        with pytest.raises(RunError, match=rf"forward reads scales\[{place}\] as a number"):
+            engine.step(batch)
+        scale -= 1
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated in favor of", "ignore:.*forward sets its attribute 'weight'")
 def test_weights_that_every_forward_computes_are_no_change(
     batch: tuple[Tensor], caplog: pytest.LogCaptureFixture

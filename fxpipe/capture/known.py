@@ -17,6 +17,7 @@ from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.calls import Table
+from fxpipe.capture.holders import holders_of
 
 Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Buffers by name and other tensors that a model holds, each with its value when forward read it as a number."""
@@ -46,14 +47,30 @@ def buffers_read(model: nn.Module) -> Iterator[Read]:
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What a traced tensor holds where that is known."""
     held, read = _held.get(), dict[str, torch.Tensor]()
+    if held is not None and private.is_plain(tensor):
+        _note(held, {_name_of(held, tensor): tensor})
+        return tensor
     names = {} if held is None else {private.traced_name(one): name for name, one in held.model.named_buffers()}
     given = {} if held is None else {str(at): held.buffers[name] for at, name in names.items() if name in held.buffers}
     value: torch.Tensor | None = private.value_of(tensor, given, read)
     if held is None:
         return None if read else value
-    with private.outside_trace(), private.outside_fakes():
-        held.read.update({names.get(at, at): (one, one.detach().cpu().clone()) for at, one in read.items()})
+    _note(held, {names.get(at) or _name_of(held, one): one for at, one in read.items()})
     return value
+
+
+def _note(held: _Held, read: Mapping[str, torch.Tensor]) -> None:
+    with private.outside_trace(), private.outside_fakes():
+        held.read.update({name: (one, one.detach().cpu().clone()) for name, one in read.items()})
+
+
+def _name_of(held: _Held, tensor: torch.Tensor) -> str:
+    """Where the model holds a tensor that is no buffer."""
+    for holder in holders_of(held.model)[0]:
+        for key, value in holder.entries().items():
+            if value is tensor:
+                return f"{holder.owner}.{holder.name(key)}".lstrip(".")
+    return f"tensor {len(held.read)}"
 
 
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:

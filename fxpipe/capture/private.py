@@ -149,6 +149,11 @@ def mode_of(value: Any) -> Any:
     return getattr(value, "fake_mode", None)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its values, and the trace that is going on has not made it."""
+    return mode_of(tensor) is None and not tensor.is_meta and not is_traced(tensor) and not under_transform()
+
+
 def decomposition(target: Any) -> Callable[..., Any] | None:
     """How torch writes an operation as others, where it is a kernel of its own."""
     return None if is_composite(target) else decomposition_table.get(target)
