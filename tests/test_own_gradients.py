@@ -173,6 +173,7 @@ without_none = function(
 )
 keeping = function(lambda ctx, x, y: (vars(ctx).update(y=y), x * y)[1], lambda ctx, grad: (grad * ctx.y, None))
 adding = function(lambda ctx, x, module: (vars(ctx).update(x=x, run=module), module(x))[1], into_grad)
+twice = function(lambda ctx, x: (2 * x,) * 2, lambda ctx, one, other: 2 * one + other)
 dirty = function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(2))[1], lambda ctx, grad: 2 * grad)
 
 
@@ -202,6 +203,7 @@ def written_later(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: without_none(h)[0], "its backward may get None for one of its results"),
         (lambda s, h, y: masked(h), "it changes the constant 'of the backward of Own'"),
         (lambda s, h, y: adding(h, s.a), "the backward of an autograd function adds to .grad of weights"),
+        (lambda s, h, y: sum(twice(h)), "it returns one tensor twice"),
         (written_later, "what its backward reads is written to after it has run"),
         (lambda s, h, y: noisy(h), "the autograd function Own hides its gradient .* its backward draws random numbers"),
         (lambda s, h, y: decided(h), "decides by the value of a tensor at"),

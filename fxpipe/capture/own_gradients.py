@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
-from itertools import takewhile
+from itertools import combinations, takewhile
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     node = ends[0].grad_fn
     if not private.is_node_of(node, kind) or any(one is given for one in outs for given in args):
         raise _refusal(kind.__name__, "it writes into what it is given")
+    if any(one is other for one, other in combinations(outs, 2)):
+        raise _refusal(kind.__name__, "it returns one tensor twice, whose gradients autograd takes for one")
     none = private.is_given_none(node)
     if none and len(ends) > 1:
         raise _refusal(
