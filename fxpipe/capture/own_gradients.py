@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
-from itertools import combinations, takewhile
+from itertools import combinations, compress, takewhile
 from typing import Any
 
 import torch
@@ -57,33 +57,45 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     Raises:
         CaptureError: its backward cannot be traced; says why.
     """
-    outs = [one for one in _listed(out) if isinstance(one, torch.Tensor)]
-    ends = [one for one in outs if one.requires_grad]
-    if not ends:
+    listed = out if isinstance(out, tuple) else (out,)
+    asked = [isinstance(one, torch.Tensor) and one.requires_grad for one in listed]
+    if not any(asked):
         return out
+    outs = [one for one in listed if isinstance(one, torch.Tensor)]
+    ends = list(compress(listed, asked))
     node = ends[0].grad_fn
-    if not private.is_node_of(node, kind) or any(one is given for one in outs for given in args):
-        raise _refusal(kind.__name__, "it writes into what it is given")
-    if any(one is other for one, other in combinations(outs, 2)):
-        raise _refusal(kind.__name__, "it returns one tensor twice, whose gradients autograd takes for one")
     none = private.is_given_none(node)
+    _require_known(kind, node, outs, args)
     if none and len(ends) > 1:
         raise _refusal(
             kind.__name__, "by set_materialize_grads(False) its backward may get None for one of its results"
         )
     with torch.no_grad(), _no_autocast():
-        tangents = [_tangent(one, none) for one in _listed(out)]
+        tangents = [_tangent(one, none) for one in listed]
         grads = _backward(kind, _Context(node, outs), tangents)
     pairs = [
         (given, grad)
         for given, grad in zip(args, grads, strict=False)
         if isinstance(given, torch.Tensor) and given.requires_grad and isinstance(grad, torch.Tensor)
     ]
-    of_ends = [tangent for tangent, one in zip(tangents, _listed(out), strict=True) if any(one is end for end in ends)]
-    called = kind.__name__, ends, [given for given, _ in pairs], of_ends, [grad for _, grad in pairs]
+    called = (
+        kind.__name__,
+        ends,
+        [given for given, _ in pairs],
+        [*compress(tangents, asked)],
+        [grad for _, grad in pairs],
+    )
     results = iter(private.traced_call(TRACED, called, ends))
-    made = tuple(next(results) if any(one is end for end in ends) else one for one in _listed(out))
+    made = tuple(next(results) if is_end else one for one, is_end in zip(listed, asked, strict=True))
     return made if isinstance(out, tuple) else made[0]
+
+
+def _require_known(kind: Any, node: Any, outs: Sequence[torch.Tensor], args: Sequence[Any]) -> None:
+    """Refuse what writes into its arguments, and what returns a tensor twice: autograd takes both for one."""
+    if not private.is_node_of(node, kind) or any(one is given for one in outs for given in args):
+        raise _refusal(kind.__name__, "it writes into what it is given")
+    if any(one is other for one, other in combinations(outs, 2)):
+        raise _refusal(kind.__name__, "it returns one tensor twice")
 
 
 def _tangent(result: Any, none: bool) -> torch.Tensor | None:
@@ -149,10 +161,6 @@ _INTO_GRAD = dict.fromkeys((torch.autograd.backward, torch.Tensor.backward), _in
 
 def _draws(node: fx.Node) -> bool:
     return is_random(node.target, node.args) or bool(private.argument(node, "dropout_p"))
-
-
-def _listed(out: Any) -> tuple[Any, ...]:
-    return out if isinstance(out, tuple) else (out,)
 
 
 class _Context:
