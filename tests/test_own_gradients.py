@@ -82,6 +82,7 @@ unlike = function(
 masked = function(
     lambda ctx, x: (vars(ctx).update(away=x < 0), x.relu())[1], lambda ctx, grad: grad.masked_fill_(ctx.away, 0)
 )
+binary = function(saving(torch.sign), lambda ctx, grad: grad.tril().masked_fill(ctx.saved_tensors[0].abs() > 0.3, 0))
 kinds = function(
     lambda ctx, x: (ctx.set_materialize_grads(False), 2 * x, "a", x.argmax())[1:],
     lambda ctx, two, name, place: 3 * two if name is place is None else two,
@@ -108,6 +109,7 @@ EXACT: dict[str, Middle] = {
     "in place": lambda s, h, y: F.pad(cut(h), (1, 0)),
     "again, of convolutions": lambda s, h, y: checkpointed(lambda x: convolved(s, x), h, *s.a.parameters()),
     "one of several kinds": lambda s, h, y: kinds(h)[0],
+    "of weights, under a mask": lambda s, h, y: h @ binary(s.a.weight),
     "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
     "weights that it is not given": lambda s, h, y: h + called(y, s.a),
     "again": lambda s, h, y: checkpointed(lambda x: F.silu(s.a(x)), h, *s.a.parameters()),

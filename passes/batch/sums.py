@@ -20,8 +20,9 @@ PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
 # Linear in their one operand that counts samples; the rules for layouts apply as ever.
 _LINEAR = frozenset(
     "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
-    "alias detach neg negative sum mean select slice unbind expand".split()
+    "alias detach neg negative sum mean select slice unbind expand tril triu".split()
 )
+_ZERO_UNDER = {"masked_fill": "mask", "where": "condition"}  # which is a product with a mask
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")  # of the operand's shape, whatever it holds
 _NOT_LINEAR = "only sums and products with constants may follow the sum or mean over samples"
 
@@ -84,6 +85,8 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
     if call.name in ("mm", "bmm", "matmul") and any(state.form == "partial" for state in states.values()):
         first, second = list(states.values())[:2]
         return [_product(call, first, second, 1)]
+    if (mask := _ZERO_UNDER.get(call.name)) and call.arguments.get("value", call.arguments.get("other")) == 0:
+        return [_product(call, states["self"], states[mask], 1)]
     if call.name in ("add", "sub", "subtract", "rsub") and not call.batch_numbers(("self", "other")):
         return [_sum(call, [states["self"], states["other"]])]
     if call.name in ("stack", "cat") and not call.batch_numbers():
