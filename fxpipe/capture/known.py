@@ -2,6 +2,7 @@
 
 times = linspace(1, 0, 4)     float(times[1])             0.666..., run as the trace has recorded it
 register_buffer("sigma", ..)  float(self.sigma)           its value: another one later is another step, and refused
+                              self.scales[1].item()       so of any other tensor from outside
                               float(x[1]), float(w[1])    refused: of inputs, draws and weights
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
