@@ -9,7 +9,7 @@ Every node carries `meta["val"]` (its fake tensor, with the batch as a symbol) a
 random draws and parameters are placeholders, `no_grad` regions and autocast regions are marks on the nodes.
 
 inputs, trees    a call's tensors by name         export        torch.export, watched: what it would lose is refused
-own_gradients    of autograd functions            backwards     the operation that has such a one
+own_gradients    of autograd functions, traced    own_graphs    taken out; backwards: the operation of each
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, known, transforms, written_out)
 formulas         of operations in transforms
 outputs          what forward returns beside the loss

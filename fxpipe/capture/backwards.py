@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.errors import CaptureError
+
 aten = torch.ops.aten
 _library = torch.library.Library("fxpipe", "DEF")
 _library.define(
@@ -70,3 +72,10 @@ def _own_gradient(key: str, outs: Any, inputs: Any, saved: Any, sizes: Any) -> l
 
 
 _library.impl("own_gradient", _own_gradient, "CompositeImplicitAutograd")
+
+
+def own_refusal(name: str, why: str) -> CaptureError:
+    return CaptureError(
+        f"the autograd function {name} hides its gradient from the trace: {why}; use operations of torch, such as "
+        "y + (x - y).detach()"
+    )

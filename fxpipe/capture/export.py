@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import own_gradients, private, private_sizes
+from fxpipe.capture import own_graphs, private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.known import Read, buffers_read
 from fxpipe.capture.same import computation
@@ -163,7 +163,7 @@ def export_any_size(
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
     size, values = inputs.batch_size, _batched_values(program, inputs)
     graph = private.flatten_regions(program.graph_module)
-    own_gradients.cut_out(graph)
+    own_graphs.cut_out(graph)
     read = program.graph_module.meta[_READ]
     if fixed is not None:
         return Exported(program, graph, inputs, fixed, size, size, read)

@@ -7,21 +7,19 @@ A backward runs once in the trace, on gradients that stand for any; what depends
 reads is saved: values of the step as any others.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
-from itertools import combinations, compress, takewhile
+from itertools import combinations, compress
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe.capture import functionalise, private
-from fxpipe.capture.backwards import GRAPHS, OWN_GRADIENT, TRACED
+from fxpipe.capture import private
+from fxpipe.capture.backwards import TRACED, own_refusal
 from fxpipe.capture.calls import Calls
-from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.formulas import IN_A_TRACE
 from fxpipe.capture.randomness import is_random
 from fxpipe.capture.reach import reached
@@ -48,9 +46,6 @@ def is_autograds() -> bool:
     return _way.get() == "below autograd"
 
 
-# In the trace
-
-
 def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     """What a function of `kind` has returned for `args`, with its own gradient in the trace that is going on.
 
@@ -67,7 +62,7 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
     none = private.is_given_none(node)
     _require_known(kind, node, outs, args)
     if none and len(ends) > 1:
-        raise _refusal(
+        raise own_refusal(
             kind.__name__, "by set_materialize_grads(False) its backward may get None for one of its results"
         )
     with torch.no_grad(), _no_autocast():
@@ -93,9 +88,9 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
 def _require_known(kind: Any, node: Any, outs: Sequence[torch.Tensor], args: Sequence[Any]) -> None:
     """Refuse what writes into its arguments, and what returns a tensor twice: autograd takes both for one."""
     if not private.is_node_of(node, kind) or any(one is given for one in outs for given in args):
-        raise _refusal(kind.__name__, "it writes into what it is given")
+        raise own_refusal(kind.__name__, "it writes into what it is given")
     if any(one is other for one, other in combinations(outs, 2)):
-        raise _refusal(kind.__name__, "it returns one tensor twice")
+        raise own_refusal(kind.__name__, "it returns one tensor twice")
 
 
 def _tangent(result: Any, none: bool) -> torch.Tensor | None:
@@ -133,7 +128,7 @@ def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor | 
     finally:
         _way.reset(token)
     if any(map(_draws, private.traced_since(before))):
-        raise _refusal(kind.__name__, "its backward draws random numbers")
+        raise own_refusal(kind.__name__, "its backward draws random numbers")
     return found
 
 
@@ -184,117 +179,3 @@ def _known(saved: Any, outs: Sequence[torch.Tensor]) -> Any:
     if not isinstance(saved, torch.Tensor) or private.is_traced(saved):
         return saved
     return next((one for one in outs if private.is_alike(one, saved)), saved)
-
-
-def _refusal(name: str, why: str) -> CaptureError:
-    return CaptureError(
-        f"the autograd function {name} hides its gradient from the trace: {why}; use operations of torch, such as "
-        "y + (x - y).detach()"
-    )
-
-
-# In the graph
-
-
-def cut_out(graph: fx.Graph) -> None:
-    """Make a graph of its own of every backward that was traced.
-
-    Raises:
-        CaptureError: a backward draws random numbers, or has an effect beside its result.
-    """
-    for node in graph.find_nodes(op="call_function", target=TRACED):
-        name, outs, inputs, given, grads = node.args
-        tangents = [_before_writes(one) for one in given]
-        for tangent, out in zip(tangents, outs, strict=True):
-            for user in list(tangent.users):
-                if not isinstance(user.meta.get("val"), torch.Tensor | list | tuple):
-                    user.replace_input_with(tangent, out)
-        inner = _between(name, graph, tangents, node)
-        own, saved, sizes = _graph_of(name, inner, tangents, grads)
-        _refuse_later_writes(name, node, saved)
-        key = f"{name} {step_fingerprint(own, {})}"
-        GRAPHS[key] = own
-        with graph.inserting_before(node):
-            args = key, _cut_off(graph, outs), inputs, _cut_off(graph, saved), sizes
-            made = graph.call_function(OWN_GRADIENT, args)
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        for one in (node, *reversed(inner), *tangents):
-            graph.erase_node(one)
-
-
-def _before_writes(node: fx.Node) -> fx.Node:
-    """The value that this one was, before a backward wrote into it."""
-    while private.is_mutable(node.target):
-        node = functionalise.written_by(node)
-    return node
-
-
-def _between(name: str, graph: fx.Graph, tangents: Sequence[fx.Node], end: fx.Node) -> list[fx.Node]:
-    """What depends on the tangents, and on nothing behind `end`."""
-    nodes = list(graph.nodes)
-    behind = nodes[nodes.index(tangents[-1]) + 1 : nodes.index(end)]
-    inner = dict.fromkeys(tangents)
-    for node in behind:
-        if any(one in inner for one in node.all_input_nodes):
-            inner[node] = None
-    if any(user is not end and user not in inner for node in inner for user in node.users):
-        raise _refusal(name, "its backward keeps what it computes")
-    if any(node.target is TRACED for node in inner):
-        raise _refusal(name, "its backward has another one inside")
-    depends = set(inner)
-    for node in reversed(behind):  # what it computes for itself, or again
-        if node.users and all(user is end or user in inner for user in node.users):
-            inner[node] = None
-    for node in behind:  # of a list, which nothing saves, all or none
-        if node.target is operator.getitem and node not in depends and node.args[0] not in inner:
-            inner.pop(node, None)
-    return [node for node in behind if node in inner]
-
-
-def _graph_of(
-    name: str, inner: Sequence[fx.Node], tangents: Sequence[fx.Node], grads: Sequence[fx.Node]
-) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
-    """The graph of these nodes, the values that it reads beside the tangents, and the sizes."""
-    own, read = {*inner, *tangents}, dict[fx.Node, None]()
-    read |= dict.fromkeys(one for node in inner for one in node.all_input_nodes if one not in own)
-    read |= dict.fromkeys(one for one in grads if one not in own)
-    saved = [node for node in read if isinstance(node.meta["val"], torch.Tensor)]
-    sizes = [node for node in read if node not in set(saved)]
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for number, node in enumerate((*tangents, *saved, *sizes)):
-        env[node] = graph.placeholder(f"given_{number}")
-        env[node].meta = {**node.meta, "kind": "constant", "state": f"of the backward of {name}"}
-    for node in inner:
-        if not private.is_assertion(node.target):
-            env[node] = graph.node_copy(node, lambda one: env[one])
-            env[node].meta = dict(node.meta)
-    graph.output(tuple(env[node] for node in grads))
-    graph, _ = functionalise.run(graph)
-    graph.eliminate_dead_code()
-    return graph, saved, sizes
-
-
-def _refuse_later_writes(name: str, node: fx.Node, saved: Sequence[fx.Node]) -> None:
-    """Refuse writes behind the function into what its backward reads, which autograd has not saved."""
-    _, outs, *_ = node.args
-    of_results = [node] if any(one in outs for one in saved) else []  # type: ignore[operator]
-    read = set(reached([*saved, *of_results], _of_one_memory))
-    for later in takewhile(lambda one: one is not node, reversed(node.graph.nodes)):
-        if private.is_mutable(later.target) and functionalise.written_by(later) in read:
-            raise _refusal(name, "what its backward reads is written to after it has run")
-
-
-def _of_one_memory(node: fx.Node) -> list[fx.Node]:
-    """Values that may show the memory that this one shows."""
-    above = [node.args[0]] if node.op == "call_function" and node.args and private.may_alias(node.target) else []
-    below = [one for one in node.users if private.may_alias(one.target) and one.args[0] is node]
-    return [one for one in (*above, *below) if isinstance(one, fx.Node)]
-
-
-def _cut_off(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    found = []
-    for node in nodes:
-        found.append(graph.call_function(aten.detach.default, (node,)))
-        found[-1].meta = dict(node.meta)
-    return found
