@@ -578,14 +578,6 @@ class Controlled(Written):
         return super().forward(x, t) * 2
 
 
-def test_a_backbone_that_is_its_own_controlnet() -> None:
-    torch.manual_seed(0)
-    pipe, x = OwnLoop(Controlled()), noise(2, 2, 9, 5)
-    fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
-    with torch.no_grad():
-        assert error(fast(x), pipe(x)) <= 1e-10
-
-
 class GoingOn(OwnLoop):
     """Takes what fails for a bad sample."""
 
@@ -596,9 +588,10 @@ class GoingOn(OwnLoop):
             return torch.zeros_like(x)
 
 
-def test_a_pipeline_that_goes_on_after_errors() -> None:
+@pytest.mark.parametrize("made", [lambda: OwnLoop(Controlled()), lambda: GoingOn(Written())])
+def test_own_controlnets_and_own_handling_of_errors(made: Any) -> None:
     torch.manual_seed(0)
-    pipe, x = GoingOn(Written()), noise(2, 2, 9, 5)
+    pipe, x = made(), noise(2, 2, 9, 5)
     fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
     with torch.no_grad():
         assert error(fast(x), pipe(x)) <= 1e-10

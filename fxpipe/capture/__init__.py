@@ -10,7 +10,8 @@ random draws and parameters are placeholders, `no_grad` regions and autocast reg
 
 inputs, trees    a call's tensors by name         export        torch.export, watched: what it would lose is refused
 own_gradients    of autograd functions, traced    own_graphs    taken out; backwards: the operation of each
-functionalise    no writes in place (views)       (watch, calls, weights, random_calls, known, transforms, written_out)
+functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
+known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
 formulas         of operations in transforms
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout

@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.calls import Table
+from fxpipe.capture.evaluation import evaluated
 from fxpipe.capture.holders import holders_of
 
 Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -51,9 +52,10 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if held is not None and private.is_plain(tensor):
         _note(held, {_name_of(held, tensor): tensor})
         return tensor
-    names = {} if held is None else {private.traced_name(one): name for name, one in held.model.named_buffers()}
-    given = {} if held is None else {str(at): held.buffers[name] for at, name in names.items() if name in held.buffers}
-    value: torch.Tensor | None = private.value_of(tensor, given, read)
+    traced = {} if held is None else {private.traced_node(one): name for name, one in held.model.named_buffers()}
+    names = {node.name: name for node, name in traced.items() if node is not None}
+    given = {} if held is None else {at: held.buffers[name] for at, name in names.items() if name in held.buffers}
+    value = evaluated(tensor, given, read)
     if held is None:
         return None if read else value
     _note(held, {names.get(at) or _name_of(held, one): one for at, one in read.items()})

@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import count, islice
@@ -191,6 +191,26 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
+def traced_node(tensor: torch.Tensor) -> fx.Node | None:
+    """Of a tensor that the trace that is going on knows."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    slot = None if mode is None else get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether the trace that is going on knows a tensor."""
+    return traced_node(tensor) is not None
+
+
+def trace_root() -> nn.Module:
+    """What `get_attr` nodes of the trace that is going on read."""
+    mode: Any = get_proxy_mode()
+    root: nn.Module = mode.tracer.root
+    return root
+
+
 def moving_values(
     sources: Iterable[torch.Tensor], constants: Sequence[torch.Tensor]
 ) -> tuple[Callable[[torch.Tensor], bool], list[torch.Tensor]]:
@@ -200,105 +220,14 @@ def moving_values(
     if mode is None:
         return lambda tensor: False, []
     tracer: Any = mode.tracer
-
-    def node_of(tensor: torch.Tensor) -> fx.Node | None:
-        found = get_proxy_slot(tensor, tracer, None)
-        return None if found is None else found.proxy.node
-
-    moving, read = {node_of(tensor) for tensor in sources}, list[torch.Tensor]()
+    moving, read = {traced_node(tensor) for tensor in sources}, list[torch.Tensor]()
     for node in tracer.graph.nodes:
         held = getattr(tracer.root, node.target) if node.op == "get_attr" and node.users else None
         drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         read += [one for one in constants if one is held]
         if drawn or any(held is one for one in constants) or any(one in moving for one in node.all_input_nodes):
             moving.add(node)
-    return lambda tensor: node_of(tensor) in moving, read
-
-
-def value_of(tensor: torch.Tensor, held: Mapping[str, torch.Tensor], read: dict[str, torch.Tensor]) -> Any:
-    """What a value of the trace that is going on holds, where that follows from numbers and from what the model holds;
-    None where anything else has a part in it, or it is written to.
-
-    Args:
-        held: by the names of the trace's placeholders.
-        read: gets those of them, and of the tensors that are no numbers of forward's own, that it is made of.
-    """
-    mode = get_proxy_mode()
-    tracer: Any = None if mode is None else mode.tracer
-    slot = None if mode is None else get_proxy_slot(tensor, tracer, None)
-    if slot is None:
-        return None
-    found = _Evaluation(tracer.root, held)
-    try:
-        with outside_trace(), outside_fakes(), torch.no_grad():
-            value = found.of(slot.proxy.node)
-    except _Unknown:
-        return None
-    pending, seen = list(found.values), set(found.values)
-    for node in pending:
-        if is_mutable(node.target) and packet_name(node.target) != "detach_":
-            return None
-        new = [one for one in node.users if one not in seen and may_alias(one.target)]
-        seen.update(new)
-        pending += new
-    read |= found.read
-    return value if isinstance(value, torch.Tensor) else None
-
-
-class _Unknown(Exception):
-    pass
-
-
-class _Evaluation:
-    """The values of nodes of a trace, run on the host: `values` are those of what was asked for, and is made of."""
-
-    def __init__(self, root: nn.Module, held: Mapping[str, torch.Tensor]) -> None:
-        self._root, self._held = root, held
-        self.values: dict[fx.Node, Any] = {}
-        self.read: dict[str, torch.Tensor] = {}
-
-    def of(self, node: fx.Node) -> Any:
-        if node not in self.values:
-            self.values[node] = self._made(node)
-        return self.values[node]
-
-    def _made(self, node: fx.Node) -> Any:
-        if node.op in ("placeholder", "get_attr"):
-            return self._of_model(node)
-        if node.target is torch.ops.aten.lift_fresh_copy.default:  # a number of forward's own
-            return getattr(self._root, str(node.args[0].target)).clone()  # type: ignore[union-attr]
-        known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-        if not known or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise _Unknown
-        if (decided := _decided(node)) is not None:
-            return torch.full(node.meta["val"].shape, decided)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        host = torch.device("cpu")
-        args, kwargs = pytree.tree_map_only(torch.device, lambda _: host, (args, kwargs))
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
-        if isinstance(made, torch.Tensor) and made.dtype != node.meta["val"].dtype:  # of an autocast
-            raise _Unknown
-        return made
-
-    def _of_model(self, node: fx.Node) -> torch.Tensor:
-        found = self._held.get(node.name) if node.op == "placeholder" else getattr(self._root, str(node.target), None)
-        if not isinstance(found, torch.Tensor) or mode_of(found) is not None or found.is_meta or found.requires_grad:
-            raise _Unknown
-        self.read[node.name] = found
-        return found.detach().cpu()
-
-
-_ABOVE, _BELOW = ("gt", "ge"), ("lt", "le")
-
-
-def _decided(node: fx.Node) -> bool | None:
-    """Whether a number drawn between 0 and 1 compares so with one that is not; None for any other node."""
-    name, (drawn, limit, *_) = packet_name(node.target), (*node.args, None, None)
-    if not isinstance(drawn, fx.Node) or packet_name(drawn.target) not in ("rand", "rand_like"):
-        return None
-    if name not in (*_ABOVE, *_BELOW) or not isinstance(limit, int | float) or 0 < limit < 1 or len(drawn.users) > 1:
-        return None
-    return (limit <= 0) == (name in _ABOVE)
+    return lambda tensor: traced_node(tensor) in moving, read
 
 
 @contextmanager
@@ -549,14 +478,6 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
-def traced_name(tensor: torch.Tensor) -> str | None:
-    """Of a tensor in the trace that is going on."""
-    mode = get_proxy_mode()
-    tracer: Any = None if mode is None else mode.tracer
-    slot = None if mode is None else get_proxy_slot(tensor, tracer, None)
-    return None if slot is None else str(slot.proxy.node.name)
-
-
 def is_node_of(node: Any, kind: Any) -> bool:
     """Whether a node of autograd's graph is that of an autograd function, and so the context of its backward."""
     return isinstance(node, kind._backward_cls)
@@ -574,11 +495,6 @@ def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors show the same memory in the same way."""
     same = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
     return same and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether the trace that is going on knows a tensor."""
-    return traced_name(tensor) is not None
 
 
 def num_traced() -> int:
