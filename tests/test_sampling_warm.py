@@ -11,10 +11,9 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.models.backbones import prediction_of
-from fxpipe.plan.sample_plan import EXACT, SamplePlan
+from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.sampler import Sampler
-from tests.denoisers import case, noise, revealed
-from tests.distributed import run_processes
+from tests.denoisers import case, noise
 
 FLUX = "FluxTransformer2DModel"
 LAYOUTS = [  # of steps at the end, of fresh ones before, the bound on rounding

@@ -85,6 +85,12 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     return Choices(grid, spans, bounds, text_first, order, request.how)
 
 
+def is_text_first(case: SampleCase, made: Choices) -> bool:
+    """Whether its first patch may have the text alone, as is chosen, in every group."""
+    sizes = {stop - start for start, stop in made.grid.spans(case.num_samples)}
+    return made.text_first and all(case.first_has_text(size, made.bounds, made.attention) for size in sizes)
+
+
 def choices_of(plan: SamplePlan) -> Choices:
     """What a plan has decided."""
     spans = None
