@@ -154,13 +154,10 @@ class DisplacedWriter(CrossingWriter):
         if bucket.src == self.patch.index:
             values = [self._made.pop(member.edge) for member in bucket.members]
             flat = self.call(displaced_ops.pack, (values,), f"{bucket.value}_to_{bucket.dst}")
-            args: tuple[Any, ...] = (self.transport, flat, bucket.dst, bucket.edge)
-            node = self.call(ops.send, args, f"send_{bucket.value}_to_{bucket.dst}")
+            bucket.sent(self.transport, flat, f"send_{bucket.value}_to_{bucket.dst}")
         else:
-            args = (bucket.src, bucket.edge, list(bucket.shape), bucket.dtype, str(self.device))
-            node = self.call(ops.recv, (self.transport, *args), f"recv_{self.name(bucket)}")
-            self.carries[self.name(bucket)] = node
-        node.meta["message"] = bucket
+            name = self.name(bucket)
+            self.carries[name] = bucket.received(self.transport, self.device, f"recv_{name}")
 
     def before(self, bucket: Message, member: Message) -> fx.Node:
         """A value of the step before; its bucket is waited for where the first of its members is read."""

@@ -70,14 +70,10 @@ class RankGraph:
     # -- messages between cells
 
     def send(self, value: fx.Node, message: Message) -> None:
-        args = (self.transport, value, message.dst, message.edge)
-        self.call(ops.send, args, f"send_{message.value}_to_{message.dst}").meta["message"] = message
+        message.sent(self.transport, value, f"send_{message.value}_to_{message.dst}")
 
     def _post(self, message: Message) -> fx.Node:
-        args = self.transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device)
-        node = self.call(ops.recv, args, f"recv_{message.value}_from_{message.src}")
-        node.meta["message"] = message
-        return node
+        return message.received(self.transport, self.device, f"recv_{message.value}_from_{message.src}")
 
     def wait(self, message: Message) -> fx.Node:
         like = torch.empty(message.shape, dtype=message.dtype, device="meta")
