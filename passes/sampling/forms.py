@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
+from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from fxpipe.plan.rank_program import Message
@@ -105,22 +106,13 @@ def told(key: Key) -> str:
 def _read_by_all(graph: fx.Graph) -> set[Key]:
     """The exchanges after which every patch makes the whole prediction: all must read the same there."""
     (output,) = graph.find_nodes(op="output")
-    seen, keys, todo = set[fx.Node](), set[Key](), [*output.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        exchange: Exchange | None = node.meta.get("exchange")
-        if exchange is None:
-            todo += node.all_input_nodes
-        elif exchange.state is not None and not exchange.state.all_rows:
-            raise CompileError(
-                "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
-            )
-        else:
-            keys.add(_key(node))
-    return keys
+    before = reached(output.all_input_nodes, lambda node: [] if "exchange" in node.meta else node.all_input_nodes)
+    found: list[Exchange] = [node.meta["exchange"] for node in before if "exchange" in node.meta]
+    if any(exchange.state is not None and not exchange.state.all_rows for exchange in found):
+        raise CompileError(
+            "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
+        )
+    return {(exchange.name, exchange.kind) for exchange in found}
 
 
 def _key(node: fx.Node) -> Key:

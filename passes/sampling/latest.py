@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.reach import reached
 from fxpipe.plan import displaced_ops, row_ops
 from fxpipe.plan.row_ops import Stretch
 from passes.operations import operation_name
@@ -108,12 +109,9 @@ class LatestWriter(CellWriter):
 
     def apart(self, value: fx.Node) -> fx.Node:
         """A value that leaves the cell, in memory that no later patch writes."""
-        todo = [value]
-        while todo:
-            node = todo.pop()
+        for node in reached([value], lambda node: node.all_input_nodes if shares(node) else []):
             if node.target is displaced_ops.put:
                 return self.call(torch.ops.aten.clone.default, (value,), f"{value.name}_kept", None, value)
-            todo += node.all_input_nodes if shares(node) and node.op == "call_function" else []
         return value
 
     def owned(self, value: fx.Node) -> fx.Node:
