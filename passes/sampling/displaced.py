@@ -45,7 +45,7 @@ class Crossing:
     advanced: frozenset[Key]
 
     def of(self, exchange: Exchange) -> bool:
-        return (exchange.name, exchange.kind) not in self.fresh
+        return exchange.key not in self.fresh
 
 
 class CrossingWriter(FormWriter):
@@ -86,7 +86,7 @@ class CarryingWriter(CrossingWriter):
     def _carried_on(self, exchange: Exchange, received: dict[int, fx.Node]) -> dict[int, fx.Node]:
         for bucket in self.come:
             for member in bucket.members:
-                if key_of(member) == (exchange.name, exchange.kind):
+                if key_of(member) == exchange.key:
                     self._arrived[member.edge] = received[bucket.src]
                     if all(one.edge in self._arrived for one in bucket.members):
                         self.carry(bucket)
@@ -120,7 +120,7 @@ class DisplacedWriter(CrossingWriter):
         self._last_waited = next(reversed(self.messages), None)
 
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
-        key = exchange.name, exchange.kind
+        key = exchange.key
         if not self.crossing.of(exchange):
             received = super().swap(exchange, value_for)
             if self.sends and key == self._last_waited:

@@ -75,7 +75,7 @@ def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
         operand, value = node.args[0], node.meta["val"]
         powers = isinstance(operand, fx.Node) and operand.target is row_ops.power
         if node.meta["exchange"].kind != "moments" and not powers and value.dtype.is_floating_point:
-            keys.add(_key(node))
+            keys.add(node.meta["exchange"].key)
     return frozenset(keys - set(fresh))
 
 
@@ -83,12 +83,14 @@ def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], 
     """Those that never cross: what every patch predicts of, synchronised norms, and what needs no message at all."""
     fresh = {key for graph in graphs for key in _read_by_all(graph)}
     fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}
-    fresh |= {_key(node) for node in exchange_nodes(next(iter(graphs)))} - {key_of(message) for message in messages}
+    exchanges = {node.meta["exchange"].key for node in exchange_nodes(next(iter(graphs)))}
+    fresh |= exchanges - {key_of(message) for message in messages}
     return frozenset(fresh)
 
 
 def _asked(graph: fx.Graph, names: Collection[str]) -> frozenset[Key]:
-    known = {told(key): key for key in map(_key, exchange_nodes(graph))}
+    keys: list[Key] = [node.meta["exchange"].key for node in exchange_nodes(graph)]
+    known = {told(key): key for key in keys}
     if unknown := sorted(set(names) - set(known)):
         raise CompileError(
             f"{unknown[0]!r} is to be kept fresh, but patches exchange nothing of that name; known are "
@@ -112,9 +114,4 @@ def _read_by_all(graph: fx.Graph) -> set[Key]:
         raise CompileError(
             "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
         )
-    return {(exchange.name, exchange.kind) for exchange in found}
-
-
-def _key(node: fx.Node) -> Key:
-    exchange: Exchange = node.meta["exchange"]
-    return exchange.name, exchange.kind
+    return {exchange.key for exchange in found}

@@ -205,7 +205,7 @@ class FormWriter:
         """Post what comes, send to every rank that waits for it; calling the result waits, and gives it by rank."""
         name = "prediction" if exchange.kind == "prediction" else exchange.name
         posted = dict[int, fx.Node]()
-        messages = self.messages.get((exchange.name, exchange.kind), ())
+        messages = self.messages.get(exchange.key, ())
         for message in messages:
             if message.dst == self.patch.index:
                 wire = self.placed(message)

@@ -74,13 +74,13 @@ class LatestWriter(CellWriter):
         for_one = exchange.kind == "halo"
         if exchange.kind == "moments" and self.norms == "corrected":
             self.latest[f"{self._name(exchange, mine)}_before"] = self.latest[self._name(exchange, mine)]
-        for message in self.messages.get((exchange.name, exchange.kind), ()):
+        for message in self.messages.get(exchange.key, ()):
             if message.src == mine:
                 value = value_for(message.dst)
                 if value not in kept:
                     kept[value] = self.owned(value)
                 self.latest[self._name(exchange, mine, message.dst if for_one else None)] = kept[value]
-        read = [m.src for m in self.messages.get((exchange.name, exchange.kind), ()) if m.dst == mine]
+        read = [m.src for m in self.messages.get(exchange.key, ()) if m.dst == mine]
         return lambda: {src: self.latest[self._name(exchange, src, mine if for_one else None)] for src in read}
 
     def _name(self, exchange: Exchange, src: int | None = None, dst: int | None = None) -> str:
