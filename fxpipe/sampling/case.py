@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -54,16 +54,11 @@ class SampleCase:
     traced: Traced
     num_samples: int
     cost_model: CostModel
-
-    @cached_property
-    def _known(self) -> dict[Any, Any]:
-        return {}
+    _known: dict[Any, Any] = field(default_factory=dict)
 
     def of(self, num_samples: int) -> "SampleCase":
         """The call with another number of samples; what is known of both is found once."""
-        other = SampleCase(self.traced, num_samples, self.cost_model)
-        other.__dict__["_known"] = self._known
-        return other
+        return SampleCase(self.traced, num_samples, self.cost_model, self._known)
 
     def found_once(self, key: Any, make: Callable[[], T]) -> T:
         """What is found under this key, made where it is first asked for."""

@@ -10,7 +10,7 @@ Text is owned by the first patch; what no patch changes is computed once in a st
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 
@@ -53,6 +53,7 @@ class Piped:
     batched: Mapping[str, torch.Tensor]
     norms: Norms
     device: torch.device
+    _graphs: dict[tuple[int, int, Patch], fx.Graph] = field(default_factory=dict, init=False)
 
     @property
     def num_patches(self) -> int:
@@ -79,10 +80,6 @@ class Piped:
     @cached_property
     def shared(self) -> frozenset[str]:
         return shared_values(next(iter(self.plans.values())), self.line.early)
-
-    @cached_property
-    def _graphs(self) -> dict[tuple[int, int, Patch], fx.Graph]:
-        return {}
 
     def graph(self, group: int, stage: Stage, turn: Turn) -> fx.Graph:
         """What a stage computes at a turn, made when it is first asked for."""
