@@ -1,16 +1,19 @@
 """What is computed once in a call, and again when what it is made of has changed: known, or computed.
 
-conditions as before: the same tensors, not written since, or equal ones    ->  the values of then
+conditions as before: equal ones                                            ->  the values of then
 other conditions: a callback's, those without the prompt                    ->  other values, beside the last ones
 
 Every rank may decide by itself: nothing is sent, and values computed again are the same to the last bit. Weights count
-as changed when torch counts a write; what is written through `.data` in the middle of a call is seen by the next one.
+as changed when torch counts a write, or where some of their entries are others, as a merged adapter's: libraries write
+through `.data`, which torch does not count. Where that leaves these entries as they are, the next call sees it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from fxpipe.run.marks import Marks, marks_of
 
 _KEPT = 2
 """As many conditions as a step of a pipeline mostly has: with the prompt, and without."""
@@ -19,35 +22,10 @@ Values = Sequence[torch.Tensor]
 
 
 @dataclass
-class _Seen:
-    """A tensor as it was: by its object, for as long as nobody writes it, and by its entries."""
-
-    given: torch.Tensor
-    version: int | None
-    entries: torch.Tensor
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "_Seen":
-        return _Seen(tensor, _version(tensor), tensor.clone())
-
-    def is_now(self, tensor: torch.Tensor) -> bool:
-        version = _version(tensor)
-        if tensor is self.given and version is not None and version == self.version:
-            return True
-        old = self.entries
-        if (tensor.shape, tensor.dtype, tensor.device) != (old.shape, old.dtype, old.device):
-            return False
-        if not torch.equal(tensor, old):
-            return False
-        self.given, self.version = tensor, version
-        return True
-
-
-@dataclass
 class _Known:
     program: object
-    weights: list[object]
-    conditions: list[_Seen]
+    weights: Marks
+    conditions: Values
     values: Values
 
 
@@ -63,25 +41,20 @@ class Once:
         Args:
             program: whose values these are.
         """
-        stamps = [_stamp(tensor) for tensor in weights]
-        for known in self._known:
-            same = known.program is program and known.weights == stamps
-            if same and all(old.is_now(new) for old, new in zip(known.conditions, conditions, strict=True)):
+        counted = not any(tensor.is_inference() for tensor in weights)
+        marks = marks_of(weights)
+        for known in self._known if counted else ():
+            same = known.program is program and known.weights == marks
+            if same and all(map(_equal, known.conditions, conditions)):
                 return known.values
         self._known = self._known[: _KEPT - 1]  # before others are made
-        self._known.insert(0, _Known(program, stamps, list(map(_Seen.of, conditions)), compute()))
+        self._known.insert(0, _Known(program, marks, [tensor.clone() for tensor in conditions], compute()))
         return self._known[0].values
 
     def forget(self) -> None:
         self._known.clear()
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """How often it was written in place; None where torch does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _stamp(tensor: torch.Tensor) -> object:
-    """Equal for as long as nobody writes it; to none where that cannot be told."""
-    version = _version(tensor)
-    return object() if version is None else (id(tensor), tensor.data_ptr(), version)
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and torch.equal(one, other)
