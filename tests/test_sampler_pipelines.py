@@ -687,3 +687,30 @@ def test_groups_of_samples_that_read_each_other_are_refused(how: Call) -> None:
     x, groups = noise(3, 2, 9, 5), how["cfg"]
     with pytest.raises(CompileError, match=f"{groups} groups of samples, .* cannot be computed apart; use cfg=1. mod"):
         fxpipe.compile_sampler(Perturbed(), groups, example={"x": x}, sample={"x": 2}, **how)
+
+
+class Framed(Taking):
+    """Reads a text for every frame of every sample, and numbers that are no sample's."""
+
+    def forward(self, x: Tensor, text: Tensor, table: Tensor) -> Tensor:
+        frames = x.transpose(1, 2).flatten(0, 1)
+        mixed = nn.functional.scaled_dot_product_attention(self.conv(frames).flatten(2).mT, text, text)
+        return mixed.mT.reshape(-1, x.shape[2], 2, *x.shape[3:]).transpose(1, 2) * table.sum()
+
+
+@pytest.mark.parametrize("how", [{"cfg": 2, "patches": 2}, {"cfg": 1, "stages": 2, "patches": 2, "sizes": "any"}])
+def test_inputs_with_several_rows_to_a_sample(how: Call) -> None:
+    torch.manual_seed(0)
+    model, table = Framed(), noise(8)
+    sampler = fxpipe.compile_sampler(model, 4, example=framed(2, 3, table), sample={"x": 3}, **how)
+    several = {leaf.name: leaf.each for leaf in sampler.capture.inputs.leaves}
+    assert several == {"x": 1, "text": 3, "table": 1}
+    assert sampler.verify().ok
+    for samples, frames in ((2, 3), (4, 3), (2, 5), (3, 2)):
+        call = framed(samples, frames, table)
+        with torch.no_grad():
+            assert error(sampler.predict(**call), model(**call)) <= 1e-10
+
+
+def framed(samples: int, frames: int, table: Tensor) -> Call:
+    return {"x": noise(samples, 2, frames, 9, 5), "text": noise(samples * frames, 4, 2, seed=1), "table": table}

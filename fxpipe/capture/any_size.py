@@ -48,13 +48,11 @@ class AnySize:
         shapes = {n: tuple(one.shape) for n, one in named.items() if isinstance(one, torch.Tensor)}
         if shapes.keys() != set(inputs.tensor_names):
             raise CompileError("its tensors are other ones")
-        leaves = tuple(replace(leaf, shape=shapes.get(leaf.name, ())) for leaf in inputs.leaves)
-        size = next(shapes[leaf.name][0] for leaf in leaves if leaf.batched)
-        if size < self.captured.fewest:
-            raise CompileError(f"forward has another form with {size} samples")
-        here = replace(inputs, leaves=leaves, batch_size=size)
+        here = inputs.of_shapes(shapes)
+        if here.batch_size < self.captured.fewest:
+            raise CompileError(f"forward has another form with {here.batch_size} samples")
         here.bind(args, kwargs, shapes_alone=True)
-        return self._put(here, self.free.numbers(shapes))
+        return self._put(here, self.free.numbers({leaf.name: leaf.shape for leaf in here.leaves if leaf.is_tensor}))
 
     def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
         sizes = {one: number for one, number in numbers.items() if one not in self.captured.batch}

@@ -2,7 +2,7 @@
 
 import enum
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,8 @@ def call_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class Leaf:
     """One leaf of the argument tree: a tensor input, or a constant that must keep its value.
 
-    `shape` is the example's; dimension 0 is the batch where `batched`.
+    `shape` is the example's; dimension 0 is the batch where `batched`. Where a sample is `each` of its rows, one after
+    the other, as the text of every frame of a video, it is that of the flat list: [batch, each, ...].
     """
 
     name: str
@@ -37,6 +38,12 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     constant: Any
+    each: int = 1
+
+    def by_sample(self, value: Any) -> Any:
+        """A tensor as it is in the flat list; as it is where it has not so many rows to a sample."""
+        several = self.each > 1 and isinstance(value, torch.Tensor) and value.ndim > 0
+        return value.unflatten(0, (-1, self.each)) if several and not value.shape[0] % self.each else value
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,45 @@ class InputSpec:
             )
         return replace(self, batch_size=self.batch_size // rows, rows=rows)
 
+    @property
+    def multiples(self) -> dict[str, int]:
+        """Inputs without a batch that might have one all the same: those of several times its rows, and how many."""
+        leaves = [leaf for leaf in self.leaves if leaf.shape and not leaf.batched]
+        times = {leaf.name: divmod(leaf.shape[0], self.batch_size) for leaf in leaves}
+        return {name: each for name, (each, rest) in times.items() if each > 1 and not rest}
+
+    def with_each(self, names: Collection[str]) -> "InputSpec":
+        """The same call, of whose `multiples` those with these names have a batch."""
+        each = self.multiples
+
+        def batched(leaf: Leaf) -> Leaf:
+            if leaf.name not in names:
+                return leaf
+            shape = (self.batch_size, each[leaf.name], *leaf.shape[1:])
+            return replace(leaf, batched=True, each=each[leaf.name], shape=shape)
+
+        return replace(self, leaves=tuple(map(batched, self.leaves)))
+
+    def of_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> "InputSpec":
+        """The same call, its tensors of these shapes; CompileError where some have no several rows to a sample."""
+        size = next(shapes[leaf.name][0] for leaf in self.leaves if leaf.batched and leaf.each == 1)
+
+        def sized(leaf: Leaf) -> Leaf:
+            shape = shapes.get(leaf.name, ())
+            if leaf.each == 1:
+                return replace(leaf, shape=shape)
+            each, rest = divmod(shape[0], max(size, 1))
+            if each < 2 or rest:
+                raise CompileError(f"input {leaf.name} has {shape[0]} rows for {size} samples, not several for each")
+            return replace(leaf, each=each, shape=(size, each, *shape[1:]))
+
+        return replace(self, leaves=tuple(map(sized, self.leaves)), batch_size=size)
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A call's tensors as they are in the flat list."""
+        leaves = [leaf for leaf in self.leaves if leaf.is_tensor]
+        return [leaf.by_sample(tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
+
     def shape_of(self, leaf: Leaf, size: int) -> tuple[int, ...]:
         """A leaf's in the flat list, with a batch of `size` samples."""
         if not leaf.batched:
@@ -93,9 +139,10 @@ class InputSpec:
         if tree != self.tree:
             expected, given = [leaf.name for leaf in self.leaves], list(named)
             raise CompileError(f"inputs {given} are not the compiled ones, {expected}; pass the same arguments")
-        tensors = {leaf.name: named[leaf.name] for leaf in self.leaves if leaf.is_tensor}
+        named = {leaf.name: leaf.by_sample(named[leaf.name]) for leaf in self.leaves}
         for leaf in self.leaves:
             _check_leaf(leaf, named[leaf.name], shapes_alone)
+        tensors = {leaf.name: named[leaf.name] for leaf in self.leaves if leaf.is_tensor}
         sizes = {leaf.name: int(tensors[leaf.name].shape[0]) for leaf in self.leaves if leaf.batched}
         if len(set(sizes.values())) != 1:
             raise CompileError(
@@ -128,6 +175,8 @@ class InputSpec:
         return tensor.view(self.rows, size, *tensor.shape[1:]).transpose(0, 1)
 
     def _as_called(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
+        if leaf.each > 1:
+            return tensor.flatten(0, 1)
         return tensor.transpose(0, 1).flatten(0, 1) if leaf.batched and self.rows > 1 else tensor
 
 
@@ -149,6 +198,7 @@ def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:
     same_rank = value.ndim == len(leaf.shape)
     if not same_rank or tuple(value.shape[skip:]) != leaf.shape[skip:] or value.dtype != leaf.dtype:
         want = ["batch", *leaf.shape[1:]] if leaf.batched else list(leaf.shape)
+        want = [f"{leaf.each} * batch", *leaf.shape[2:]] if leaf.each > 1 else want
         got = f"{list(value.shape)} {value.dtype}"
         raise CompileError(f"input {leaf.name} must be {want} {leaf.dtype}, got {got}; recompile for other shapes")
 

@@ -18,6 +18,7 @@ from fxpipe.capture.settings import require_stateless
 from fxpipe.collector import held_collector
 from fxpipe.errors import FxpipeError
 from fxpipe.sampling.step import Traced
+from passes.batch import require_independent
 from passes.rows.sized import at_batch_size, require_shapes
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Tracing:
         """The call as one flat graph; the module stays as it is. `num_free`: traces there are whose sizes are free.
 
         A single sample is traced as two, since a graph of one holds for one alone; as it is where that fails, or is
-        something else.
+        something else. Where there is no graph for any number of samples, some inputs may have several rows to each.
 
         Raises:
             CaptureError: the module cannot be captured as one graph.
@@ -59,7 +60,16 @@ class Tracing:
                 found = self._traced(module, *describe(module, *twice, 2), free)
                 if found.holds(1):
                     return found
-        return self._traced(module, inputs, tensors, free)
+        found = self._traced(module, inputs, tensors, free)
+        if found.captured.batch or inputs.batch_size == 1:
+            return found
+        for several in map(inputs.with_each, _several(inputs)):
+            with suppress(FxpipeError):
+                other = self._traced(module, several, tensors, free)
+                require_independent(other.captured)
+                if other.captured.inputs == several:
+                    return other
+        return found
 
     @held_collector()
     def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -77,9 +87,17 @@ class Tracing:
         with torch.inference_mode(False), _sampling(module):
             # No trace takes a tensor of inference_mode; of examples only shapes and types are used.
             known = [torch.empty_like(tensor) if tensor.is_inference() else tensor for tensor in tensors]
-            call = cached_call(module, inputs, known, rows if free else None, self.cache)
+            call = cached_call(module, inputs, inputs.flat(known), rows if free else None, self.cache)
         self.observe("capture", call.captured)
         return Traced(call.captured, call.returned, rows, call.any_size)
+
+
+def _several(inputs: InputSpec) -> list[list[str]]:
+    """Inputs that might have several rows to a sample, such as the text of every frame: all of them, or those of as
+    many."""
+    each = inputs.multiples
+    alike = [[name for name in each if each[name] == number] for number in dict.fromkeys(each.values())]
+    return [[*each], *alike] if len(alike) > 1 else alike
 
 
 def repeated(
