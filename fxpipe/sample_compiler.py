@@ -6,6 +6,7 @@ programs    traced, analysed, lowered: for the example now, for other calls when
             (fxpipe/sampling: trace, case, planning, lowering)  -> SamplePlan, SampleStep per kind of call
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.analysis import Observe, priced, priced_name, shared_cost_model
 from fxpipe.capture.cache import cache_folder
+from fxpipe.capture.inputs import describe
 from fxpipe.capture.private import uncompiled
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
@@ -34,9 +36,11 @@ from fxpipe.sampling.candidates import Objective, Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
 from fxpipe.sampling.spread import Spread
-from fxpipe.sampling.trace import Sizes, Tracing, repeated
+from fxpipe.sampling.trace import RowsOf, Sizes, Tracing, repeated
 from passes.sampling.displaced import Norms
 from passes.sampling.text import Text
+
+_log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _STEPS = 50
@@ -153,8 +157,9 @@ def compile_sampler(
         raise CompileError(f"sample={dict(sample)}: dimensions are integers, {{'sample': 2}}")
 
     # denoiser: which module predicts, and what it is called with
+    rows_of = row_inputs if sample is None else lambda module, call: sample
     names = denoiser_names(model) if is_pipeline(model) else []
-    name, module, args, kwargs = _denoiser_call(model, names, example)
+    name, module, args, kwargs = _denoiser_call(model, names, example, rows_of)
 
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
@@ -162,7 +167,6 @@ def compile_sampler(
     ranks: Ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks()
 
     # programs: for the example, and for other calls when they come
-    rows_of = row_inputs if sample is None else lambda module, call: sample
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
     price = priced(cost_model, known.cost_model if known else "", network)
     by = shared_cost_model(price, world_size)
@@ -211,14 +215,25 @@ def _check_choices(**given: str) -> None:
 
 
 def _denoiser_call(
-    model: Any, names: Sequence[str], example: Mapping[str, Any] | None
+    model: Any, names: list[str], example: Mapping[str, Any] | None, rows_of: RowsOf
 ) -> tuple[str | None, nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The module that predicts first, its name where it is a pipeline's, and its call."""
+    """The module that predicts first, its name where it is a pipeline's, and its call; `names` loses those before it
+    that have no rows, as priors of embeddings."""
     if names:
         if example is None:
             raise CompileError("example is missing: keyword arguments of one call of the pipeline, {'prompt': ...}")
         name, args, kwargs = recorded_call(model, names, example)
-        return name, uncompiled(getattr(model, name)), args, kwargs
+        module = uncompiled(getattr(model, name))
+        inputs, tensors = describe(module, args, kwargs, None)
+        try:
+            rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
+        except CompileError as error:
+            if len(names) == 1:
+                raise
+            _log.warning("%s runs whole on every rank: %s", name, error)
+            names.remove(name)
+            return _denoiser_call(model, names, example, rows_of)
+        return name, module, args, kwargs
     if not isinstance(model, nn.Module):
         raise CompileError(f"{type(model).__name__} is neither a pipeline nor a module")
     if example is None:

@@ -597,6 +597,51 @@ def test_own_controlnets_and_own_handling_of_errors(made: Any) -> None:
         assert error(fast(x), pipe(x)) <= 1e-10
 
 
+class Prior(nn.Module):
+    """Predicts an embedding, which has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Call = {}
+        self.linear = nn.Linear(2, 2).double()
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        return self.linear(hidden_states) * timestep
+
+
+class Ratio(Written):
+    """A denoiser that calls its time r."""
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, r)
+
+
+class Combined:
+    """A pipeline of a pipeline, whose denoiser it names otherwise."""
+
+    def __init__(self) -> None:
+        self.prior, self.decoder_net = Prior(), Ratio()
+        self.decoder = OwnLoop(self.decoder_net)
+        self.components = {"prior": self.prior, "decoder_net": self.decoder_net}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.decoder(x * self.prior(x.mean((2, 3)), torch.ones(2, 1))[:, :, None, None])
+
+
+def test_a_pipeline_of_pipelines(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    pipe, x = Combined(), noise(2, 2, 9, 5)
+    with caplog.at_level(logging.WARNING):
+        sampler = fxpipe.compile_sampler(pipe, 2, example={"x": x}, cfg=1, patches=2)
+    assert "prior runs whole on every rank: Prior: its hidden_states [2, 2] has no rows" in caplog.text
+    assert (sampler.name, [*sampler.others]) == ("decoder_net", [])
+    fast = sampler.pipeline()
+    assert fast.decoder.net is fast.decoder_net
+    assert pipe.decoder.net is pipe.decoder_net
+    with torch.no_grad():
+        assert error(fast(x), pipe(x)) <= 1e-10
+
+
 class Setting(OwnLoop):
     """Sets its module otherwise for a call, and back at the call's end, as perturbed attention does."""
 

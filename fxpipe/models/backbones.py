@@ -25,7 +25,7 @@ from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
 
 _SAMPLE_NAMES = ("sample", "hidden_states", "input_ids", "x")
 # micro_conds: UVit2DModel, which knows no time
-_CONDITION_NAMES = {"timestep", "timesteps", "t", "timestep_ratio", "micro_conds"}
+_CONDITION_NAMES = {"timestep", "timesteps", "t", "r", "timestep_ratio", "micro_conds"}
 
 
 class PredictionStep(nn.Module):

@@ -123,13 +123,21 @@ def with_components(
     around: Callable[[], AbstractContextManager[None]] | None = None,
     finish: Callable[[Any], Any] = lambda result: result,
 ) -> Any:
-    """A shallow copy of the pipeline with these components; its calls run inside `around()`, and `finish` has what they
-    return."""
+    """A shallow copy of the pipeline with these components, also in pipelines that it is made of; its calls run inside
+    `around()`, and `finish` has what they return."""
     new = copy.copy(pipe)
+    inner = {name: _same(pipe, one, parts) for name, one in vars(pipe).items() if is_pipeline(one)}
+    new.__dict__.update({name: with_components(getattr(pipe, name), same) for name, same in inner.items() if same})
     new.__dict__.update(parts)  # past its own setter, which writes the component's class into the saved config
     if around is not None:
         new.__class__ = _around(type(pipe), around, finish)
     return new
+
+
+def _same(pipe: Any, inner: Any, parts: Mapping[str, object]) -> dict[str, object]:
+    """Of these components of a pipeline those that another one has, by its names."""
+    of = {id(getattr(pipe, name)): part for name, part in parts.items() if getattr(pipe, name, None) is not None}
+    return {name: of[id(own)] for name, own in (_components(inner) or {}).items() if id(own) in of}
 
 
 def _around(kind: type, around: Callable[[], AbstractContextManager[None]], finish: Callable[[Any], Any]) -> type:
