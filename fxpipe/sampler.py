@@ -128,15 +128,15 @@ class Sampler:
     def pipeline(self) -> Any:
         """The user's pipeline, same call, scheduler and callbacks, with its denoiser spread over the ranks.
 
-        It is a shallow copy: schedulers, encoders and weights are shared. Under torchrun every rank runs the same
-        script, and every rank gets the whole result.
+        It is a shallow copy: schedulers, encoders and weights are shared; a deep copy of it has its own, and programs
+        of its own. Under torchrun every rank runs the same script, and every rank gets the whole result.
         """
         if self.name is None:
             raise CompileError(f"{type(self.model).__name__} is no pipeline; call sampler.predict as its forward")
         spread = {self.name: self.denoiser, **self.others}
-        parts: dict[str, object] = {name: shell(one.module, one) for name, one in spread.items()}
+        parts: dict[str, object] = {name: shell(one.module, one, one.of_copy) for name, one in spread.items()}
         if self.decoder is not None:
-            decoder = shell(self.decoder.module, self.decoder)
+            decoder = shell(self.decoder.module, self.decoder, self.decoder.of_copy)
             parts["vae"] = with_submodule(self.model.vae, "decoder", decoder)
         return with_components(self.model, parts, self.ranks.call, finished)
 

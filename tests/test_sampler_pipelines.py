@@ -571,6 +571,22 @@ def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
     assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
+def test_a_deep_copy_has_weights_of_its_own(shared: Shared) -> None:
+    torch.manual_seed(0)
+    pipe, x = OwnLoop(Written()), noise(2, 2, 9, 5)
+    fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+    with torch.no_grad():
+        wanted, own = pipe(x), copy.deepcopy(fast)
+        own.net.conv.weight.mul_(2)
+        assert error(fast(x), wanted) <= 1e-10
+        pipe.net.conv.weight.mul_(2)
+        assert error(own(x), pipe(x)) <= 1e-10
+        assert error(pipe(x), wanted) > 1e-2
+    vae = copy.deepcopy(shared.fast.vae)
+    assert vae.decoder.conv_in.weight is vae.state_dict(keep_vars=True)["decoder.conv_in.weight"]
+    assert vae.decoder.conv_in.weight is not shared.pipe.vae.decoder.conv_in.weight
+
+
 class Controlled(Written):
     """Backbone and ControlNet in one."""
 

@@ -20,9 +20,19 @@ from fxpipe.errors import CompileError
 from fxpipe.models.backbones import is_backbone, takes_sample_and_time
 
 
-def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
-    """The module itself in all but its calls, which go to `run`: of its class, with its attributes and weights."""
+def shell(
+    module: nn.Module, run: Callable[..., Any], runs_of: Callable[[nn.Module], Callable[..., Any]] | None = None
+) -> nn.Module:
+    """The module itself in all but its calls, which go to `run`: of its class, with its attributes and weights.
+
+    A deep copy has weights of its own, so its calls go to what `runs_of` gives for the module's copy; where that is
+    left out it is a copy of the module.
+    """
     kind = type(module)
+
+    def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        own = copy.deepcopy(module, memo)
+        return own if runs_of is None else shell(own, runs_of(own), runs_of)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
@@ -40,7 +50,8 @@ def shell(module: nn.Module, run: Callable[..., Any]) -> nn.Module:
             stream.stream_name = before
 
     # torch.compile of a shell has nothing to compile, and ranks run nothing that it could trace
-    return _sharing(module, _like(kind, torch.compiler.disable(call), cache_context=cache_context))
+    members = {"cache_context": cache_context, "__deepcopy__": copied}
+    return _sharing(module, _like(kind, torch.compiler.disable(call), **members))
 
 
 class _Recorded(BaseException):
@@ -179,7 +190,10 @@ def with_submodule(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
         now = module._modules.get(name)
         return part if now is own else now
 
-    return _sharing(module, _subclass(type(module), {name: property(found)}))
+    def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return with_submodule(copy.deepcopy(module, memo), name, copy.deepcopy(part, memo))
+
+    return _sharing(module, _subclass(type(module), {name: property(found), "__deepcopy__": copied}))
 
 
 def _sharing(module: nn.Module, kind: type) -> nn.Module:

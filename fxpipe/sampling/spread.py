@@ -79,6 +79,10 @@ class Spread:
         self._settings: Settings = []
         self._named: list[Holder] = []
 
+    def of_copy(self, module: nn.Module) -> "Spread":
+        """The same for a copy of the module, whose weights are its own; its programs are made when it is called."""
+        return Spread(module, self.lowering, self.ranks, self.or_whole)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward; without gradients.
 
