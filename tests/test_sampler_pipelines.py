@@ -571,6 +571,25 @@ def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
     assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
+class Previewing(OwnLoop):
+    def __call__(self, x: Tensor, steps: int = 5, callback: Callable[[], object] = lambda: None) -> Tensor:
+        x = super().__call__(x, steps - 2)
+        callback()
+        return super().__call__(x, 2)
+
+
+def test_a_call_within_a_call_is_one_of_its_own() -> None:
+    torch.manual_seed(0)
+    x, y, found = noise(2, 2, 9, 5), noise(2, 2, 9, 5, seed=1), list[Tensor]()
+    sampler = fxpipe.compile_sampler(Previewing(Written()), 2, example={"x": x}, patches=2, mode="displaced", warmup=1)
+    fast = sampler.pipeline()
+    alone = fast(x), fast(y)
+    others = [fast(x, callback=lambda: found.append(fast(y))) for _ in range(2)]
+    assert all(torch.equal(one, alone[1]) for one in found)
+    assert torch.equal(*others)
+    assert 0 < error(others[0], alone[0]) < 0.1
+
+
 def test_a_deep_copy_has_weights_of_its_own(shared: Shared) -> None:
     torch.manual_seed(0)
     pipe, x = OwnLoop(Written()), noise(2, 2, 9, 5)

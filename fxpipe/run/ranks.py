@@ -97,27 +97,38 @@ class Ranks(ABC):
 
     @contextmanager
     def call(self, for_all: bool = False) -> Iterator[None]:
-        """A call of the user's pipeline: its steps belong together. Calls within a call are part of it; those of other
-        threads wait for its end. `for_all`: what other threads predict until then is part of it, and any may end it.
+        """A call of the user's pipeline: its steps belong together. One within a call, as of a callback, is a call of
+        its own, after which the outer one's next step is exact; those of other threads wait for its end. `for_all`:
+        what other threads predict until then is part of it, and any may end it.
 
         Raises:
             RunError: nothing is predicted in the open call of another thread, and it does not end.
         """
         if self._num_steps is not None and self._opened_by == get_ident():
-            yield
+            with self._ended():
+                pass
+            with self._steps():
+                yield
             return
         self._begin_alone()
         try:
-            self._opened_by, self._for_all, self._num_steps = get_ident(), for_all, Counter()
-            self._position, self._time, self._conditions = 0, {}, []
-            try:
-                with self._ended():
-                    yield
-            finally:
-                with self.turn:
-                    self._num_steps = None
+            self._opened_by, self._for_all = get_ident(), for_all
+            with self._steps():
+                yield
         finally:
             self._one_call.release()
+
+    @contextmanager
+    def _steps(self) -> Iterator[None]:
+        """Those of one call, with nothing of the call that it is within."""
+        outer = self._num_steps, self._position, self._time, self._conditions
+        self._num_steps, self._position, self._time, self._conditions = Counter(), 0, {}, []
+        try:
+            with self._ended():
+                yield
+        finally:
+            with self.turn:
+                self._num_steps, self._position, self._time, self._conditions = outer
 
     def _begin_alone(self) -> None:
         """Wait for the end of another thread's call, which may in turn wait for this one."""
