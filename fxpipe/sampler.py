@@ -4,8 +4,8 @@ sampler.pipeline()(prompt="...")     the user's own loop; its denoiser's calls a
   pipe.unet(sample, t, text)    ->   Spread: programs for this kind of call   ->   ranks   ->   the whole prediction
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fxpipe.capture import Capture
 from fxpipe.capture.reach import reached
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
-from fxpipe.errors import CompileError
+from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.models.pipelines import own_schedulers, recorded_call, shell, with_components, with_submodule
 from fxpipe.options import check_cost_model, check_counts
 from fxpipe.plan.block_graph import human_bytes
@@ -138,7 +138,20 @@ class Sampler:
         if self.decoder is not None:
             decoder = shell(self.decoder.module, self.decoder, self.decoder.of_copy)
             parts["vae"] = with_submodule(self.model.vae, "decoder", decoder)
-        return with_components(self.model, parts, self.ranks.call, finished)
+        return with_components(self.model, parts, self._call, finished)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around a call of the pipeline: where it fails, what it may have looked for is told."""
+        with self.ranks.call():
+            try:
+                yield
+            except FxpipeError:
+                raise
+            except Exception as error:
+                for text in sorted(set[str]().union(*(one.kept for one in (self.denoiser, *self.others.values())))):
+                    error.add_note(text)
+                raise
 
     def prepare(self, **call: Any) -> SampleStep:
         """The programs for a call of the pipeline, before it comes: it ends where it calls its denoiser. Collective

@@ -571,6 +571,32 @@ def test_a_pipeline_of_no_library(shape: tuple[int, ...]) -> None:
     assert sampler.step.traced.rows == {"x": len(shape) - 2}
 
 
+class Storing(Written):
+    """Leaves what somebody may look for, as attention maps."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor, t: Tensor, img_ids: Tensor | None = None) -> Tensor:
+        self.last = super().forward(x, t)
+        return self.last.sin()
+
+
+class Looking(OwnLoop):
+    def __call__(self, x: Tensor, steps: int = 3) -> Tensor:
+        return super().__call__(x, steps) + self.net.last.mean()
+
+
+def test_what_a_pipeline_misses_is_told() -> None:
+    pipe, x = Looking(Storing()), noise(2, 2, 9, 5)
+    for _ in range(2):  # the second trace is of the cache
+        with pytest.warns(UserWarning, match="forward sets its attribute 'last'"):
+            fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+        with pytest.raises(AttributeError) as raised:
+            fast(x)
+        (note,) = raised.value.__notes__
+        assert "forward sets its attribute 'last', new, to a tensor, which engines and samplers leave as it is" in note
+
+
 class Previewing(OwnLoop):
     def __call__(self, x: Tensor, steps: int = 5, callback: Callable[[], object] = lambda: None) -> Tensor:
         x = super().__call__(x, steps - 2)

@@ -54,8 +54,9 @@ class Capture:
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
     `fingerprint` tells the step, as it was captured, from others; it is that while what forward has `read` as numbers
-    keeps its value. Smaller batches than the call's, down to `fewest` samples, and larger ones up to `most` (None is
-    infinity), are computed by the same graph.
+    keeps its value; `kept` tells of tensors that forward leaves on the model, where no program does. Smaller batches
+    than the call's, down to `fewest` samples, and larger ones up to `most` (None is infinity), are computed by the same
+    graph.
     """
 
     graph: fx.Graph
@@ -73,6 +74,7 @@ class Capture:
     left_out: tuple[str, ...] = ()
     fingerprint: str = ""
     read: Read = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -215,7 +217,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        exported.most, tuple(left_out), step_fingerprint(graph, draws), exported.read,
+        exported.most, tuple(left_out), step_fingerprint(graph, draws), exported.read, exported.kept,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class Exported:
     """`graph` is flat; `fixed` says why only the batch size of `inputs` runs, None where any does.
 
     With `fewest` samples and more, up to that batch size and on to `most` (None is infinity), forward itself decides as
-    it did in the trace.
+    it did in the trace. `kept` tells of tensors that forward leaves on the model.
     """
 
     program: torch.export.ExportedProgram
@@ -50,6 +50,7 @@ class Exported:
     fewest: int
     most: int | None
     read: Read
+    kept: tuple[str, ...]
 
 
 class Step(nn.Module):
@@ -164,13 +165,13 @@ def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str |
     size, values = inputs.batch_size, _batched_values(program, inputs)
     graph = private.flatten_regions(program.graph_module)
     own_graphs.cut_out(graph)
-    read = program.graph_module.meta[_READ]
+    read, kept = program.graph_module.meta[_READ], program.graph_module.meta.get(_KEPT, ())
     if fixed is not None:
-        return Exported(program, graph, inputs, fixed, size, size, read)
+        return Exported(program, graph, inputs, fixed, size, size, read, kept)
     fewest = private_sizes.fewest_samples(values, size)
     if any(map(_squeezes_free_sizes, graph.nodes)):
         fewest = max(fewest, 2)
-    return Exported(program, graph, inputs, fixed, fewest, private_sizes.most_samples(values, size), read)
+    return Exported(program, graph, inputs, fixed, fewest, private_sizes.most_samples(values, size), read, kept)
 
 
 def _squeezes_free_sizes(node: fx.Node) -> bool:
@@ -270,11 +271,11 @@ def _trace(
             f"{told}, and computes something else the next time, but a graph has every call alike; pass what changes "
             "as an input, or set it outside of forward"
         )
-    warn_of_tensors(written)
+    exported.graph_module.meta[_KEPT] = warn_of_tensors(written)
     return exported
 
 
-_READ = "fxpipe.read"
+_READ, _KEPT = "fxpipe.read", "fxpipe.kept"
 
 _OF_KEYS = (
     "; it takes as a key, or into a set, a size or a number read from a tensor, which the trace does not know: compare "

@@ -105,12 +105,13 @@ def carried_on(written: Sequence[Written]) -> Iterator[None]:
             holder.restore(before[key])
 
 
-def warn_of_tensors(written: Sequence[Written]) -> None:
-    """Of those that forward does not read itself, somebody else may."""
-    for one in written:
-        if _tensors(one.after):
-            told = "which engines and samplers leave as it is; return what is read later from forward"
-            warnings.warn(f"{one}, {told}", stacklevel=2)
+def warn_of_tensors(written: Sequence[Written]) -> tuple[str, ...]:
+    """What is told of those that forward does not read itself: somebody else may."""
+    told = "which engines and samplers leave as it is; return what is read later from forward"
+    kept = tuple(f"{one}, {told}" for one in written if _tensors(one.after))
+    for text in kept:
+        warnings.warn(text, stacklevel=2)
+    return kept
 
 
 def _shown(value: Any) -> str:

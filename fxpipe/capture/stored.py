@@ -66,6 +66,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         "fewest": captured.fewest,
         "most": captured.most,
         "left_out": list(captured.left_out),
+        "kept": list(captured.kept),
         "fingerprint": captured.fingerprint,
     }
 
@@ -89,6 +90,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         fewest=int(data["fewest"]),
         most=data["most"],
         left_out=tuple(data["left_out"]),
+        kept=tuple(data["kept"]),
         fingerprint=data["fingerprint"],
     )
 

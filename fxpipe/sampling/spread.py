@@ -237,6 +237,11 @@ class Spread:
             self._states[traced] = _tensors_of(self.module) | constants
         return self._states[traced]
 
+    @property
+    def kept(self) -> set[str]:
+        """What is told of tensors that forward leaves on the module, and ranks do not."""
+        return {text for traced in self._traced for text in traced.captured.kept}
+
     def release(self, rank: int) -> int:
         """Let go of what no program of this rank reads, of all kinds of calls so far; how many bytes that frees."""
         read = {name for step in self._steps.values() for name in step.program(rank).state}
