@@ -86,10 +86,11 @@ def raising(step: int, sample: Tensor) -> Tensor:
     return sample
 
 
-def other_weights(loop: Loop) -> None:
+def other_weights(loop: Loop, counted: bool = True) -> None:
     if loop.odd:
+        bias: Any = loop.model.last.bias
         with torch.no_grad():
-            loop.model.last.bias.mul_(1.1)  # type: ignore[union-attr]
+            (bias if counted else bias.data).mul_(1.1)
 
 
 def within(fault: Callable[[Loop], None], loop: Loop) -> Tensor:
@@ -126,6 +127,9 @@ FAULTS: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "weights": (lambda loop: (other_weights(loop), loop()), "last.bias differs between ranks 0 and 1; seed"),
     "changed weights": (
         lambda loop: (loop(), other_weights(loop), loop()), "last.bias differs between ranks 0 and 1; seed",
+    ),
+    "weights changed uncounted": (
+        lambda loop: (loop(), other_weights(loop, counted=False), loop()), "last.bias differs between ranks 0 and 1;",
     ),
     "replaced weights": (
         lambda loop: (loop(), replaced_weights(loop), loop()), "last.bias differs between ranks 0 and 1; seed",

@@ -16,6 +16,7 @@ from fxpipe.errors import CompileError, RunError, Stopped
 from fxpipe.plan.transport import Channel, T, Transport
 from fxpipe.run import launch
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.ownership import is_empty, is_released
 from fxpipe.run.ranks import D, Programs, Ranks, shapes_of
 from fxpipe.run.read_ahead import version
@@ -42,7 +43,8 @@ class LaunchedRank(Ranks):
     """This process as one rank of a launch, which all run the same loop.
 
     The first prediction of every call is compared over them to the bit, the others as `StepAgreement` says; weights
-    when they are first used, and again once they have changed, in a call alike on all ranks.
+    when they are first used, and again once they have changed, in a call alike on all ranks. What is written through
+    `.data`, which torch does not count, is seen by the next call.
     """
 
     def __init__(self, connect: Callable[[], Launched]) -> None:
@@ -57,6 +59,7 @@ class LaunchedRank(Ranks):
         self._opened: set[Channel] = set()
         self._used: list[tuple[Tensors, int]] = []  # states in this call, and how often they had been written
         self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
+        self._marks: list[tuple[Tensors, Marks]] = []  # of states, when they were
 
     def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         self._transport.set_action("predict")
@@ -182,6 +185,12 @@ class LaunchedRank(Ranks):
         """Those that are new on some rank, also where only another rank's program reads them."""
         there = {name: tensor for name, tensor in state.items() if not (tensor.is_meta or is_empty(tensor))}
         new = {name for name, tensor in there.items() if self._compared.get(tensor) != version(tensor)}
+        marks = marks_of(there.values())
+        if not new and any(known is state and marks != before for known, before in self._marks):
+            new = {*there}
+        held = [one.state for one in self._bound.values()]
+        self._marks = [one for one in self._marks if one[0] is not state and any(one[0] is own for own in held)]
+        self._marks.append((state, marks))
         on_any = set[str]().union(*everyones(self._transport, new))
         if on_any:
             compared = {name: there[name] for name in sorted(on_any) if name in there}
