@@ -97,8 +97,9 @@ def _applied(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]
         return cast(nn.Module, _APPLY(module, function, recurse))
     except RuntimeError as error:
         raise CaptureError(
-            "forward casts or moves its module's own weights (.to, .half, .cuda; layerwise casting), which a graph "
-            "cannot: cast or move the whole model before compiling, or in forward a weight alone, weight.to(x.dtype)"
+            "forward casts or moves its module's own weights (.to, .half, .cuda; layerwise casting, offloading), which "
+            "a graph cannot: cast or move the whole model before compiling (a pipeline that offloads its models: "
+            "remove_all_hooks()), or in forward a weight alone, weight.to(x.dtype)"
         ) from error
 
 
