@@ -132,10 +132,12 @@ class _Walk(fx.Interpreter):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _settle(self) -> None:
-        """Values that the node before was the last to use are gone by now."""
+        """Values that the node before was the last to use are gone by now, as is its own where nothing uses that."""
         if self._last is None:
             return
         node, before, made = self._last
+        if not node.users:
+            self.env.pop(node, None)
         gone = made - self.meter.now
         self.found[node] = Bytes((("activations", made - before),), (("activations", gone),), (), *[self._most] * 2)
 
