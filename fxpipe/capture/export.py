@@ -163,7 +163,8 @@ def export_any_size(
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
     size, values = inputs.batch_size, _batched_values(program, inputs)
     graph = private.flatten_regions(program.graph_module)
-    own_graphs.cut_out(graph)
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    own_graphs.cut_out(graph, {at: program.constants[name] for at, name in lifted.items()})
     read = program.graph_module.meta[_READ]
     if fixed is not None:
         return Exported(program, graph, inputs, fixed, size, size, read)
