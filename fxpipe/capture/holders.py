@@ -1,12 +1,14 @@
-"""Where Python keeps a model's state: attributes of its modules, of the objects on them and of their own classes, lists
-and dicts among those, and the globals that the model's own code names. Own is what no installed package has made."""
+"""Where Python keeps a model's state: attributes of its modules, of the objects on them and of their own classes;
+dicts, lists, sets and arrays among those; and what the model's own code names, globals or variables of functions around
+it. Own is what no installed package has made."""
 
 import functools
 import types
-from contextlib import suppress
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -22,19 +24,20 @@ _WRAPPERS = (
     types.MethodType,
 )  # fmt: skip
 _DEPTH = 4  # of objects and containers in each other
+_MOST_BYTES = 2**24  # of an array whose values are looked at
 _ABSENT = object()
 
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """A dict, a list or a class whose entries can be put back.
+    """A dict, a list, a set, an array, a class or a cell whose entries can be put back.
 
     Args:
         owner: name of the module that it was found in.
         path: of it there, empty for the module's own attributes.
-        values: the dict (of attributes: an object's `__dict__`), list or class.
+        values: the dict (of attributes: an object's `__dict__`), list, set, array, class, or cell of a closure.
         of_attributes: whether entries are attributes, not items.
-        keys: the entries looked at, of globals; all where None.
+        keys: the entries looked at, of globals; the variable of a cell; all where None.
     """
 
     owner: str
@@ -44,10 +47,20 @@ class Holder:
     keys: set[str] | None = None
 
     def entries(self) -> dict[Any, Any]:
-        """All by name, or by index."""
-        if isinstance(self.values, list):
-            return dict(enumerate(self.values))
-        inside = vars(self.values) if isinstance(self.values, type) else self.values
+        """All by name, or by index; an array's values as one."""
+        values = self.values
+        if isinstance(values, numpy.ndarray):
+            return {"values": values.tobytes()} if values.nbytes <= _MOST_BYTES else {}
+        if isinstance(values, list | deque):
+            return dict(enumerate(values))
+        if isinstance(values, set):
+            return {value: value for value in values}
+        if isinstance(values, types.CellType):
+            try:
+                return dict.fromkeys(self.keys or (), values.cell_contents)
+            except ValueError:  # not yet filled
+                return {}
+        inside = vars(values) if isinstance(values, type) else values
         return {key: inside[key] for key in (inside if self.keys is None else self.keys & inside.keys())}
 
     def restore(self, entries: dict[Any, Any]) -> None:
@@ -55,9 +68,16 @@ class Holder:
         now, values = self.entries(), self.values
         changed = {key: value for key, value in entries.items() if now.get(key, _ABSENT) is not value}
         extra = [key for key in now if key not in entries]
-        if isinstance(values, list):
+        if isinstance(values, numpy.ndarray):
+            if changed and changed != now:
+                values[...] = numpy.frombuffer(changed["values"], values.dtype).reshape(values.shape)
+        elif isinstance(values, list | deque | set):
             if changed or extra:
-                values[:] = entries.values()
+                values.clear()
+                (values.update if isinstance(values, set) else values.extend)(entries.values())
+        elif isinstance(values, types.CellType):
+            for value in changed.values():
+                values.cell_contents = value
         elif isinstance(values, type):
             for key in extra:
                 delattr(values, key)
@@ -132,7 +152,9 @@ class _Walk:
         self._code(owner, value)
 
     def _inside(self, owner: str, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list | set | deque) or (
+            isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+        ):
             self._add(Holder(owner, path, value), depth)
         elif isinstance(value, tuple):
             for index, one in enumerate(value):
@@ -161,5 +183,4 @@ class _Walk:
         named = set(globals_in(value.__code__)) & value.__globals__.keys()
         self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), _DEPTH)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # not yet filled
-                self._value(owner, f"{value.__name__}.{name}", cell.cell_contents, _DEPTH)
+            self._add(Holder(owner, value.__name__, cell, of_attributes=True, keys={name}), _DEPTH + 1)

@@ -5,6 +5,7 @@ model.eval(); step.kl_weight = 0.1; unet.set_adapter("b"); layer.merge(); a hook
 Compared before every step, two milliseconds for a thousand modules; whether it matters only another trace can tell.
 """
 
+import reprlib
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ class Snapshot:
 
     def changes(self) -> list[str]:
         """What was set otherwise since then, in words."""
-        some = [(one, before) for one, before in self._before if before or one.values]  # most have no hooks
+        some = [(one, before) for one, before in self._before if before or not _is_empty(one)]  # most have no hooks
         return [_told(one, key, old, new) for one, before in some for key, old, new in _changed(one, before)]
+
+
+def _is_empty(holder: Holder) -> bool:
+    return isinstance(holder.values, dict) and not holder.values
 
 
 def _changed(holder: Holder, before: dict[Any, Any]) -> list[tuple[Any, Any, Any]]:
@@ -60,4 +65,4 @@ def _told(holder: Holder, key: Any, old: Any, new: Any) -> str:
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "not there"
-    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"
+    return reprlib.repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"
