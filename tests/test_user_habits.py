@@ -110,6 +110,24 @@ def test_a_table_is_looked_up_for_all_samples_at_once() -> None:
     assert program.verify(x).ok
 
 
+class Counted(nn.Module):
+    """Asks Python for the length of a batch, and for the largest entry of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.reshape(len(x), -1))) * torch.rand(len(x), 1, dtype=x.dtype)
+        return self.last(h * max(torch.linspace(0, 2, 5))).square().mean()
+
+
+def test_lengths_of_tensors_are_their_sizes() -> None:
+    x = torch.randn(7, 2, 2, dtype=torch.float64)
+    program = fxpipe.compile(Counted().double(), 2, example_inputs=(x,), microbatches=3, schedule="1f1b")
+    assert program.verify(x).ok
+
+
 class Adapter(nn.Module):
     """A layer and a low-rank one beside it, as PEFT puts it in its place."""
 

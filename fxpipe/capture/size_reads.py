@@ -2,6 +2,7 @@
 
 isinstance(height, int)     True, as without a trace
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
+len(images)                 free as well, though Python has every length an integer
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
 """
 
@@ -11,6 +12,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import sympy
@@ -25,17 +27,34 @@ _NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fx
 @contextmanager
 def sizes_read_plainly() -> Iterator[None]:
     """Inside, modules of models and of their libraries see free sizes as integers, and their text as a number's."""
-    shadowed = [vars(one) for name, one in list(sys.modules.items()) if _of_users(name, one)]
+    with ExitStack() as stack:
+        stack.enter_context(_in_users_modules("isinstance", _isinstance))
+        for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
+            stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
+        yield
+
+
+@contextmanager
+def tensors_read_plainly() -> Iterator[None]:
+    """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them."""
+    with ExitStack() as stack:
+        stack.enter_context(_in_users_modules("len", _len))
+        for name in ("max", "min"):  # which export gives to torch.maximum, a tensor as its only argument
+            stack.enter_context(_in_users_modules(name, partial(_of_entries, name)))
+        yield
+
+
+@contextmanager
+def _in_users_modules(name: str, function: Any) -> Iterator[None]:
+    """A builtin, another one inside, but where a module has its own."""
+    shadowed = [vars(one) for path, one in list(sys.modules.items()) if _of_users(path, one) and name not in vars(one)]
     try:
         for names in shadowed:
-            names["isinstance"] = _isinstance
-        with ExitStack() as stack:
-            for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
-                stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
-            yield
+            names[name] = function
+        yield
     finally:
         for names in shadowed:
-            names.pop("isinstance", None)
+            names.pop(name, None)
 
 
 @contextmanager
@@ -48,8 +67,16 @@ def decisions_noted() -> Iterator[None]:
 
 
 def _of_users(name: str, module: Any) -> bool:
-    known = isinstance(module, types.ModuleType) and name.partition(".")[0] not in _NOT_USERS
-    return known and "isinstance" not in vars(module)
+    return isinstance(module, types.ModuleType) and name.partition(".")[0] not in _NOT_USERS
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
+
+
+def _of_entries(name: str, *args: Any, **kwargs: Any) -> Any:
+    given = [list(args[0])] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args
+    return getattr(builtins, name)(*given, **kwargs)
 
 
 def _isinstance(value: Any, kinds: Any) -> bool:
