@@ -110,6 +110,21 @@ def test_a_table_is_looked_up_for_all_samples_at_once() -> None:
     assert program.verify(x).ok
 
 
+class Noising(Sigmas):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = diffusers.EulerDiscreteScheduler(num_train_timesteps=20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.scheduler.timesteps[torch.randint(20, (x.shape[0],))]
+        return super().forward(self.scheduler.add_noise(x, torch.randn_like(x), times))
+
+
+def test_schedulers_that_look_up_sample_by_sample_are_told_how_to_do_so_for_all() -> None:
+    with pytest.raises(CaptureError, match=r"euler_discrete.py.*argmax\(1\)\), or compute it before forward"):
+        fxpipe.compile(Noising().double(), 2, example_inputs=(torch.randn(6, 4, dtype=torch.float64),))
+
+
 class Counted(nn.Module):
     """Asks Python for the length of a batch, and for the largest entry of a table."""
 

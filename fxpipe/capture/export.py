@@ -306,7 +306,9 @@ def _traced_once(
         except private.VALUE_ERRORS as error:
             raise CaptureError(
                 f"{_where(trail)}: forward decides by the value of a tensor{_line(error)}; keep it a tensor "
-                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())" + _in_eval(trail)
+                "(torch.where instead of if, a weighted sum instead of a mask index, no .item(); samples' places in a "
+                "table by (table == x[:, None]).int().argmax(1)), or compute it before forward, as noisy inputs by "
+                "scheduler.add_noise, and give it as an input" + _in_eval(trail)
             ) from error
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
