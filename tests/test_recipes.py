@@ -208,7 +208,7 @@ def clamps_the_loss(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def goes_through_the_batch(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
-    return F.mse_loss(m.net(x, torch.tensor([0.5] * len(x), dtype=DTYPE)), x)
+    return F.mse_loss(m.net(x, torch.tensor([0.5 for _ in range(len(x))], dtype=DTYPE)), x)
 
 
 @pytest.mark.parametrize(

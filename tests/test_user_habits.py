@@ -134,6 +134,7 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x.reshape(len(x), -1))) * torch.rand(len(x), 1, dtype=x.dtype)
+        h = h * torch.tensor([[0.5, 1, 2, 3]] * len(x)) + torch.tensor([0.5] * x.shape[0], dtype=x.dtype)[:, None]
         return self.last(h * max(torch.linspace(0, 2, 5))).square().mean()
 
 

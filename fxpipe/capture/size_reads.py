@@ -3,6 +3,7 @@
 isinstance(height, int)     True, as without a trace
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
+torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
 """
 
@@ -36,8 +37,11 @@ def sizes_read_plainly() -> Iterator[None]:
 
 @contextmanager
 def tensors_read_plainly() -> Iterator[None]:
-    """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them."""
+    """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them; what
+    is repeated a free number of times is a `Repeated`."""
     with ExitStack() as stack:
+        for name in ("__mul__", "__rmul__"):
+            stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
         stack.enter_context(_in_users_modules("len", _len))
         for name in ("max", "min"):  # which export gives to torch.maximum, a tensor as its only argument
             stack.enter_context(_in_users_modules(name, partial(_of_entries, name)))
@@ -72,6 +76,42 @@ def _of_users(name: str, module: Any) -> bool:
 
 def _len(value: Any) -> Any:
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
+
+
+class Repeated:
+    """`[row] * count` of numbers, of a free count: a list to whoever asks, which makes the count a number."""
+
+    def __init__(self, row: Any, count: torch.SymInt) -> None:
+        self.row, self.count = row, count
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return list
+
+    def _listed(self) -> list[Any]:
+        return [self.row] * operator.index(self.count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._listed())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._listed()[place]
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+
+def _repeating(original: Any) -> Any:
+    def multiplied(size: Any, other: Any) -> Any:
+        if type(other) is list and len(other) == 1 and _is_of_numbers(other) and type(size) is torch.SymInt:
+            return Repeated(other[0], size)
+        return original(size, other)
+
+    return multiplied
+
+
+def _is_of_numbers(value: Any) -> bool:
+    return all(map(_is_of_numbers, value)) if type(value) in (list, tuple) else type(value) in (int, float, bool)
 
 
 def _of_entries(name: str, *args: Any, **kwargs: Any) -> Any:
