@@ -222,6 +222,9 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
 def _notes(exported: Exported) -> tuple[str, ...]:
     """Why there is no symbol for the batch."""
     size, why = exported.inputs.batch_size, exported.fixed or "the result depends on no input with a batch"
+    batched = [leaf.name for leaf in exported.inputs.leaves if leaf.batched]
+    if "forward fails" in why and len(batched) > 1:
+        why += f" (if {' or '.join(batched)} has {size} rows by chance, and no samples, give a batch of another size)"
     return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {why}",)[: size > 1]
 
 

@@ -23,7 +23,7 @@ _WRAPPERS = (
     staticmethod, classmethod, property, functools.partial, functools.cached_property, functools._lru_cache_wrapper,
     types.MethodType,
 )  # fmt: skip
-_DEPTH = 4  # of objects and containers in each other
+_DEPTH = 6  # of objects and containers in each other
 _MOST_BYTES = 2**24  # of an array whose values are looked at
 _ABSENT = object()
 
@@ -49,8 +49,10 @@ class Holder:
     def entries(self) -> dict[Any, Any]:
         """All by name, or by index; an array's values as one."""
         values = self.values
-        if isinstance(values, numpy.ndarray):
+        if _is_array(values):
             return {"values": values.tobytes()} if values.nbytes <= _MOST_BYTES else {}
+        if isinstance(values, numpy.ndarray):
+            return dict(enumerate(values.flat))
         if isinstance(values, list | deque):
             return dict(enumerate(values))
         if isinstance(values, set):
@@ -60,6 +62,8 @@ class Holder:
                 return dict.fromkeys(self.keys or (), values.cell_contents)
             except ValueError:  # not yet filled
                 return {}
+        if not isinstance(values, dict | type):
+            return {name: getattr(values, name) for name in _slots(values) if hasattr(values, name)}
         inside = vars(values) if isinstance(values, type) else values
         return {key: inside[key] for key in (inside if self.keys is None else self.keys & inside.keys())}
 
@@ -68,9 +72,12 @@ class Holder:
         now, values = self.entries(), self.values
         changed = {key: value for key, value in entries.items() if now.get(key, _ABSENT) is not value}
         extra = [key for key in now if key not in entries]
-        if isinstance(values, numpy.ndarray):
+        if _is_array(values):
             if changed and changed != now:
                 values[...] = numpy.frombuffer(changed["values"], values.dtype).reshape(values.shape)
+        elif isinstance(values, numpy.ndarray):
+            for place, value in changed.items():
+                values.flat[place] = value
         elif isinstance(values, list | deque | set):
             if changed or extra:
                 values.clear()
@@ -78,11 +85,12 @@ class Holder:
         elif isinstance(values, types.CellType):
             for value in changed.values():
                 values.cell_contents = value
-        elif isinstance(values, type):
+        elif isinstance(values, type) or _slots(values):
+            put, drop = (setattr, delattr) if isinstance(values, type) else (object.__setattr__, object.__delattr__)
             for key in extra:
-                delattr(values, key)
+                drop(values, key)
             for key, value in changed.items():
-                setattr(values, key, value)
+                put(values, key, value)
         else:
             for key in extra:
                 del values[key]
@@ -91,6 +99,8 @@ class Holder:
 
     def name(self, key: Any) -> str:
         """Of an entry, as code in its module would write it."""
+        if _is_array(self.values):
+            return self.path
         return f"{self.path}.{key}".lstrip(".") if self.of_attributes else f"{self.path}[{key!r}]"
 
 
@@ -113,6 +123,19 @@ def named_by(model: nn.Module) -> list[Holder]:
 def is_opaque(value: Any) -> bool:
     """Whether nothing is looked for inside."""
     return type(value) in PLAIN or isinstance(value, _OPAQUE)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is numbers in memory."""
+    return isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+
+def _slots(value: Any) -> list[str]:
+    """Attributes of an object that has no dict of them, where its class is no library's."""
+    kind = type(value)
+    if hasattr(value, "__dict__") or is_installed(kind.__module__):
+        return []
+    return [name for one in kind.__mro__ for name in vars(one).get("__slots__", ()) if not name.startswith("__")]
 
 
 class _Walk:
@@ -152,15 +175,13 @@ class _Walk:
         self._code(owner, value)
 
     def _inside(self, owner: str, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, dict | list | set | deque) or (
-            isinstance(value, numpy.ndarray) and not value.dtype.hasobject
-        ):
+        if isinstance(value, dict | list | set | deque | numpy.ndarray):
             self._add(Holder(owner, path, value), depth)
         elif isinstance(value, tuple):
             for index, one in enumerate(value):
                 self._value(owner, f"{path}[{index}]", one, depth - 1)
-        elif isinstance(inside := getattr(value, "__dict__", None), dict):
-            self._add(Holder(owner, path, inside, of_attributes=True), depth)
+        elif isinstance(inside := getattr(value, "__dict__", None), dict) or _slots(value):
+            self._add(Holder(owner, path, value if inside is None else inside, of_attributes=True), depth)
             self._class(owner, type(value))
 
     def _class(self, owner: str, kind: type) -> None:
@@ -177,10 +198,14 @@ class _Walk:
         if isinstance(value, _WRAPPERS):
             for name in ("func", "__func__", "__wrapped__", "fget"):
                 self._code(owner, getattr(value, name, None))
+        if isinstance(value, functools.partial):
+            self._value(owner, "partial", (value.args, value.keywords), _DEPTH)
         if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
             return
         self._seen.add(value)
         named = set(globals_in(value.__code__)) & value.__globals__.keys()
         self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), _DEPTH)
+        kept = value.__defaults__, value.__kwdefaults__, vars(value) or None
+        self._value(owner, value.__name__, kept, _DEPTH)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._add(Holder(owner, value.__name__, cell, of_attributes=True, keys={name}), _DEPTH + 1)

@@ -5,7 +5,6 @@ model.eval(); step.kl_weight = 0.1; unet.set_adapter("b"); layer.merge(); a hook
 Compared before every step, two milliseconds for a thousand modules; whether it matters only another trace can tell.
 """
 
-import reprlib
 from typing import Any
 
 import torch
@@ -59,10 +58,11 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _told(holder: Holder, key: Any, old: Any, new: Any) -> str:
-    return f"module {holder.owner or '(the model itself)'}: {holder.name(key)} was {_shown(old)} and is {_shown(new)}"
+    changed = "has other values" if type(old) is type(new) is bytes else f"was {_shown(old)} and is {_shown(new)}"
+    return f"module {holder.owner or '(the model itself)'}: {holder.name(key)} {changed}"
 
 
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "not there"
-    return reprlib.repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"
+    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"

@@ -105,7 +105,7 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
         return rule(call)
     if call.name in ("pad", "constant_pad_nd") and not is_zero(call.arguments.get("value") or 0):
         raise Mixed(f"it pads a value summed over samples, or divided by their number: {_NOT_LINEAR}")
-    if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _floating(call.node)):
+    if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _is_fine(call.node)):
         return [_unary(call, r) for r in _within(call, rule)]
     raise Mixed(f"it is not linear in a value already summed over samples, or divided by their number: {_NOT_LINEAR}")
 
@@ -126,8 +126,10 @@ def _tensor_state(call: RuleCall, node: fx.Node) -> State:
     return state
 
 
-def _floating(node: fx.Node) -> bool:
-    return bool(node.meta["val"].is_floating_point())
+def _is_fine(node: fx.Node) -> bool:
+    """Whether a value of such a type rounds sums and their parts alike, as numbers of 8 bits or integers do not."""
+    dtype = node.meta["val"].dtype
+    return bool(dtype.is_floating_point) and dtype.itemsize > 1
 
 
 def _product(call: RuleCall, a: State, b: State, sign: int) -> State:
