@@ -56,13 +56,14 @@ def _profile(data: Mapping[str, Any], base: CostModel) -> Profile:
 def _entry(data: Mapping[str, Any]) -> Entry:
     name, *given = (data[field.name] for field in fields(Entry))
     entry = Entry(name, *map(tuple, given))
-    samples, seconds = entry.samples, (*entry.forward_seconds, *entry.backward_seconds, *entry.input_seconds)
+    whole, cut = (entry.forward_seconds, entry.backward_seconds), (entry.input_seconds, entry.weight_seconds)
+    samples, lists = entry.samples, whole + (cut if any(cut) else ())
     _require(all(isinstance(text, str) for text in (name, *entry.nodes)), "names are texts", name)
     ascending = all(type(size) is int and size > before for before, size in zip((0, *samples), samples, strict=False))
     _require(bool(samples) and ascending, "samples are positive integers, ascending", name)
-    lists = (entry.forward_seconds, entry.backward_seconds, entry.input_seconds or entry.backward_seconds)
     one_each = all(len(of_samples) == len(samples) for of_samples in lists)
-    _require(one_each and all(_is_number(value) and value >= 0 for value in seconds), "seconds: one per size", name)
+    numbers = all(_is_number(value) and value >= 0 for of_samples in lists for value in of_samples)
+    _require(one_each and numbers, "seconds: one per size", name)
     return entry
 
 

@@ -34,7 +34,8 @@ class Key:
 @dataclass(frozen=True)
 class Entry:
     """Expected seconds of a block, or of a frozen component's layer, at each of `samples`, ascending; no backward:
-    zeros. `input_seconds` are those of the backward's gradients of activations alone; none where it is not cut in two.
+    zeros. `input_seconds` and `weight_seconds` are those of its two parts, gradients of activations and of weights, run
+    apart, which takes longer by some percent; none where it is not cut in two.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Entry:
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     input_seconds: tuple[float, ...] = ()
+    weight_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,13 @@ class Profile(CostModel):
         in_base = np.divide(part, whole, out=np.ones(len(backward)), where=whole > 0)
         cut = measured("input_seconds")
         of_input: Floats = np.where(np.isinf(cut), backward * in_base, np.minimum(cut, backward))
+        rest = backward - of_input
+        of_weight: Floats = np.where(np.isinf(cut), rest, np.maximum(measured("weight_seconds"), rest))
         return NodeSeconds(
             _shared_out(base.forward, entry_of, measured("forward_seconds")),
             _shared_out(base.backward_input, entry_of, of_input),
-            _shared_out(base.backward_weight, entry_of, backward - of_input),
+            _shared_out(base.backward_weight, entry_of, of_weight),
+            _shared_out(base.backward, entry_of, backward),
         )
 
     def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:

@@ -2,7 +2,7 @@
 `cost_model="profile.json"`.
 
 round 1     block 0 forward, block 1 forward, ...; block 1 backward, block 0 backward; of both the gradients of
-            activations alone; random draws; adding tensors
+            activations, and of weights, apart; random draws; adding tensors
 round 2     the same
 
 As in a step, a backward comes long after its forward: what it reads is no longer in the caches, which is a tenth of the
@@ -35,7 +35,7 @@ _WAITING_BYTES = 1 << 30  # kept for backwards at most, beside one block's: more
 _ADDED = 1 << 19  # float32 numbers, some MiB
 
 Label = tuple[str, int | str, int]
-"""What is run: forward, backward or input, a part's number and samples; draw, an operation and 0; add and 0."""
+"""What is run: forward, backward, input or weight, a part's number and samples; draw, an operation and 0; add and 0."""
 
 
 class Profiler:
@@ -105,9 +105,8 @@ class Profiler:
         entries = []
         for number in self._mine:
             times = of("forward", number), of("backward", number)
-            is_cut = ("input", number, self._sizes[0]) in taken
-            of_input = of("input", number) if is_cut else ()
-            entries.append(profiled.Entry(*self._names[number], tuple(self._sizes), *times, of_input))
+            cut = (of("input", number), of("weight", number)) if ("input", number, self._sizes[0]) in taken else ()
+            entries.append(profiled.Entry(*self._names[number], tuple(self._sizes), *times, *cut))
         speeds = profiled.Speeds(
             moving=3 * torch.float32.itemsize * _ADDED / taken["add", "", 0],
             drawing=tuple((name, size / taken["draw", name, 0]) for name, (_, size) in self._draws().items()),
@@ -116,9 +115,8 @@ class Profiler:
         return profiled.Profile(devices.device(), key, tuple(entries), speeds, memory)
 
     def _time_parts(self, size: int, progress: Callable[[str], None]) -> None:
-        """Forwards in order, and backwards in the opposite one as soon as much waits for them: whole ones, then again
-        those of activations."""
-        waiting: list[tuple[int, list[torch.Tensor], Sequence[torch.Tensor]]] = []
+        """Forwards in order, and backwards in the opposite one as soon as much waits for them."""
+        waiting: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
         for number in self._mine:
             progress(self._names[number][0])
             part = self._parts[number][size]
@@ -126,23 +124,27 @@ class Profiler:
             made = self._time(("forward", number, size), partial(part.forward, *reads))
             if part.backward is not None:
                 returns, saved = made
-                waiting.append((number, list(saved), returns))
+                pairs = zip(part.border.returns, returns, strict=True)
+                tangents = [torch.ones_like(value) for border, value in pairs if border.requires_grad]
+                waiting.append((number, list(saved), tangents))
             held = sum(value.nbytes for _, saved, _ in waiting for value in saved if isinstance(value, torch.Tensor))
             if held > _WAITING_BYTES or number == self._mine[-1]:
-                for kind in ("backward", "input"):
-                    for one in reversed(waiting):
-                        self._time_backward(kind, size, *one)
-                waiting.clear()
+                self._time_backwards(size, waiting)
 
-    def _time_backward(
-        self, kind: str, size: int, number: int, saved: list[torch.Tensor], returns: Sequence[torch.Tensor]
-    ) -> None:
-        part = self._parts[number][size]
-        run = part.backward if kind == "backward" else part.backward_input
-        if run is not None:
-            pairs = zip(part.border.returns, returns, strict=True)
-            tangents = [torch.ones_like(value) for border, value in pairs if border.requires_grad]
-            self._time((kind, number, size), partial(run, list(saved), *tangents))
+    def _time_backwards(self, size: int, waiting: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        """Whole ones, and again in two parts, of which the second ones come once all of the first are done."""
+        for number, saved, tangents in reversed(waiting):
+            if (whole := self._parts[number][size].backward) is not None:
+                self._time(("backward", number, size), partial(whole, list(saved), *tangents))
+        kept = []
+        while waiting:
+            number, saved, tangents = waiting.pop()
+            part = self._parts[number][size]
+            if part.backward_input is not None and part.backward_weight is not None:
+                _, values = self._time(("input", number, size), partial(part.backward_input, saved, *tangents))
+                kept.append((("weight", number, size), partial(part.backward_weight, list(values))))
+        for label, run in kept:
+            self._time(label, run)
 
     def _time(self, label: Label, run: Callable[[], Any]) -> Any:
         started = timing.now(self._device)
@@ -180,6 +182,7 @@ class _Part:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     backward_input: fx.GraphModule | None
+    backward_weight: fx.GraphModule | None
 
 
 def _bound(parts: StepGraphs, key: Key) -> dict[int, _Part]:
@@ -193,7 +196,9 @@ def _bound(parts: StepGraphs, key: Key) -> dict[int, _Part]:
 
     return {
         of.border.batch_size: _Part(
-            of.border, bound(state, of.forward, "part"), bind(of.backward), bind(of.backward_input)
+            of.border,
+            bound(state, of.forward, "part"),
+            *map(bind, (of.backward, of.backward_input, of.backward_weight)),
         )
         for of in graphs
     }

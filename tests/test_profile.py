@@ -81,7 +81,8 @@ def test_every_part_is_timed_at_every_size(step: CostedStep, measured: Profile) 
     layers, blocks = measured.entries[: -len(step.graph.blocks)], measured.entries[-len(step.graph.blocks) :]
     assert all(layer.backward_seconds == (0, 0) and layer.input_seconds == () for layer in layers)
     assert all(min(entry.backward_seconds) > 0 for entry in blocks)
-    assert {bool(entry.input_seconds) and min(entry.input_seconds) > 0 for entry in blocks[1:]} == {True, False}
+    for part in ("input_seconds", "weight_seconds"):
+        assert {bool(getattr(entry, part)) and min(getattr(entry, part)) > 0 for entry in blocks[1:]} == {True, False}
     assert blocks[0].input_seconds == ()  # nothing wants gradients of what comes into the first
     told: list[str] = []
     profiler = Profiler(step, [1], CPU)
@@ -174,11 +175,13 @@ def test_nodes_share_what_their_block_was_measured(step: CostedStep) -> None:
 def test_gradients_of_activations_take_what_was_measured(step: CostedStep) -> None:
     """Of a part that was cut in two; of another what the base says."""
     base = node_seconds(BASE, step.costs, 2)
-    cut = Entry("all", tuple(step.costs), (1, 3), (1.0, 3.0), (2.0, 8.0), (1.5, 2.5))
-    whole = dataclasses.replace(cut, input_seconds=())
-    for entry, wanted in ((cut, 2.0), (whole, 5 * base.backward_input.sum() / base.backward.sum())):
+    cut = Entry("all", tuple(step.costs), (1, 3), (1.0, 3.0), (2.0, 8.0), (1.5, 2.5), (1.0, 7.0))
+    quick = dataclasses.replace(cut, weight_seconds=(0.1, 0.1))  # by chance: parts take no less than the whole
+    whole = dataclasses.replace(cut, input_seconds=(), weight_seconds=())
+    in_base = 5 * base.backward_input.sum() / base.backward.sum()
+    for entry, *wanted in ((cut, 2.0, 4.0), (quick, 2.0, 3.0), (whole, in_base, 5 - in_base)):
         seconds = node_seconds(Profile(BASE, key_of(step.costs, CPU), (entry,)), step.costs, 2)
-        assert seconds.backward_input.sum() == pytest.approx(wanted)
+        assert [seconds.backward_input.sum(), seconds.backward_weight.sum()] == pytest.approx(wanted)
         assert seconds.backward.sum() == pytest.approx(5)
 
 
@@ -225,6 +228,7 @@ GOOD = {
             "forward_seconds": [0.1, 1],
             "backward_seconds": [0, 0],
             "input_seconds": [],
+            "weight_seconds": [],
         }
     ],
     "speeds": {"moving": 1e9, "drawing": [["randn", 2.0]]},
@@ -243,6 +247,7 @@ GOOD = {
         (("entries", 0, "forward_seconds"), [0.1], "seconds: one per size"),
         (("entries", 0, "forward_seconds"), [0.1, -1], "seconds: one per size"),
         (("entries", 0, "backward_seconds"), [0.1, "1"], "seconds: one per size"),
+        (("entries", 0, "weight_seconds"), [0.1, 1], "seconds: one per size"),
         (("entries", 0, "nodes"), [["x"]], "names are texts; got 'a'"),
         (("entries", 0, "nodes"), 7, "TypeError"),
         (("entries",), 7, "TypeError"),

@@ -122,7 +122,7 @@ class Slower(CostModel):
 
     def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
         found = self.model.seconds(table, num_samples)
-        parts = (found.forward, found.backward_input, found.backward_weight)
+        parts = (found.forward, found.backward_input, found.backward_weight, found.backward)
         return NodeSeconds(*(self.factor * seconds for seconds in parts))
 
     def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:

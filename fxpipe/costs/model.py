@@ -23,16 +23,17 @@ from fxpipe.errors import CompileError
 @dataclass(frozen=True, eq=False, slots=True)
 class NodeSeconds:
     """Seconds of every node, in the order of a table: the forward, and the gradients of activations (*input*) and of
-    parameters (*weight*)."""
+    parameters (*weight*); `together` those of both in one graph, where that is not what they take apart."""
 
     forward: Floats
     backward_input: Floats
     backward_weight: Floats
+    together: Floats | None = None
 
     @property
     def backward(self) -> Floats:
-        """Of both parts, one after the other."""
-        return self.backward_input + self.backward_weight
+        """Of both parts in one graph."""
+        return self.backward_input + self.backward_weight if self.together is None else self.together
 
     @property
     def both(self) -> Floats:
@@ -96,7 +97,8 @@ def node_seconds(model: CostModel, table: CostTable, num_samples: int) -> NodeSe
         CompileError: they are not a finite number from 0 on per node; names the first that is not.
     """
     found = model.seconds(table, num_samples)
-    return NodeSeconds(*(_checked(model, found, field.name, table, num_samples) for field in fields(NodeSeconds)))
+    parts = [field.name for field in fields(NodeSeconds) if getattr(found, field.name, ...) is not None]
+    return NodeSeconds(*(_checked(model, found, part, table, num_samples) for part in parts))
 
 
 def _checked(model: CostModel, found: Any, part: str, table: CostTable, num_samples: int) -> Floats:

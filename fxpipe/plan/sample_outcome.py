@@ -13,7 +13,8 @@ from fxpipe.plan.timeline import human_seconds
 @dataclass(frozen=True)
 class Layout:
     """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows; or `turns` patches of
-    them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`.
+    them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`, of
+    which all but the last step are made by the layout `warm`, where there is one.
     """
 
     groups: int
@@ -24,13 +25,14 @@ class Layout:
     warmup: int | None = None
     copies: int = 1
     requests: int = 1
+    warm: "Layout | None" = None
 
     def __str__(self) -> str:
         told = [counted(self.groups, "group"), counted(self.stages, "stage")]
         told.append(counted(max(self.beside, self.turns), "patch", "es"))
         ends = " in turn" * (self.turns > 1) + ", folded" * self.folded + ", displaced" * (self.warmup is not None)
         ends += f", {self.copies} copies" * (self.copies > 1) + f", {self.requests} requests" * (self.requests > 1)
-        return " x ".join(told) + ends
+        return " x ".join(told) + ends + (f", fresh steps as {self.warm}" if self.warm else "")
 
 
 @dataclass(frozen=True)
@@ -84,5 +86,6 @@ def sample_table(outcomes: Sequence[SampleOutcome], rows: int | None) -> Table:
 def _axes(layout: Layout) -> list[str]:
     line = "" if layout.stages == 1 else "folded" if layout.folded else "straight"
     how = "fresh" if layout.warmup is None else f"displaced after {counted(layout.warmup, 'step')}"
+    how += f", as {layout.warm}" if layout.warm else ""
     numbers = layout.groups, layout.stages, layout.beside, layout.turns
     return [*map(str, numbers), line, how, str(layout.copies)]

@@ -16,7 +16,8 @@
     ...
 
 A micro-batch is a patch of the samples that pass through stages together: of patch 0 of the first ones, patch 1, ...;
-then those of the next ones. `SamplePlan.parse` reads it back; `as_dict` and `from_dict` do it for JSON.
+then those of the next ones. Where fresh steps are faster another way, that plan follows. `SamplePlan.parse` reads it
+back; `as_dict` and `from_dict` do it for JSON.
 """
 
 import re
@@ -125,6 +126,7 @@ class SamplePlan(SavedPlan):
         notes: what is to be known of it.
         expects: what is predicted, None where nobody has asked.
         considered: other layouts, the next best first, and what they would take or why they cannot be.
+        warm: the exact plan that fresh steps but the last are made by; None where it is this one.
     """
 
     KIND: ClassVar[str] = f"plan of a sampler, format {FORMAT}"
@@ -149,6 +151,7 @@ class SamplePlan(SavedPlan):
     notes: tuple[str, ...] = ()
     expects: Expected | None = None
     considered: tuple[str, ...] = ()
+    warm: "SamplePlan | None" = None
 
     @property
     def world_size(self) -> int:
@@ -176,7 +179,8 @@ class SamplePlan(SavedPlan):
         return tuple(ranks[0] // self.grid.patches for ranks in self.staged.stage_ranks)
 
     def __str__(self) -> str:
-        return f"{self.summary()}\n{self.step.text()}"
+        own = f"{self.summary()}\n{self.step.text()}"
+        return own if self.warm is None else f"{own}\n{_WARM}\n{self.warm}"
 
     def summary(self) -> str:
         """All but the order."""
@@ -188,7 +192,8 @@ class SamplePlan(SavedPlan):
 
     def _plain(self) -> dict[str, Any]:
         expects = None if self.expects is None else vars(self.expects)
-        return {"format": FORMAT, "kind": "sampling", "how": vars(self.how), "expects": expects}
+        warm = None if self.warm is None else self.warm.as_dict()
+        return {"format": FORMAT, "kind": "sampling", "how": vars(self.how), "expects": expects, "warm": warm}
 
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,22 +202,32 @@ class SamplePlan(SavedPlan):
         return {
             "how": How(**{**data["how"], "fresh": tuple(data["how"].get("fresh", ()))}),
             "expects": None if data["expects"] is None else Expected(**data["expects"]),
+            "warm": None if data.get("warm") is None else cls.from_dict(data["warm"]),
             **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
         }
 
 
+_WARM = "fresh steps but the last are made by this plan:"
+
+
 def _head(plan: SamplePlan) -> str:
-    copies = f" x {plan.copies} copies" * (plan.copies > 1)
     return (
-        f"plan: {counted(plan.num_samples, 'sample')} in {counted(plan.groups, 'group')} x "
-        f"{counted(plan.staged.num_stages, 'stage')} x {counted(plan.num_patches, 'patch', 'es')}"
-        f"{copies} on {counted(plan.world_size, 'rank')} ({plan.staged.schedule})"
+        f"plan: {counted(plan.num_samples, 'sample')} in {_layout(plan)} on {counted(plan.world_size, 'rank')} "
+        f"({plan.staged.schedule})"
     )
+
+
+def _layout(plan: SamplePlan) -> str:
+    copies = f" x {plan.copies} copies" * (plan.copies > 1)
+    stages, patches = counted(plan.staged.num_stages, "stage"), counted(plan.num_patches, "patch", "es")
+    return f"{counted(plan.groups, 'group')} x {stages} x {patches}{copies}"
 
 
 def _lines(plan: SamplePlan) -> Iterator[str]:
     yield target_line(plan, "call")
     yield str(plan.how)
+    if plan.warm is not None:
+        yield f"fresh steps but the last: {_layout(plan.warm)} ({plan.warm.staged.schedule})"
     if plan.how.fresh:
         yield "kept fresh: " + ", ".join(plan.how.fresh)
     if plan.attention:
@@ -245,6 +260,7 @@ _PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
 
 
 def _parse(text: str) -> SamplePlan:
+    text, _, warm = text.partition(f"\n{_WARM}\n")
     summary, orders = text_parts(text)
     kinds = "for", "stage", "note", "how", "fresh", "attention", "rows", "patch", "expects", "considered"
     read: Read = {kind: [] for kind in kinds}
@@ -267,7 +283,7 @@ def _parse(text: str) -> SamplePlan:
         num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
         replace(read["how"][0], fresh=next(iter(read["fresh"]), ())), next(iter(read["attention"]), ()),
         orders[0], tuple(read["note"]),
-        next(iter(read["expects"]), None), tuple(read["considered"]),
+        next(iter(read["expects"]), None), tuple(read["considered"]), _parse(warm) if warm else None,
     )  # fmt: skip
     for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
         if says != line:
@@ -295,6 +311,8 @@ def _read(line: str, read: Read) -> None:
     elif found := _EXPECTS.fullmatch(line):
         seconds, sizes = (float(found[3]), float(found[4])), (int(found[5]), int(found[6]))
         read["expects"].append(Expected(int(found[1]), *seconds, *sizes, int(found[2] or 1)))
+    elif line.startswith("fresh steps but the last: "):
+        return  # of the plan that follows
     elif line.startswith("considered: "):
         read["considered"].append(line.removeprefix("considered: "))
     else:

@@ -15,9 +15,10 @@ from torch import fx
 
 from fxpipe.plan.rank_program import bound, nest
 
-FORMS = ("fresh", "displaced", "last", "again")
+FORMS = ("fresh", "displaced", "last", "again", "warm")
 """fresh: all exchanges are of this step. displaced: others' values are of the step before. last: as displaced, without
-sending what a later step would read. again: as fresh, after a step of which displaced forms read something too."""
+sending what a later step would read. again: as fresh, after a step of which displaced forms read something too. warm:
+all exchanges are of this step, in another layout, which carries nothing."""
 
 FALLEN = "fallen"
 """Under which a displaced form returns how many moments it could not correct; no later step takes them."""

@@ -1,7 +1,7 @@
 """Calls of a spread module, run by its ranks' programs: all of them as threads of this process, or this process's own.
 
 with ranks.call():                                      a call of the user's pipeline: its steps belong together
-    ranks.predict(step, state, tensors, "cond")         step 0 of a stream: fresh
+    ranks.predict(step, state, tensors, "cond")         step 0 of a stream: fresh, or warm
     ranks.predict(step, state, tensors, "cond")         after `step.warmup` steps: displaced, where it has that form
 
 with ranks.compiling(what):                             all ranks of a launch are about to compile this
@@ -167,8 +167,9 @@ class Ranks(ABC):
         form, name = "fresh", ""
         if "displaced" in step.programs[0].forms:
             name = self.stream(step, tensors) if stream is None else stream
-            form = "displaced" if num_steps[name, step] >= step.warmup else "fresh"
             num_steps[name, step] += 1
+            left = step.warmup - num_steps[name, step]  # of fresh steps, after this one
+            form = "displaced" if left < 0 else "warm" if left and "warm" in step.programs[0].forms else "fresh"
         return self._predict(step, state, tensors, form, name)
 
     def stream(self, step: Programs, tensors: Tensors) -> str:

@@ -231,7 +231,8 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         if following is not None and min(batch.size, following.size) < self._plan.batch_size:
             following = None  # frozen work is done a step early for whole batches alone, and beside those
         carried, self._carried, self._parts = self._carried, None, {}
-        made = carried.made if carried and self._serves(carried, batch) else None
+        weights = self._weights() if carried else None
+        made = carried.made if carried and self._serves(carried, batch, weights) else None
         made = made if self._check(batch, following, made is not None) else None
         plan = self._of_size(batch.size)
         self._bring_values(plan)
@@ -239,7 +240,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             now = self.step_index
             loss, gradients, _ = self._execute(plan.drawn(self.seed, now), now, batch.given)
         else:
-            loss, gradients, _ = self._filled_step(self._forms(), batch, following, made)
+            loss, gradients, _ = self._filled_step(self._forms(), batch, following, made, weights)
         assert loss is not None
         self.step_index += 1
         self._add_gradients(gradients, plan)
@@ -247,7 +248,9 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             batch.part.trained()
         return loss
 
-    def _filled_step(self, forms: FilledPlan, batch: ReadBatch, following: ReadBatch | None, made: Any) -> Executed:
+    def _filled_step(
+        self, forms: FilledPlan, batch: ReadBatch, following: ReadBatch | None, made: Any, weights: Marks | None
+    ) -> Executed:
         now = self.step_index
         if made is None:
             *_, made = self._execute(forms.prologue, now, batch.given, (now, batch.given))
@@ -255,11 +258,11 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             return self._execute(forms.epilogue.drawn(self.seed, now), now, batch.given, None, made)
         steady = forms.steady.drawn(self.seed, now)
         done = self._execute(steady, now, batch.given, (now + 1, following.given), made)
-        self._carried = _Carried(now + 1, self.seed, self._weights(), following, done[2])
+        self._carried = _Carried(now + 1, self.seed, weights or self._weights(), following, done[2])
         return done
 
-    def _serves(self, carried: _Carried, batch: ReadBatch) -> bool:
-        now = self.step_index, self.seed, self._weights()
+    def _serves(self, carried: _Carried, batch: ReadBatch, weights: Marks | None) -> bool:
+        now = self.step_index, self.seed, weights
         return (carried.step, carried.seed, carried.weights) == now and carried.given.equals(batch)
 
     def _weights(self) -> Marks:

@@ -27,12 +27,14 @@ _ALIKE = 3  # displaced steps that are clocked: the others take as long as the l
 @dataclass(frozen=True)
 class Pace:
     """Of a group's ranks beside each other: seconds `once` in a call, of each of its steps until the group has its own
-    prediction; bytes that the busiest rank receives of the others in a step, and that the fullest one holds."""
+    prediction; bytes that the busiest rank receives of the others in a step, that the fullest one holds, and of weights
+    among these."""
 
     once: float
     steps: tuple[float, ...]
     received_bytes: int
     held_bytes: int
+    weight_bytes: int
 
 
 def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
@@ -51,17 +53,20 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
     results = [layout.result_bytes(size) for size in sizes]
     shown = links.of_groups(results)
     joined = layout.moving(sum(results)) if grid.groups > 1 else 0.0
-    seconds, received = 0.0, 0
+    seconds, received, fresh = 0.0, 0, 0.0
     for copy in range(grid.copies if speeds else 1):
         groups = [pace(copy * grid.groups + group) for group in range(grid.groups)]
         begun = [group.once for group in groups]
         for step in range(steps):
-            ends = [at + own.steps[step] for at, own in zip(begun, groups, strict=True)]
+            before, ends = max(begun), [at + own.steps[step] for at, own in zip(begun, groups, strict=True)]
             begun = [at + joined for at in _with_others(ends, shown)]
+            fresh = fresh if step else max(fresh, max(begun) - before)
         seconds = max(seconds, *begun)
         of_others = (own.received_bytes + sum(results) - size for own, size in zip(groups, results, strict=True))
         received = max(received, *of_others)
-    return Estimate(seconds, received, max(one.held_bytes for one in known.values()))
+    fullest = max(known.values(), key=lambda one: one.held_bytes)
+    weights, held = fullest.weight_bytes, fullest.held_bytes
+    return Estimate(seconds, received, held, fresh, weights, held - weights)
 
 
 def _with_others(ends: Sequence[float], shown: Sequence[float]) -> list[float]:
@@ -109,8 +114,9 @@ class Beside(Layout):
         """A step of all patches, of which those seen do these items."""
         return together([items[patch] for patch in self.seen], self.links, 0, waits, before, leaving)
 
-    def least_seconds(self, steps: int) -> float:
-        """Of a call, whatever kinds of attention exact steps have."""
+    def least_seconds(self, steps: int, fresh: float) -> float:
+        """Of a call, whatever kinds of attention exact steps have, or which layout, of which one takes `fresh` seconds
+        at least."""
         attended = self.case.attention_seconds(self.size, self.grid.patches) if self.grid.patches > 1 else {}
         items = {
             patch: attending(own, {name: seconds / self.speeds[patch] for name, seconds in attended.items()})
@@ -122,7 +128,11 @@ class Beside(Layout):
         warm = min(self.made.how.warmup, steps)
         busy = sum(self.links.of_patches(told, 0).seconds for told in self.told)
         left = steps - warm  # what the last one sends nobody waits for
-        return warm * exact + max(left * self.together(self.items, self.waits).seconds, (left - 1) * busy)
+        return (
+            (warm - 1) * min(exact, fresh)
+            + exact
+            + max(left * self.together(self.items, self.waits).seconds, (left - 1) * busy)
+        )
 
     @cached_property
     def told(self) -> list[Told]:
@@ -146,15 +156,17 @@ class Beside(Layout):
             for patch, speed in self.speeds.items()
         )
         exact = self.together(self.items, lambda told: True).seconds
-        held = max(sum(work.held_bytes(frozenset(work.owners.values()))) for work in works.values())
+        all_held = [work.held_bytes(frozenset(work.owners.values())) for work in works.values()]
+        held, weights = max(map(sum, all_held)), max(of_weights for of_weights, _ in all_held)
         received = received_bytes(self.told)
         held += self.inputs_bytes() + self.case.kept_bytes(self.size)
         if how.mode == "exact":
-            return Pace(first, (exact,) * steps, received, held)
+            return Pace(first, (exact,) * steps, received, held, weights)
         warm, crossing = min(how.warmup, steps), [self._crossing(patch) for patch in works]
         exact += max(sum(self._packed(told)) for told in crossing)
         caches = max(map(self._cached_bytes, crossing))
-        return Pace(first, ((exact,) * warm + (*self._displaced(steps - warm),)), received, held + caches)
+        seconds = (exact,) * warm + (*self._displaced(steps - warm),)
+        return Pace(first, seconds, received, held + caches, weights)
 
     def _displaced(self, steps: int) -> Iterator[float]:
         """Seconds of each of so many steps after an exact one; from the third on they are alike."""

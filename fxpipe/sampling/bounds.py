@@ -7,7 +7,8 @@ on text that the first patch may have alone count as N-th parts: patches are bal
 
 rows, N beside            steps x its patch
 samples in turn           a sample through all stages, then one more for every turn of the busiest column
-patches in turn           so for exact steps; then each column has its share of all patches
+patches in turn           so for exact steps, unless other layouts' are faster; then each column has its share of all
+                          patches
 
 Then from what a patch of the layout does: all its kernels, and of patches beside each other what they wait for, but for
 keys and values of exact attention, whose kind is not known yet. Of stages, messages are free.
@@ -15,6 +16,7 @@ keys and values of exact attention, whose kind is not known yet. Of stages, mess
 
 from collections import Counter
 from itertools import groupby
+from math import inf
 
 import numpy as np
 
@@ -28,12 +30,13 @@ from fxpipe.sampling.planning import Choices, Request, bounds_of, grid_of
 from passes.sampling.work import PatchWork
 
 
-def least_seconds(case: SampleCase, way: Request, steps: int) -> float:
-    """Of a call of so many steps; messages are free."""
-    return _least_seconds(case, way, steps) / max(way.speeds, default=1.0)
+def least_seconds(case: SampleCase, way: Request, steps: int, fresh: float = inf) -> float:
+    """Of a call of so many steps, where other layouts' exact steps take `fresh` seconds at least; messages are free."""
+    fastest = max(way.speeds, default=1.0)
+    return _least_seconds(case, way, steps, fresh * fastest) / fastest
 
 
-def _least_seconds(case: SampleCase, way: Request, steps: int) -> float:
+def _least_seconds(case: SampleCase, way: Request, steps: int, fresh: float) -> float:
     groups, stages = way.cfg or 1, way.stages or 1
     beside = way.world_size // (way.copies * groups * stages)
     in_group = case.num_samples // groups
@@ -47,7 +50,12 @@ def _least_seconds(case: SampleCase, way: Request, steps: int) -> float:
         return steps * exact
     warm, patches = min(way.how.warmup, steps), way.num_patches or 1
     steady = runs * patches * _patch_seconds(case, max(samples, 1), patches) / stages
-    return warm * exact + (steps - warm) * steady
+    return _fresh_seconds(warm, exact, fresh) + (steps - warm) * steady
+
+
+def _fresh_seconds(warm: int, exact: float, fresh: float) -> float:
+    """Of so many exact steps, the last of which is the layout's own."""
+    return (warm - 1) * min(exact, fresh) + exact
 
 
 def _patch_seconds(case: SampleCase, num_samples: int, parts: int) -> float:
@@ -58,7 +66,7 @@ def _patch_seconds(case: SampleCase, num_samples: int, parts: int) -> float:
     return float((fixed + (seconds - fixed) / parts).sum() + of_text.sum() / parts)
 
 
-def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int) -> float:
+def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int, fresh: float = inf) -> float:
     """The same, from the work of its patches; 0 of a layout that cannot be."""
     try:
         grid = grid_of(case, way)
@@ -68,7 +76,7 @@ def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, step
     fastest = max(way.speeds, default=1.0)
     if way.stages is None:
         made = Choices(grid, None, bounds, text_first, "rows", way.how)
-        return Beside(case, made, cluster).least_seconds(steps) / fastest
+        return Beside(case, made, cluster).least_seconds(steps, fresh * fastest) / fastest
     size, (start, stop), links = case.run_size(grid), grid.spans(case.num_samples)[0], Links(cluster, grid)
     runs = len(case.runs(start, stop))
     whole = (0, case.rows(size).units.count) if way.in_turn else bounds
@@ -80,7 +88,7 @@ def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, step
     patches = Counter(case.work(size, bounds, patch, None) for patch in range(len(bounds) - 1))
     each = sum(count * _through(case, size, work, links) for work, count in patches.items())
     steady = runs * each / grid.stages / fastest
-    return warm * exact + (steps - warm) * steady
+    return _fresh_seconds(warm, exact, fresh) + (steps - warm) * steady
 
 
 def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) -> float:

@@ -61,7 +61,9 @@ class Candidate:
         turns = (asked.num_patches or 1) if asked.in_turn else 1
         folded = bool(asked.fold) if made is None or made.spans is None else len(made.spans) > made.grid.stages
         warmup = None if self.is_exact else asked.how.warmup
-        return Layout(groups, stages, beside, turns, folded, warmup, asked.copies, self.requests)
+        by = None if made is None or made.warm is None else made.warm.grid
+        warm = None if by is None else Layout(by.groups, by.stages, by.patches, copies=by.copies)
+        return Layout(groups, stages, beside, turns, folded, warmup, asked.copies, self.requests, warm)
 
     def __str__(self) -> str:
         return str(self.layout)

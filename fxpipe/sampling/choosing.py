@@ -6,8 +6,9 @@ groups of samples x stages x patches      as many ranks as there are          ex
     2 x 8             1.91 s, 6.2 GiB     7.9% longer
     2 x 4 x 8 in turn 2.30 s, 2.0 GiB     29.9% longer
 
-An exact layout is taken where a displaced one is no more than 5 % faster. Where fewer ranks are faster than all, the
-others do the same once more: a call never takes longer than on one rank.
+An exact layout is taken where a displaced one is no more than 5 % faster. Fresh steps before displaced ones, but for
+the last, are made by the fastest exact layout of rows where that fits beside, and is faster than their own. Where fewer
+ranks are faster than all, the others do the same once more: a call never takes longer than on one rank.
 
 Where a call of about this size has been planned, layouts that were far from the best there are not looked at.
 
@@ -71,7 +72,7 @@ def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = Fa
 
 
 def _ranked(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> Ranked:
-    found = _found(case, request, setting, told)
+    found = _warmed(case, _found(case, request, setting, told), setting)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
@@ -87,10 +88,12 @@ def _ranked(case: SampleCase, request: Request, setting: Setting, told: Mapping[
 def _told(there: Ranked) -> dict[object, str]:
     """By another call, why a layout need not be looked at; nothing of those that were not far from the best."""
     found: dict[object, str] = {}
+    warm = _fastest_rows(there.candidates)
     for one in there.candidates:
         least = 0.0 if one.least_seconds is None else one.least_seconds / one.requests
         longer = (one.seconds if one.found else least) / there.best.seconds - 1 if there.best.seconds else 0.0
-        found[_way(one.request, one.requests)] = f"at another size {longer:.1%} longer" if longer > _FAR - 1 else ""
+        far = longer > _FAR - 1 and one is not warm
+        found[_way(one.request, one.requests)] = f"at another size {longer:.1%} longer" if far else ""
     return found
 
 
@@ -102,27 +105,29 @@ def _way(way: Request, requests: int) -> object:
 def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> list[Candidate]:
     """All candidates; those that cannot be the best by what they take at least are not looked at, nor those of which
     another call has `told` why."""
-    best, found, open_ones = inf, list[Candidate](), []
+    best, best_rows, found, open_ones = inf, inf, list[Candidate](), []
     for requests, of_requests in _joined(case, request, setting):
-        for place, way in enumerate(ways(of_requests, request, setting)):
+        own = [*ways(of_requests, request, setting)]
+        fresh = min((bounds.least_seconds(of_requests, way, 1) for way in own if _may_warm(way)), default=inf)
+        for place, way in enumerate(own):
             why = told.get(_way(way, requests))
             if why:
                 found.append(Candidate(way, requests, why=why))
             if why or (told and why is None):  # None: one that is like another
                 continue
-            least = bounds.least_seconds(of_requests, way, setting.steps) / requests
-            open_ones.append((least, place, requests, False, of_requests, way))
+            least = bounds.least_seconds(of_requests, way, setting.steps, fresh) / requests
+            open_ones.append((least, place, requests, False, of_requests, way, fresh))
     heapify(open_ones)
     limit = setting.limit_bytes or case.cost_model.memory_bytes or inf
     while open_ones:
-        least, place, requests, refined, of_requests, way = heappop(open_ones)
-        if least > _EXACT_WINS * best:
+        least, place, requests, refined, of_requests, way, fresh = heappop(open_ones)
+        if least > _EXACT_WINS * (best_rows if _may_warm(way) and request.how.warmup > 1 else best):
             why = f"at least {least / best - 1:.1%} longer"
             found.append(Candidate(way, requests, why=why, least_seconds=least * requests))
             continue
         if not refined:
-            seconds = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps) / requests
-            heappush(open_ones, (max(least, seconds), place, requests, True, of_requests, way))
+            seconds = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps, fresh) / requests
+            heappush(open_ones, (max(least, seconds), place, requests, True, of_requests, way, fresh))
             continue
         one = _looked_at(of_requests, way, setting, requests, found)
         if one is None:
@@ -130,7 +135,42 @@ def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[o
         found.append(one)
         if one.found and one.found.memory_bytes <= limit:
             best = min(best, one.seconds)
+            best_rows = min(best_rows, one.seconds) if _may_warm(way) else best_rows
     return found
+
+
+def _may_warm(way: Request) -> bool:
+    """Whether fresh steps of another layout may be made by it."""
+    return way.how.mode == "exact" and way.stages is None
+
+
+def _fastest_rows(found: Sequence[Candidate], limit: float = inf) -> Candidate | None:
+    """The fastest that fresh steps may be made by, of one request."""
+    fits = (one for one in found if one.found and not one.why and one.found.memory_bytes <= limit)
+    return min((one for one in fits if _may_warm(one.request) and one.requests == 1), key=_seconds, default=None)
+
+
+def _seconds(one: Candidate) -> float:
+    return one.seconds
+
+
+def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:
+    """Displaced ones of a request with the fastest exact steps first, where a call is the faster for it, and fits."""
+    limit = setting.limit_bytes or case.cost_model.memory_bytes or inf
+    rows = _fastest_rows(found, limit)
+
+    def warmed(one: Candidate) -> Candidate:
+        if one.found is None or one.made is None or one.is_exact or one.requests > 1:
+            return one
+        assert rows is not None
+        assert rows.found is not None
+        told = one.found.warmed(rows.found, min(one.request.how.warmup - 1, setting.steps))
+        fits = told.memory_bytes <= max(limit, one.found.memory_bytes)
+        if not fits or _SAME * told.seconds >= one.found.seconds:
+            return one
+        return replace(one, made=replace(one.made, warm=rows.made), found=told)
+
+    return [*found] if rows is None else [*map(warmed, found)]
 
 
 def _joined(case: SampleCase, request: Request, setting: Setting) -> Iterator[tuple[int, SampleCase]]:

@@ -131,12 +131,17 @@ class Columns(Layout):
         (exact,) = self.ends(1, fresh=True)
         if not self.in_turn:
             exact += self._joined()
-            return Estimate(first + steps * exact, self._received(True), self._memory())
+            return self._estimate(first + steps * exact, self._received(True), exact)
         warm = min(self.made.how.warmup, steps)
         ends = self.ends(_STEPS, fresh=False)
         left = steps - warm
         later = ends[left - 1] if left <= len(ends) else ends[-1] + (left - len(ends)) * (ends[-1] - ends[-2])
-        return Estimate(first + warm * exact + (later if left else 0.0), self._received(False), self._memory())
+        return self._estimate(first + warm * exact + (later if left else 0.0), self._received(False), exact)
+
+    def _estimate(self, seconds: float, received: int, exact: float) -> Estimate:
+        memory = self._memory()
+        most, rest = (max(column[part] for column in memory) for part in (0, 1))
+        return Estimate(seconds, received, max(map(sum, memory)), exact, most, rest)
 
     def _joined(self) -> float:
         """Seconds to bring the predictions of all runs, then of all groups, together."""
@@ -167,9 +172,10 @@ class Columns(Layout):
                             into[stage.column, target] += size
         return max(into.values())
 
-    def _memory(self) -> int:
-        """Of the fullest column: weights, activations of the first turn, what crosses, what it keeps of all patches."""
-        found = []
+    def _memory(self) -> list[tuple[int, int]]:
+        """Of every column, weights and the rest: activations of the first turn, what crosses, what it keeps of all
+        patches."""
+        found, of_all = [], self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
         for column in range(self.grid.stages):
             names = self.column_names[column]
             weights, alive = self.fresh_work.held_bytes(names)
@@ -181,8 +187,8 @@ class Columns(Layout):
             own = [stage for stage in self.line.stages if stage.column == column]
             crossing = dict.fromkeys(value for stage in own for value in (*stage.reads, *stage.returns))
             between = sum(map(self.fresh_work.bytes_of, crossing)) * self.num_runs
-            found.append(weights + alive + between + caches * self.num_runs)
-        return max(found) + self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
+            found.append((weights, alive + between + caches * self.num_runs + of_all))
+        return found
 
 
 def _of(work: PatchWork, names: Collection[str]) -> list[Item]:

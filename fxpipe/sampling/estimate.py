@@ -2,12 +2,14 @@
 
 rows, displaced rows   patches beside each other, by a clock   (`beside`)
 stages                 cells of the line by their columns      (`columns`)
+fresh steps elsewhere  the seconds of these instead of its own
 
 Seconds of operations and bytes of messages are those of a patch's own graph (`passes.sampling.work`). A channel has one
 message under way at a time.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fxpipe.cluster import Cluster
 from fxpipe.sampling.beside import estimated
@@ -19,6 +21,9 @@ from fxpipe.sampling.planning import Choices
 
 def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
     """Of a call of so many steps on this cluster, whose ranks have these speeds; all the same where left out."""
+    if made.warm is not None:
+        own, warm = (estimate(case, one, cluster, steps, speeds) for one in (replace(made, warm=None), made.warm))
+        return own.warmed(warm, min(made.how.warmup - 1, steps))
     if made.spans is not None:
         size = made.grid.of_copy
         copies = {tuple(speeds[first : first + size]) for first in range(0, len(speeds) or 1, size)}

@@ -1,7 +1,7 @@
 """What estimates of all layouts share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,21 @@ from fxpipe.sampling.seconds import own_seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a call, bytes that the busiest rank receives in a steady step, bytes that the fullest one holds."""
+    """Seconds of a call, bytes that the busiest rank receives in a steady step, bytes that the fullest one holds;
+    seconds of an exact step, bytes of the most weights that a rank has, and of the most that it holds beside."""
 
     seconds: float
     wire_bytes: int
     memory_bytes: int
+    fresh_seconds: float
+    weight_bytes: int
+    other_bytes: int
+
+    def warmed(self, by: "Estimate", steps: int) -> "Estimate":
+        """With so many of its exact steps made by another layout, whose ranks have all weights."""
+        seconds = self.seconds + steps * (by.fresh_seconds - self.fresh_seconds)
+        memory = max(by.memory_bytes, by.weight_bytes + self.other_bytes)
+        return replace(self, seconds=seconds, memory_bytes=memory, weight_bytes=by.weight_bytes)
 
 
 class Layout:

@@ -28,13 +28,24 @@ from fxpipe.sampling.candidates import Ranked, Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.estimate import estimate
-from fxpipe.sampling.planning import Choices, Request, choices_of, chosen, is_of, line_for, planned, require_equal
+from fxpipe.sampling.planning import (
+    Choices,
+    Request,
+    choices_of,
+    chosen,
+    is_of,
+    is_text_first,
+    line_for,
+    planned,
+    require_equal,
+)
 from fxpipe.sampling.programs import programs_of
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
 from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
+from passes.sampling.text import Text
 
 Mode = Literal["exact", "displaced"]
 Proposed = tuple[SamplePlan, tuple[SampleOutcome, ...]]
@@ -155,14 +166,18 @@ class SampleLowering:
         todo = [*found.fallbacks(case.num_samples)]
         while todo:
             one = todo.pop(0)
-            made = self._chosen(case, one.request, setting.cluster)
-            if made.text_first != (one.made is not None and one.made.text_first):
+            assert one.made is not None, "what a call can fall back on is known"
+            made, warm = self._chosen(case, one.request, setting.cluster), one.made.warm
+            if warm is not None and (not warm.text_first or is_text_first(case, warm)):
+                made = replace(made, warm=warm)
+            if (made.text_first, made.warm) != (one.made.text_first, warm):
                 told = estimate(case, made, setting.cluster, setting.steps, one.request.speeds)
-                other = replace(one, request=replace(one.request, text="all"), made=made, found=told)
+                text: Text = "first" if made.text_first else "all"
+                other = replace(one, request=replace(one.request, text=text), made=made, found=told)
                 found = replace(found, candidates=tuple(other if c is one else c for c in found.candidates))
                 todo = sorted([other, *todo], key=lambda one: one.seconds)
                 continue
-            plan, _ = planned(case, one.made or made, self.cluster, self.priced)
+            plan, _ = planned(case, one.made, self.cluster, self.priced)
             notes = *plan.notes, *found.notes(case, one)
             plan = replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one))
             yield plan, tuple(found.outcomes(one))
@@ -174,8 +189,7 @@ class SampleLowering:
             return with_attention(case, chosen(case, asked), request.attention, cluster, request.speeds)
 
         made = told(request)
-        sizes = {stop - start for start, stop in made.grid.spans(case.num_samples)}
-        if not made.text_first or all(case.first_has_text(size, made.bounds, made.attention) for size in sizes):
+        if not made.text_first or is_text_first(case, made):
             return made
         made = told(replace(request, text="all"))
         note = "text='first': other patches read it beside its keys and values, too; every patch has it"

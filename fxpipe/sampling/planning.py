@@ -54,7 +54,8 @@ class Request:
 @dataclass(frozen=True)
 class Choices:
     """What a plan decides. `spans` are its stages, None where there is one without blocks of its own; `attention` is
-    the kind of every layer of it, empty where nothing is exchanged or steps are displaced."""
+    the kind of every layer of it, empty where nothing is exchanged or steps are displaced; fresh steps but the last are
+    made by `warm`, an exact layout, where that is faster."""
 
     grid: Grid
     spans: tuple[StageSpan, ...] | None
@@ -64,6 +65,7 @@ class Choices:
     how: How
     attention: tuple[Kind, ...] = ()
     notes: tuple[str, ...] = ()
+    warm: "Choices | None" = None
 
 
 def chosen(case: SampleCase, request: Request) -> Choices:
@@ -83,14 +85,20 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     return Choices(grid, spans, bounds, text_first, order, request.how)
 
 
+def is_text_first(case: SampleCase, made: Choices) -> bool:
+    """Whether its first patch may have the text alone, as is chosen, in every group."""
+    sizes = {stop - start for start, stop in made.grid.spans(case.num_samples)}
+    return made.text_first and all(case.first_has_text(size, made.bounds, made.attention) for size in sizes)
+
+
 def choices_of(plan: SamplePlan) -> Choices:
     """What a plan has decided."""
     spans = None
     if plan.staged.schedule != "rows":
         ends = zip(plan.staged.boundaries, plan.staged.boundaries[1:], plan.columns, strict=False)
         spans = tuple((start, stop, column) for start, stop, column in ends)
-    order = plan.staged.schedule
-    return Choices(plan.grid, spans, plan.bounds, plan.text_first, order, plan.how, plan.attention)
+    order, warm = plan.staged.schedule, None if plan.warm is None else choices_of(plan.warm)
+    return Choices(plan.grid, spans, plan.bounds, plan.text_first, order, plan.how, plan.attention, warm=warm)
 
 
 def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, Line | None]:
@@ -107,10 +115,11 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
     notes = (*case.traced.notes, *map(str, rows.notes), *made.notes)
+    warm = None if made.warm is None else replace(planned(case, made.warm, cluster, priced)[0], notes=())
     plan = SamplePlan(
         case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, grid.copies, cut, staged,
         tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds,
-        made.text_first, made.how, made.attention, _steady(case, made, line), notes,
+        made.text_first, made.how, made.attention, _steady(case, made, line), notes, warm=warm,
     )  # fmt: skip
     return plan, line
 

@@ -2,6 +2,7 @@
 
 patches beside each other   one group as if it were alone, its patches' graphs   -> groups together -> copies
 patches in turn             all groups, column by column                         -> copies
+fresh steps but the last    where they have another layout: its programs are one more form
 
 Every patch exchanges the same in the same order, so a rank's own graph tells what all send; what crosses between stages
 is told by where the rows lie. A program is right where it sends and receives what is told in its order, and waits for
@@ -32,6 +33,7 @@ from passes.sampling.piped_rank import piped_programs
 from passes.sampling.staged import Staged, staged_programs
 from passes.sampling.stages import Line
 from passes.sampling.times import inputs_of_call
+from passes.sampling.warm import with_warm
 
 
 def programs_of(
@@ -42,11 +44,20 @@ def programs_of(
     Raises:
         CompileError: there are none for this plan.
     """
+    programs, messages = _lowered(case, plan, line, device, ranks)
+    if plan.warm is not None:
+        programs, messages = with_warm((programs, messages), _lowered(case, plan.warm, None, device, ranks))
+        require_sequence(programs, messages, ("warm", "warm", "fresh", "displaced", _last(messages)))
+    return with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows)), messages
+
+
+def _lowered(
+    case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device, ranks: Collection[int]
+) -> Alone:
+    """The programs of one layout."""
     size = plan.grid.of_copy
     lowered = _piped if plan.in_turn else _grouped
-    alone = lowered(case, plan, line, device, {rank % size for rank in ranks})
-    programs, messages = copied(alone, plan.copies, size, ranks)
-    return with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows)), messages
+    return copied(lowered(case, plan, line, device, {rank % size for rank in ranks}), plan.copies, size, ranks)
 
 
 def _piped(
@@ -117,6 +128,11 @@ def _cut(
             )
         graphs[place] = graph
     return patches, graphs
+
+
+def _last(messages: Mapping[str, Sequence[Message]]) -> str:
+    """The form of a step after which nothing is on its way, where there is one."""
+    return "last" if "last" in messages else "displaced"
 
 
 def _require(programs: Sequence[SampleProgram], messages: Mapping[str, Sequence[Message]]) -> None:

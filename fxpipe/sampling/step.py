@@ -157,8 +157,9 @@ class SampleStep:
         """The forms of a call's steps."""
         if "displaced" not in self.forms:
             return ["fresh"] * num_steps
-        warm = ["fresh", *["again" if "again" in self.forms else "fresh"] * (self.warmup - 1)]
-        return (warm + ["displaced"] * num_steps)[:num_steps]
+        again = ["again" if "again" in self.forms else "fresh"] * (self.warmup - 1)
+        first = ["warm"] * (self.warmup - 1) + ["fresh"] if "warm" in self.forms else ["fresh", *again]
+        return (first + ["displaced"] * num_steps)[:num_steps]
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""
