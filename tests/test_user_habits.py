@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import CaptureError, RunError
+from fxpipe.errors import CaptureError, CompileError, RunError
 from tests.unet import TinyUNet
 
 
@@ -142,6 +142,23 @@ def test_lengths_of_tensors_are_their_sizes() -> None:
     x = torch.randn(7, 2, 2, dtype=torch.float64)
     program = fxpipe.compile(Counted().double(), 2, example_inputs=(x,), microbatches=3, schedule="1f1b")
     assert program.verify(x).ok
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).view(-1, 3, 4).softmax(1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("count", "says"), [(1, "it puts rows of the batch into groups"), (3, "parts of several samples")]
+)
+def test_rows_that_are_grouped_are_told_to_be_samples(count: int, says: str) -> None:
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile(Grouped().double(), 2, example_inputs=(torch.randn(9, 4).double(),), microbatches=count)
 
 
 class Adapter(nn.Module):
