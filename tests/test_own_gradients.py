@@ -42,6 +42,7 @@ def into_zeros(ctx: Any, grad: Tensor) -> Tensor:
 def zeroed_at(grad: Tensor, weight: Tensor) -> Tensor:
     grad[weight.abs() < 0.2] = 0
     grad[0] = 0
+    grad[:, torch.tensor([1, 3])] = 0
     grad[:, 1:3].zero_()
     return torch.where(weight > 0.3, torch.zeros_like(grad), grad)
 

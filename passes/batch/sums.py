@@ -25,7 +25,10 @@ _LINEAR = frozenset(
     "constant_pad_nd".split()
 )
 _CHOICES = {"masked_fill": ("self", "value", "mask"), "where": ("self", "other", "condition")}  # products with a mask
-_INTO = ("slice_scatter", "select_scatter", "diagonal_scatter")
+_INTO = {
+    **dict.fromkeys(("slice_scatter", "select_scatter", "diagonal_scatter"), "src"),
+    **{"index_put": "values", "index_copy": "source", "index_fill": "value"},
+}
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")  # of the operand's shape, whatever it holds
 _NOT_LINEAR = "only sums and products with constants may follow the sum or mean over samples"
 
@@ -91,10 +94,12 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
     if call.name in _CHOICES:
         *chosen, mask = _CHOICES[call.name]
         return [_product(call, _one_of(call, *chosen), states[mask], 1)]
-    if call.name in _INTO and not call.batched():
-        return [_one_of(call, "self", "src")]
     if adds(call):
         return added(call)
+    if call.name in _INTO and not call.batched():
+        places = set(call.operands) - {call.arguments["self"], call.arguments[_INTO[call.name]]}
+        if all(_tensor_state(call, place).plain for place in places):
+            return [_one_of(call, "self", _INTO[call.name])]
     if call.name in ("add", "sub", "subtract", "rsub") and not call.batch_numbers(("self", "other")):
         return [_sum(call, [states["self"], states["other"]])]
     if call.name in ("stack", "cat") and not call.batch_numbers():
