@@ -79,10 +79,10 @@ def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
     nodes = [n for n in capture.graph.nodes if n in follow.states]
     if whole and not any(_has_samples(follow.states[node]) for node in needed):
         first = next(node for node in nodes if node in whole)
+        told = _told(first, "it takes some samples of the batch, or all into one")
         raise CompileError(
-            f"{_told(first, 'it takes some samples of the batch, or all into one')}; so does whatever the loss is made of: "
-            "every micro-batch would compute all of it. To change: compute the samples at once, not one by one; or pass "
-            "microbatches=1"
+            f"{told}, and so does whatever the loss is made of: every micro-batch would compute all of it. To change: "
+            "compute the samples at once, not one by one; or pass microbatches=1"
         )
     layouts = {n.name: _layouts(follow.states[n]) for n in nodes if n in needed}
     whole_batch = tuple(n.name for n in nodes if n in whole)
