@@ -22,7 +22,7 @@ from fxpipe.capture import own_graphs, private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.known import Read, buffers_read
 from fxpipe.capture.same import computation
-from fxpipe.capture.size_reads import decisions_noted, sizes_read_plainly, tensors_read_plainly
+from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
 from fxpipe.capture.surroundings import Surroundings
@@ -292,7 +292,7 @@ def _traced_once(
             with ExitStack() as stack:
                 for guard in (private.global_hooks_kept(), private.quiet(), watched(step.model)):
                     stack.enter_context(guard)
-                for guard in (decisions_noted(), tensors_read_plainly()):
+                for guard in (decisions_noted(), builtins_watched(step.model)):
                     stack.enter_context(guard)
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())

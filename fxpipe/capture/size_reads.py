@@ -11,15 +11,18 @@ import builtins
 import operator
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import sympy
 import torch
+from torch import nn
 
 from fxpipe.capture import private, private_sizes
+from fxpipe.capture.holders import holders_of
+from fxpipe.errors import CaptureError
 
 _LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fxpipe"} - {"__main__"}
@@ -36,13 +39,14 @@ def sizes_read_plainly() -> Iterator[None]:
 
 
 @contextmanager
-def tensors_read_plainly() -> Iterator[None]:
+def builtins_watched(model: nn.Module) -> Iterator[None]:
     """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them; what
-    is repeated a free number of times is a `Repeated`."""
+    is repeated a free number of times is a `Repeated`; iterators that the model keeps have no next."""
     with ExitStack() as stack:
         for name in ("__mul__", "__rmul__"):
             stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
         stack.enter_context(_in_users_modules("len", _len))
+        stack.enter_context(_in_users_modules("next", _next_but_of(model)))
         for name in ("max", "min"):  # which export gives to torch.maximum, a tensor as its only argument
             stack.enter_context(_in_users_modules(name, partial(_of_entries, name)))
         yield
@@ -89,7 +93,10 @@ class Repeated:
         return list
 
     def _listed(self) -> list[Any]:
-        return [self.row] * operator.index(self.count)
+        expr, count = private_sizes.expression_of(self.count), operator.index(self.count)
+        if expr is not None:
+            private_sizes.note(self.count, expr, count)
+        return [self.row] * count
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._listed())
@@ -112,6 +119,20 @@ def _repeating(original: Any) -> Any:
 
 def _is_of_numbers(value: Any) -> bool:
     return all(map(_is_of_numbers, value)) if type(value) in (list, tuple) else type(value) in (int, float, bool)
+
+
+def _next_but_of(model: nn.Module) -> Callable[..., Any]:
+    kept = cache(lambda: {id(value) for holder in holders_of(model)[0] for value in holder.entries().values()})
+
+    def following(iterator: Any, *default: Any) -> Any:
+        if id(iterator) in kept():
+            raise CaptureError(
+                f"forward takes the next of a {type(iterator).__name__} that the model keeps, but a graph has every "
+                "call alike; give it what changes as an input"
+            )
+        return next(iterator, *default)
+
+    return following
 
 
 def _of_entries(name: str, *args: Any, **kwargs: Any) -> Any:
