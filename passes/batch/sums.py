@@ -7,6 +7,7 @@
 Before the reduction each sample may be divided by the batch size; after it, only linear operations may follow.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -21,8 +22,8 @@ PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
 # Linear in their one operand that counts samples; the rules for layouts apply as ever.
 _LINEAR = frozenset(
     "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
-    "alias detach neg negative sum mean select slice unbind expand tril triu flip roll index index_select gather pad "
-    "constant_pad_nd".split()
+    "alias detach neg negative sum mean select slice unbind expand tril triu flip roll diagonal index index_select "
+    "gather pad constant_pad_nd".split()
 )
 _CHOICES = {"masked_fill": ("self", "value", "mask"), "where": ("self", "other", "condition")}  # products with a mask
 _INTO = {
@@ -101,16 +102,16 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
         if all(_tensor_state(call, place).plain for place in places):
             return [_one_of(call, "self", _INTO[call.name])]
     if call.name in ("add", "sub", "subtract", "rsub") and not call.batch_numbers(("self", "other")):
-        return [_sum(call, [states["self"], states["other"]])]
+        return [_sum(call, [(call.arguments[name], states[name]) for name in ("self", "other")])]
     if call.name in ("stack", "cat") and not call.batch_numbers():
-        return [_sum(call, [_tensor_state(call, n) for n in call.operands])]
+        return [_sum(call, [(node, _tensor_state(call, node)) for node in call.operands])]
     if call.name in _LIKE or (call.name == "fill" and is_zero(call.arguments["value"])):
         return [State(call.layout(call.operands[0]))]
     if call.name in FACTORIES:
         return rule(call)
     if call.name in ("pad", "constant_pad_nd") and not is_zero(call.arguments.get("value") or 0):
         raise Mixed(f"it pads a value summed over samples, or divided by their number: {_NOT_LINEAR}")
-    if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _is_fine(call.node)):
+    if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _floating(call.node)):
         return [_unary(call, r) for r in _within(call, rule)]
     raise Mixed(f"it is not linear in a value already summed over samples, or divided by their number: {_NOT_LINEAR}")
 
@@ -131,10 +132,8 @@ def _tensor_state(call: RuleCall, node: fx.Node) -> State:
     return state
 
 
-def _is_fine(node: fx.Node) -> bool:
-    """Whether a value of such a type rounds sums and their parts alike, as numbers of 8 bits or integers do not."""
-    dtype = node.meta["val"].dtype
-    return bool(dtype.is_floating_point) and dtype.itemsize > 1
+def _floating(node: fx.Node) -> bool:
+    return bool(node.meta["val"].is_floating_point())
 
 
 def _product(call: RuleCall, a: State, b: State, sign: int) -> State:
@@ -155,7 +154,10 @@ def _place(call: RuleCall) -> Layout | None:
     return result.layout
 
 
-def _sum(call: RuleCall, terms: list[State]) -> State:
+def _sum(call: RuleCall, given: list[tuple[Any, State]]) -> State:
+    """Of terms and their states; 0 is of any scale."""
+    other = next((state for term, state in given if not is_zero(term)), State())
+    terms = [replace(other, layout=state.layout) if is_zero(term) else state for term, state in given]
     if any(t.layout is not None for t in terms):
         if len({(t.form, t.power) for t in terms}) != 1:
             raise Mixed(f"it adds samples to a value summed over the batch, or of another scale: {_NOT_LINEAR}")
