@@ -26,11 +26,11 @@ import torch
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from diffusers.models.autoencoders import vae
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import fxpipe
 import fxpipe.compiler
+from examples.stable_diffusion import StableDiffusionStep
 from fxpipe.compiler import requested
 
 
@@ -66,15 +66,7 @@ class StableDiffusion21Step(nn.Module):
         self.text_encoder.requires_grad_(False).eval()
         self.register_buffer("signal", DDPMScheduler(beta_schedule="scaled_linear").alphas_cumprod)
 
-    def forward(self, pixels: Tensor, token_ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            latents = self.vae.encode(pixels).latent_dist.sample() * self.vae.config.scaling_factor
-            text = self.text_encoder(token_ids)[0]
-        noise = torch.randn_like(latents)
-        timesteps = torch.randint(0, 1000, (latents.shape[0],), device=latents.device)
-        signal = self.get_buffer("signal")[timesteps].view(-1, 1, 1, 1)
-        noisy = signal.sqrt() * latents + (1 - signal).sqrt() * noise
-        return mse_loss(self.unet(noisy, timesteps, text).sample, noise)
+    forward = StableDiffusionStep.forward
 
     def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
         """On the meta device: shapes and types only."""

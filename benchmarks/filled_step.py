@@ -17,15 +17,11 @@ steps' mean, without the slowest and the fastest tenth; gains are over "frozen f
 import argparse
 import copy
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from predicted import ENVIRONMENT, LAUNCHER, TogetherProfiler
+from predicted import TogetherProfiler, launch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -73,11 +69,7 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(options.rounds, options.cluster)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        link, here = Path(folder, "link.toml"), Path(__file__).parent
-        link.write_text(subprocess.check_output([sys.executable, str(here / "network.py")], text=True, env=ENVIRONMENT))
-        command = [*LAUNCHER, __file__, "--rounds", str(options.rounds), "--cluster", str(link)]
-        subprocess.run(command, check=True, env=ENVIRONMENT)
+    launch(__file__, "--rounds", str(options.rounds))
 
 
 def measure(rounds: int, cluster: str | None) -> None:

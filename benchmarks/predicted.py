@@ -65,11 +65,16 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(options.models or list(MODELS), options.cluster, options.rounds)
         return
+    launch(__file__, *options.models, "--rounds", str(options.rounds))
+
+
+def launch(script: str, *arguments: str) -> None:
+    """Measure the link, then run the script on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder, "link.toml")
         here = Path(__file__).parent
         link.write_text(subprocess.check_output([sys.executable, str(here / "network.py")], text=True, env=ENVIRONMENT))
-        command = [*LAUNCHER, __file__, *options.models, "--cluster", str(link), "--rounds", str(options.rounds)]
+        command = [*LAUNCHER, script, *arguments, "--cluster", str(link)]
         subprocess.run(command, check=True, env=ENVIRONMENT)
 
 

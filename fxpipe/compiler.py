@@ -310,20 +310,9 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     bound.apply_defaults()
     given = bound.arguments
     counts = {name: given[name] for name in ("batch_size", "microbatches", "stages", "data_parallel")}
-    optimizer = ("shard", "offload_optimizer")
-    choices = {name: given[name] for name in ("schedule", "collocation", "recompute", "fill", *optimizer)}
-    others = (
-        "cost_model",
-        "observe",
-        "recompute",
-        "budget",
-        "collocation",
-        "fill",
-        *optimizer,
-        "shapes",
-        "backend",
-    )
-    check_others(**{name: given[name] for name in others})
+    chosen = ("schedule", "collocation", "recompute", "fill", "shard", "offload_optimizer")
+    choices = {name: given[name] for name in chosen}
+    check_others(**given)
     check_counts(world_size=world_size, **counts)
     where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
     captures = cache_folder(given["cache"])

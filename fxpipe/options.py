@@ -46,18 +46,9 @@ def check_flags(**flags: bool | None) -> None:
 
 
 def check_others(
-    *,
-    cost_model: Any,
-    observe: Any,
-    recompute: Any,
-    budget: Any,
-    collocation: Any,
-    fill: Any,
-    shard: Any,
-    offload_optimizer: Any = None,
-    shapes: Any = "any",
-    backend: Any = "eager",
-) -> None:
+    *, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shard: Any,
+    offload_optimizer: Any, shapes: Any, backend: Any, **_: Any,
+) -> None:  # fmt: skip
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if cost_model is not None and not isinstance(cost_model, str):
         check_cost_model(cost_model, "a device's name ('H100'), the path of a profile (.json), or ")

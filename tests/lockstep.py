@@ -48,7 +48,7 @@ class Lockstep:
         now: Latest = {}
         while True:
             exchange: Exchange = given[0][0].meta["exchange"]
-            key = exchange.name, exchange.kind
+            key = exchange.key
             now[key] = [self._told(node, value) for node, value in given]
             crosses = displaced and self.before and exchange.kind != "prediction"
             old = self.before[key] if crosses else None
@@ -112,7 +112,7 @@ class Lockstep:
         return displaced_ops.corrected_moments(latest, [old[index]], [index], counts)[0]
 
     def _advanced(self, node: fx.Node, index: int, now: Sequence[Tensor]) -> list[Tensor]:
-        key = node.meta["exchange"].name, node.meta["exchange"].kind
+        key = node.meta["exchange"].key
         before, earlier = self.before[key], self.earlier[key]
         own = [self._sent(node, index, values[index]) for values in (now, before, earlier)]
         if not own[0]:

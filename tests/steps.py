@@ -1,6 +1,6 @@
 """A training step around one function, and whether its compiled form is exact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,6 +48,16 @@ def exact(model: nn.Module, inputs: Any, **options: Any) -> Program:
     assert report.ok, report
     assert report.gradients, "nothing was compared"
     return program
+
+
+def losses_of(engine: Any, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> list[float]:
+    """Of a step of training on each of these."""
+    losses = []
+    for one in batches:
+        losses.append(float(engine.step(one).detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def needed_bytes(program: Program) -> int:

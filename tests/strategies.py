@@ -7,11 +7,14 @@ every mistaken identity goes unnoticed by shapes and shows in the numbers alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fxpipe.plan.staged import Run
 
 WEIGHTED = ("linear", "conv", "glu", "norm", "group_norm", "film", "cat", "adapter")
 PLAIN = ("silu", "tanh", "gelu", "square", "chunk", "detach", "cond", "shared")
@@ -304,3 +307,16 @@ def splits(draw: st.DrawFn) -> Split:
     stages = draw(st.integers(1, 8)) if schedule == "custom" else None if chosen is None else chosen * places
     recompute = draw(st.sampled_from((None, True, "blocks") if schedule != "custom" else (None, "blocks")))
     return Split(world_size, batch_size, microbatches, schedule, stages, copies, recompute, draw(st.integers(0, 99)))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, num_blocks: int, num_stages: int | None = None) -> tuple[tuple[int, ...], tuple[Run, ...]]:
+    """Stages, and runs within them that are computed again."""
+    fewest, most = (0, 3) if num_stages is None else (num_stages - 1, num_stages - 1)
+    inner = draw(st.sets(st.integers(1, num_blocks - 1), min_size=fewest, max_size=most))
+    boundaries = (0, *sorted(inner), num_blocks)
+    runs: list[Run] = []
+    for start, stop in pairwise(boundaries):
+        marks = sorted(draw(st.sets(st.integers(start, stop), max_size=4)))
+        runs += [run for run in pairwise(marks) if draw(st.booleans())]
+    return boundaries, tuple(runs)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import fxpipe
 from examples.cascade import lsun
 from tests.distributed import run_processes
+from tests.steps import losses_of
 
 
 class Backbone(nn.Module):
@@ -98,11 +99,7 @@ def train() -> list[float]:
     local = "WORLD_SIZE" not in os.environ
     engine = program.local_engine(seed=1) if local else program.engine(seed=1)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(2):
-        losses.append(float(engine.step(batch).detach()))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(engine, optimizer, [batch] * 2)
     if not local:
         engine.close()
     return losses

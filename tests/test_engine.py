@@ -12,6 +12,7 @@ from fxpipe.capture.inputs import call_of
 from fxpipe.run.agreement import checksum
 from tests.distributed import run_processes, start_processes
 from tests.peer_cases import PEER_CASES
+from tests.steps import losses_of
 
 STEPS = 3
 
@@ -27,11 +28,7 @@ def train(case: str, schedule: str) -> tuple[list[float], dict[str, torch.Tensor
     program, _ = _compile(case, int(os.environ["WORLD_SIZE"]), schedule)
     engine = program.engine(seed=7)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(STEPS):
-        losses.append(float(engine.step(program.model.example_inputs(5))))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(engine, optimizer, (program.model.example_inputs(5) for _ in range(STEPS)))
     trained = {name: p.detach() for name, p in engine.named_parameters()}
     sent = engine.sent_bytes()
     engine.close()
@@ -52,11 +49,7 @@ def test_gloo_equals_threads_bit_for_bit(case: str, world_size: int, schedule: s
     program, _ = _compile(case, world_size, schedule)
     engine = program.local_engine(seed=7)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(STEPS):
-        losses.append(float(engine.step(program.model.example_inputs(5))))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(engine, optimizer, (program.model.example_inputs(5) for _ in range(STEPS)))
     expected = dict(engine.named_parameters())
     seen = set()
     for of_rank, trained, _ in results:

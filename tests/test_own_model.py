@@ -54,10 +54,20 @@ def one_device(trained: str, num_buckets: int) -> Trained:
     return script(model, [lambda: OneDevice(model)] * num_buckets, ROWS)
 
 
+def assert_exact(world_size: int, layouts: list[Layout], trained: str, whole: bool = True) -> None:
+    def body(model: nn.Module, engines: Any) -> Trained:
+        return script(model, engines, ROWS, whole)
+
+    first, *others = on_threads(world_size, layouts, body, trained)
+    assert_same(first, one_device(trained, len(layouts)))
+    for other in others:
+        assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
+    Adapted(trained).load_state_dict(first.states[0], strict=True)
+
+
 @pytest.mark.parametrize(
     ("world_size", "layouts", "trained"),
     [
-        (2, [WAVE], "all"),
         (3, [{"schedule": "zero-bubble"}], "adapters"),
         (4, [{"schedule": "1f1b", "data_parallel": 2}], "all"),
         (2, [LINE, WAVE], "all"),  # the second holds other layers on a rank
@@ -71,14 +81,7 @@ def one_device(trained: str, num_buckets: int) -> Trained:
     ],
 )
 def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
-    def body(model: nn.Module, engines: Any) -> Trained:
-        return script(model, engines, ROWS)
-
-    first, *others = on_threads(world_size, layouts, body, trained)
-    assert_same(first, one_device(trained, len(layouts)))
-    for other in others:
-        assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
-    Adapted(trained).load_state_dict(first.states[0], strict=True)
+    assert_exact(world_size, layouts, trained)
 
 
 def test_a_local_engine_offers_the_same() -> None:

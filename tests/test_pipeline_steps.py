@@ -13,6 +13,7 @@ from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CompileError
 from fxpipe.models.pipeline_steps.step import PipelineStep
 from tests.distributed import run_processes
+from tests.steps import losses_of
 from tests.tiny_pipelines import tiny
 from tests.trained_pipelines import CAPTIONS, T5_TOKENS, batch_of, loss_by_hand, trainable
 
@@ -93,11 +94,7 @@ def rank_main() -> tuple[list[float], Gradients]:
     program = fxpipe.compile(pipe, 2, example_inputs=batch, microbatches=2, schedule="1f1b")
     engine = program.engine() if "WORLD_SIZE" in os.environ else program.local_engine()
     optimizer = torch.optim.SGD(pipe.unet.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        losses.append(float(engine.step(batch)))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(engine, optimizer, [batch] * 3)
     engine.sync_model()
     engine.close()
     return losses, {name: p.detach() for name, p in pipe.unet.named_parameters()}

@@ -1,7 +1,6 @@
 """Runs of blocks whose values a backward computes again: the same gradients, bit for bit, from less that is kept."""
 
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from passes.lowering.step_graphs import StepGraphs
 from passes.lowering.units import Value
 from tests.captured import captured, work
 from tests.models import PEER_CASES, ZOO
+from tests.strategies import cuts
 from tests.unet import TinyUNet
 
 CPU = torch.device("cpu")
@@ -92,18 +92,6 @@ def assert_equal(name: str, boundaries: tuple[int, ...], runs: tuple[Run, ...]) 
             assert all(map(torch.equal, ours, theirs))
         pairs.append((more, less))
     return pairs
-
-
-@st.composite
-def cuts(draw: st.DrawFn, num_blocks: int) -> tuple[tuple[int, ...], tuple[Run, ...]]:
-    """Stages, and runs within them."""
-    inner = draw(st.sets(st.integers(1, num_blocks - 1), max_size=3))
-    boundaries = (0, *sorted(inner), num_blocks)
-    runs: list[Run] = []
-    for start, stop in pairwise(boundaries):
-        marks = sorted(draw(st.sets(st.integers(start, stop), max_size=4)))
-        runs += [run for run in pairwise(marks) if draw(st.booleans())]
-    return boundaries, tuple(runs)
 
 
 @given(st.data())

@@ -17,6 +17,7 @@ from passes.schedules.named import make_schedule
 from passes.schedules.replicas import tile
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
+from tests.steps import losses_of
 from tests.test_schedules_exact import assert_exact, unet
 
 WORK = Work(
@@ -144,11 +145,7 @@ def train(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     local = "WORLD_SIZE" not in os.environ
     engine = program.local_engine(seed=3) if local else program.engine(seed=3)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(3):
-        losses.append(float(engine.step(program.model.example_inputs(5))))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(engine, optimizer, (program.model.example_inputs(5) for _ in range(3)))
     trained = {name: p.detach() for name, p in engine.named_parameters()}
     if not local:
         mesh = engine.mesh

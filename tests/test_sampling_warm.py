@@ -11,9 +11,11 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.models.backbones import prediction_of
-from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.plan.sample_plan import EXACT, SamplePlan
 from fxpipe.sampler import Sampler
 from tests.denoisers import case, noise
+from tests.distributed import run_processes
+from tests.test_sample_planner import DEVICE, DiT
 
 FLUX = "FluxTransformer2DModel"
 LAYOUTS = [  # of steps at the end, of fresh ones before, the bound on rounding
@@ -62,4 +64,35 @@ def test_predictions_are_those_of_one_layout(
     assert max(map(error, found, wanted)) <= bound
     assert all(torch.equal(*pair) for pair in zip(found, called(warm), strict=True))  # a call leaves nothing
     assert warm.verify().ok
-    assert warm.simulate(steps=5).makespan_seconds > 0
+
+
+def launched() -> list[Tensor]:
+    key, own, exact, _ = LAYOUTS[0]
+    _, warm = compiled(key, tuple(own.items()), tuple(exact.items()))
+    found = called(warm)
+    warm.close()
+    return found
+
+
+def test_processes_give_what_threads_give() -> None:
+    key, own, exact, _ = LAYOUTS[0]
+    _, warm = compiled(key, tuple(own.items()), tuple(exact.items()))
+    for found in run_processes(2, launched):
+        assert all(torch.equal(*pair) for pair in zip(found, called(warm), strict=True))
+
+
+def test_other_layouts_make_fresh_steps_where_that_is_predicted_to_be_faster() -> None:
+    """Of one sample an exact step through stages takes as long as on one device."""
+    device = replace(DEVICE, peak_flops=1e10)
+    given: dict[str, Any] = {"cost_model": device, "cluster": "4x1xA100+Ethernet-1", "steps": 30, "sample": {"x": 2}}
+    torch.manual_seed(0)
+    example, model = {"x": noise(1, 3, 64, 8), "text": noise(1, 5, 8)}, DiT().double()
+    made = fxpipe.compile_sampler(model, 4, example=example, mode="displaced", warmup=4, **given)
+    assert made.plan.in_turn
+    assert made.plan.warm is not None
+    assert made.plan.warm.how == EXACT
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(30).makespan_seconds, rel=0.05)
+    assert made.verify().ok
+    own = fxpipe.compile_sampler(model, 4, example=example, plan=replace(made.plan, warm=None, expects=None), **given)
+    assert made.plan.expects.seconds < 0.99 * own.simulate(30).makespan_seconds

@@ -12,6 +12,7 @@ from fxpipe.compiler import requested
 from fxpipe.models.self_conditioning import conditioned
 from passes.placement.cascade import first_pass
 from tests.distributed import run_processes
+from tests.steps import losses_of
 
 SEED, STEPS = 5, 6
 
@@ -80,14 +81,10 @@ def train(world_size: str, data_parallel: str, ahead: str) -> tuple[list[float],
     local = "WORLD_SIZE" not in os.environ
     engine = program.local_engine(seed=SEED) if local else program.engine(seed=SEED)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.05)
-    losses = []
     if ahead == "ahead":
         losses = [float(loss.detach()) for loss in engine.train(batches(), optimizer)]
     else:
-        for batch in batches():
-            losses.append(float(engine.step(batch).detach()))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = losses_of(engine, optimizer, batches())
     trained = {name: p.detach().clone() for name, p in engine.named_parameters()}
     if not local:
         engine.close()

@@ -15,7 +15,7 @@ from fxpipe.plan import ops
 from tests.distributed import run_processes
 from tests.own_models import SEED, Adapted, OneDevice, Trained, assert_same, batch, script
 from tests.test_never_slower import DEVICES
-from tests.test_own_model import ROWS, Layout, on_threads, one_device, program
+from tests.test_own_model import ROWS, Layout, assert_exact, on_threads, one_device, program
 from tests.unet import TinyUNet
 
 WEIGHTS, ALL, GRADIENTS = {"shard": "weights"}, {"shard": "all"}, {"shard": "gradients"}
@@ -29,7 +29,6 @@ LINE = {"schedule": "1f1b"}
 @pytest.mark.parametrize(
     ("world_size", "layouts", "trained"),
     [
-        (2, [LAYERS], "adapters"),
         (3, [LAYERS | {"data_parallel": 3, "microbatches": 3}], "all"),
         (4, [{"schedule": "wave", "data_parallel": 2} | WEIGHTS], "adapters"),
         (4, [{"schedule": "zero-bubble", "data_parallel": 2, "microbatches": 4} | WEIGHTS], "all"),
@@ -43,13 +42,7 @@ LINE = {"schedule": "1f1b"}
     ],
 )
 def test_a_users_script_is_exact(world_size: int, layouts: list[Layout], trained: str) -> None:
-    def body(model: nn.Module, engines: Any) -> Trained:
-        return script(model, engines, ROWS, whole=False)
-
-    first, *others = on_threads(world_size, layouts, body, trained)
-    assert_same(first, one_device(trained, len(layouts)))
-    for other in others:
-        assert (other.losses, other.norms, other.states) == (first.losses, first.norms, [None] * 3)
+    assert_exact(world_size, layouts, trained, whole=False)
 
 
 def test_a_rank_keeps_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:

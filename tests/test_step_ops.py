@@ -4,7 +4,6 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
@@ -37,6 +36,7 @@ from passes.step_ops.writer import RankWriter
 from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate as simulate_plan
 from tests.models import ZOO
+from tests.strategies import cuts
 from tests.test_block_costs import Tied
 from tests.test_outputs import Returning
 from tests.unet import TinyUNet
@@ -223,18 +223,6 @@ def layouts(draw: st.DrawFn) -> Layout:
     places, replicas = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     stages = places * draw(st.sampled_from(policy.stages_per_rank))
     return Layout(policy.name, places * replicas, stages, replicas * draw(st.integers(1, 4)), replicas)
-
-
-@st.composite
-def cuts(draw: st.DrawFn, num_blocks: int, num_stages: int) -> tuple[tuple[int, ...], tuple[Run, ...]]:
-    """Stages, and runs within them that are computed again."""
-    inner = draw(st.sets(st.integers(1, num_blocks - 1), min_size=num_stages - 1, max_size=num_stages - 1))
-    boundaries = (0, *sorted(inner), num_blocks)
-    runs: list[Run] = []
-    for start, stop in pairwise(boundaries):
-        marks = sorted(draw(st.sets(st.integers(start, stop), max_size=4)))
-        runs += [run for run in pairwise(marks) if draw(st.booleans())]
-    return boundaries, tuple(runs)
 
 
 @given(st.data())

@@ -15,6 +15,7 @@
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -226,17 +227,7 @@ _FORM = re.compile(r"(step|steady): (.*)")
 
 def _parse(text: str) -> Plan:
     summary, orders = text_parts(text)
-    read: Read = {
-        "for": [],
-        "stage": [],
-        "frozen": [],
-        "sharded": [],
-        "offloaded": [],
-        "prefetch": [],
-        "run": [],
-        "form": [],
-        "note": [],
-    }
+    read: Read = defaultdict(list)
     head = _HEAD.fullmatch(summary[0]) if summary else None
     if head is None or not orders:
         raise CompileError(f"this is no plan's text: it begins with {text[:60]!r}; `print(plan)` gives one")

@@ -1,12 +1,14 @@
 """Rank programs: one straight-line FX graph per rank, the stage graphs it calls, and the messages between them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 
 KINDS = (
@@ -50,6 +52,20 @@ class Message:
         if self.samples is not None:
             part = f" of next samples {self.samples[0]}:{self.samples[1]}"
         return f"{self.value}{part} {self.kind} {list(self.shape)}"
+
+    def received(self, transport: fx.Node, device: torch.device, name: str) -> fx.Node:
+        """The node that posts its receive."""
+        args = transport, self.src, self.edge, list(self.shape), self.dtype, str(device)
+        return self._node(transport.graph, ops.recv, args, name)
+
+    def sent(self, transport: fx.Node, value: fx.Node, name: str) -> fx.Node:
+        """The node that sends a value as this message."""
+        return self._node(transport.graph, ops.send, (transport, value, self.dst, self.edge), name)
+
+    def _node(self, graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["message"] = self
+        return node
 
 
 @dataclass(frozen=True)

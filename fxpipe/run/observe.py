@@ -50,30 +50,22 @@ class Observed:
         return Pending(lambda: self._waited(pending, src, edge, size, describe(edge, shape, dtype)))
 
     def all_reduce(self, tensors: list[torch.Tensor], ranks: tuple[int, ...], edge: int) -> Pending[list[torch.Tensor]]:
-        pending, start = self._transport.all_reduce(tensors, ranks, edge), self._now()
-        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} gradients"
-        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("reduce", start)))
+        return self._told("reduce", tensors, edge, self._transport.all_reduce(tensors, ranks, edge))
 
     def reduce_scatter(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[list[torch.Tensor]]:
-        pending, start = self._transport.reduce_scatter(tensors, owners, ranks, edge), self._now()
-        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} gradients"
-        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("reduce_scatter", start)))
+        return self._told("reduce_scatter", tensors, edge, self._transport.reduce_scatter(tensors, owners, ranks, edge))
 
     def broadcast(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[None]:
-        pending, start = self._transport.broadcast(tensors, owners, ranks, edge), self._now()
-        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} parameters"
-        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("all_gather", start)))
+        return self._told("all_gather", tensors, edge, self._transport.broadcast(tensors, owners, ranks, edge))
 
     def gather(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[list[torch.Tensor]]:
-        pending, start = self._transport.gather(tensors, owners, ranks, edge), self._now()
-        size, label = sum(map(num_bytes, tensors)), f"{len(tensors)} parameters"
-        return Pending(lambda: self._waited(pending, -1, edge, size, label, ("all_gather", start)))
+        return self._told("all_gather", tensors, edge, self._transport.gather(tensors, owners, ranks, edge))
 
     def advance(self) -> None:
         self._end_action()
@@ -82,6 +74,12 @@ class Observed:
     def flush(self) -> None:
         self._end_action()
         self._transport.flush()
+
+    def _told(self, kind: str, tensors: list[torch.Tensor], edge: int, pending: Pending[T]) -> Pending[T]:
+        """A collective that has just started."""
+        start, size = self._now(), sum(map(num_bytes, tensors))
+        label = f"{len(tensors)} {'parameters' if kind == 'all_gather' else 'gradients'}"
+        return Pending(lambda: self._waited(pending, -1, edge, size, label, (kind, start)))
 
     def _waited(
         self,

@@ -2,9 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
-from passes.sampling.alike import Alike, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
+from passes.sampling.alike import ends_apart
 from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
@@ -33,6 +33,19 @@ from passes.sampling.text import has_text, one_of_every_sort, shared_text, text_
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
 from passes.sampling.work import PatchWork, graph_work, patch_work, value_bytes, with_layers
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+def _once(method: Callable[["SampleCase", *Ts], T]) -> Callable[["SampleCase", *Ts], T]:
+    """What a method finds of some arguments is found once, for all numbers of samples of a call."""
+
+    @wraps(method)
+    def known(case: "SampleCase", *args: *Ts) -> T:
+        return case.found_once((method.__name__, *args), lambda: method(case, *args))
+
+    return known
+
 
 @dataclass(frozen=True, eq=False)
 class SampleCase:
@@ -41,28 +54,25 @@ class SampleCase:
     traced: Traced
     num_samples: int
     cost_model: CostModel
-
-    @cached_property
-    def _known(self) -> dict[Any, Any]:
-        return {}
+    _known: dict[Any, Any] = field(default_factory=dict)
 
     def of(self, num_samples: int) -> "SampleCase":
         """The call with another number of samples; what is known of both is found once."""
-        other = SampleCase(self.traced, num_samples, self.cost_model)
-        other.__dict__["_known"] = self._known
-        return other
+        return SampleCase(self.traced, num_samples, self.cost_model, self._known)
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def found_once(self, key: Any, make: Callable[[], T]) -> T:
+        """What is found under this key, made where it is first asked for."""
         if key not in self._known:
             self._known[key] = make()
-        return self._known[key]
+        found: T = self._known[key]
+        return found
 
+    @_once
     def rows(self, num_samples: int) -> RowPlan:
         """Where the rows lie, of so many of the samples."""
         traced, sized = self.traced, self.traced.sized
         known = sized if sized is not None and sized.batch_size == num_samples else None
-        found: RowPlan = self._once(num_samples, lambda: analyse(traced.captured, traced.rows, num_samples, known))
-        return found
+        return analyse(traced.captured, traced.rows, num_samples, known)
 
     def rows_of(self, spans: Sequence[Span]) -> dict[int, RowPlan]:
         """By the number of samples of each span."""
@@ -115,67 +125,52 @@ class SampleCase:
         inputs = self.rows(self.num_samples).inputs
         return {name: like for name, like in self.likes.items() if inputs[name] in leaves}
 
+    @_once
     def blocks(self, num_samples: int, count: int) -> LateBlocks:
         """What depends on the patch of so many samples, as about so many blocks, from which stages are made."""
+        return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
 
-        def cut() -> LateBlocks:
-            return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
-
-        found: LateBlocks = self._once(("blocks", num_samples, count), cut)
-        return found
-
+    @_once
     def spans(self, num_samples: int, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
         """Stages of so many samples for so many columns of ranks."""
-        blocks, key = self.blocks(num_samples, num_blocks(columns)), ("spans", num_samples, columns, fold)
-        found: tuple[StageSpan, ...] = self._once(key, lambda: stage_spans(blocks, columns, fold))
-        return found
+        return stage_spans(self.blocks(num_samples, num_blocks(columns)), columns, fold)
 
     def node_seconds(self, num_samples: int) -> dict[str, float]:
         """Of every operation on so many samples, by its name."""
         return {node.name: s for node, s in self.seconds(num_samples).items()}
 
+    @_once
     def seconds(self, num_samples: int) -> dict[fx.Node, float]:
-        found: dict[fx.Node, float] = self._once(
-            ("seconds", num_samples), lambda: self._seconds(self.rows(num_samples).sized.graph)
-        )
-        return found
+        return self._seconds(self.rows(num_samples).sized.graph)
 
+    @_once
     def step_seconds(self, num_samples: int) -> tuple[Floats, Floats]:
         """Of all operations that are done in every step; of those on text alone, which one patch may have for all."""
+        once = self.once(num_samples)
+        of_text = self._shared_text(num_samples) if self.has_text(num_samples) else frozenset[str]()
+        found = {name: s for name, s in self.node_seconds(num_samples).items() if name not in once}
+        return (
+            np.array([s for name, s in found.items() if name not in of_text]),
+            np.array([s for name, s in found.items() if name in of_text]),
+        )
 
-        def parted() -> tuple[Floats, Floats]:
-            once = self.once(num_samples)
-            of_text = self._shared_text(num_samples) if self.has_text(num_samples) else frozenset[str]()
-            found = {name: s for name, s in self.node_seconds(num_samples).items() if name not in once}
-            return (
-                np.array([s for name, s in found.items() if name not in of_text]),
-                np.array([s for name, s in found.items() if name in of_text]),
-            )
-
-        made: tuple[Floats, Floats] = self._once(("in steps", num_samples), parted)
-        return made
-
+    @_once
     def late(self, num_samples: int) -> frozenset[str]:
         """The operations that depend on the patch."""
-
-        def known() -> frozenset[str]:
-            found = binding_times(self.rows(num_samples).sized, dict.fromkeys(self.traced.rows, PATCH))
-            return frozenset(name for name, time in found.items() if time == PATCH)
-
-        names: frozenset[str] = self._once(("late", num_samples), known)
-        return names
+        found = binding_times(self.rows(num_samples).sized, dict.fromkeys(self.traced.rows, PATCH))
+        return frozenset(name for name, time in found.items() if time == PATCH)
 
     def attention_seconds(self, num_samples: int, parts: int) -> dict[str, float]:
         """Of every layer of attention what one of so many patches takes at least, of whatever kind it is."""
         kernel, seconds = self.cost_model.moving_seconds(1, 1), self.node_seconds(num_samples)
-        named = self._once(("attention", num_samples), lambda: [n.name for n in layers(self.rows(num_samples))])
+        named = self.found_once(("attention", num_samples), lambda: [n.name for n in layers(self.rows(num_samples))])
         whole = {name: seconds.get(name, 0.0) for name in named}
         return {name: min(s, kernel) + max(s - kernel, 0.0) / parts for name, s in whole.items()}
 
+    @_once
     def has_text(self, num_samples: int) -> bool:
         """Whether some value is rows and text in one sequence."""
-        found: bool = self._once(("has text", num_samples), lambda: has_text(self.rows(num_samples)))
-        return found
+        return has_text(self.rows(num_samples))
 
     def may_give_text(self, num_samples: int) -> bool:
         """Whether of three patches, one of every sort, the first one may have the text alone; then of more."""
@@ -203,8 +198,7 @@ class SampleCase:
             patches = patches_of(plan, bounds, "first")
             return text_graph(plan, self._shared_text(num_samples), patches, index, kinds)
 
-        found: fx.Graph | None = self._once(("text", num_samples, tuple(bounds), index, kinds), made)
-        return found
+        return self.found_once(("text", num_samples, tuple(bounds), index, kinds), made)
 
     def work(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None,
@@ -218,7 +212,7 @@ class SampleCase:
         plan, in_turn = self.rows(num_samples), text_first is None
         patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
         patch = patches[index]
-        at_end = patch.stop == patch.count and self._once(("ends apart", num_samples), lambda: ends_apart(plan))
+        at_end = patch.stop == patch.count and self.found_once(("ends apart", num_samples), lambda: ends_apart(plan))
         where = num_samples, patch.owns or not self.has_text(num_samples), patch.is_whole, at_end
         key = "work", where, patch.stop - patch.first, () if in_turn else (text_first, tuple(bounds), index)
 
@@ -227,12 +221,12 @@ class SampleCase:
             beside = () if in_turn else patches
             if patch.is_whole:  # the captured graph
                 return graph_work(plan, plan.sized.graph, patches[:1], self.seconds(num_samples))
-            others: Alike | None = self._once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))
+            others = self.found_once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))
             if others is not None:
                 return others.work(patch.stop - patch.first, beside, self._seconds)
             return patch_work(plan, patch, beside, shared, self._seconds)
 
-        found: PatchWork = self._once(key, read)
+        found = self.found_once(key, read)
         if not kinds:
             return found
         named, there = zip(layers(plan), kinds, strict=False), frozenset(found.owners.values())
@@ -240,16 +234,14 @@ class SampleCase:
         if not of:
             return found
         given = num_samples, bounds, index, bool(text_first)
-        made: PatchWork = self._once(
+        return self.found_once(
             (*key, *of.values(), for_all),
             lambda: with_layers(found, {n: self.layer(*given, *one, for_all) for n, one in of.items()}),
         )
-        return made
 
+    @_once
     def _shared_text(self, num_samples: int) -> frozenset[str]:
-        plan = self.rows(num_samples)
-        found: frozenset[str] = self._once(("shared", num_samples), lambda: shared_text(plan, self.traced.rows))
-        return found
+        return shared_text(self.rows(num_samples), self.traced.rows)
 
     def layer(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind,
@@ -267,28 +259,23 @@ class SampleCase:
             return patch_work(plan, patches[index], patches, frozenset(), self._seconds, attended, piece)
 
         key = "layer", num_samples, tuple(bounds), index, text_first, alike(plan, plan.sized.nodes[name]), kind
-        found: PatchWork = self._once(key, read)
-        return found
+        return self.found_once(key, read)
 
     def _seconds(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        return operation_seconds(self.cost_model, graph.nodes, self._once("seconds of calls", dict))
+        return operation_seconds(self.cost_model, graph.nodes, self.found_once("seconds of calls", dict))
 
     @cached_property
     def of_call(self) -> frozenset[str]:
         """The inputs that are taken to stay as they are in a call."""
         return inputs_of_call(self.rows(self.num_samples), self.traced.rows)
 
+    @_once
     def once(self, num_samples: int) -> frozenset[str]:
         """The operations that depend on a call's conditions alone, and are computed once in it."""
-
-        def known() -> frozenset[str]:
-            plan = self.rows(num_samples)
-            times = {plan.inputs[name]: CALL for name in inputs_of_call(plan, self.traced.rows)}
-            found = binding_times(plan.sized, times | dict.fromkeys(self.traced.rows, PATCH))
-            return frozenset(name for name, time in found.items() if time == CALL and name not in plan.inputs)
-
-        names: frozenset[str] = self._once(("once", num_samples), known)
-        return names
+        plan = self.rows(num_samples)
+        times = {plan.inputs[name]: CALL for name in inputs_of_call(plan, self.traced.rows)}
+        found = binding_times(plan.sized, times | dict.fromkeys(self.traced.rows, PATCH))
+        return frozenset(name for name, time in found.items() if time == CALL and name not in plan.inputs)
 
     def kept_bytes(self, num_samples: int) -> int:
         """Of what is computed once and read in every step."""

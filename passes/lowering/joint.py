@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import private
+from fxpipe.capture.reach import reached
 from fxpipe.plan import ops
 from passes.lowering.units import Value
 
@@ -242,14 +243,8 @@ def _split_convolution_backward(graph: fx.Graph) -> None:
 
 
 def _ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [n for n in nodes if n not in stop]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [a for a in node.all_input_nodes if a not in stop]
-    return found
+    starts = (node for node in nodes if node not in stop)
+    return {*reached(starts, lambda node: [a for a in node.all_input_nodes if a not in stop])}
 
 
 def _with_items(graph: fx.Graph, made: set[fx.Node]) -> set[fx.Node]:
@@ -305,14 +300,9 @@ def _ordered(
     place = {node: number for number, node in enumerate(graph.nodes)} if late else {}
 
     def needed(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        found: set[fx.Node] = set()
-        pending = list(nodes)
-        while pending:
-            node = pending.pop()
-            if node in late:
-                late.remove(node)
-                found.add(node)
-                pending += node.all_input_nodes
+        starts = (node for node in nodes if node in late)
+        found = {*reached(starts, lambda node: [a for a in node.all_input_nodes if a in late])}
+        late.difference_update(found)
         yield from sorted(found, key=place.__getitem__)
 
     for node in graph.nodes:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.capture.reach import reached
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 from fxpipe.plan.outputs import WHOLE, Output
@@ -206,14 +207,12 @@ class ProgramWriter:
 
     def _is_gone(self, output: Output) -> bool:
         """Whether it is made of what this form of the step leaves out."""
-        nodes, pending = self.writer.step.capture.nodes, [output.value]
-        while pending:
-            name = pending.pop()
-            if name in self.layout.zeros:
-                return True
-            if nodes[name].meta.get("extra"):
-                pending += [source.name for source in nodes[name].all_input_nodes]
-        return False
+        nodes = self.writer.step.capture.nodes
+
+        def sources(name: str) -> list[str]:
+            return [source.name for source in nodes[name].all_input_nodes] if nodes[name].meta.get("extra") else []
+
+        return any(name in self.layout.zeros for name in reached([output.value], sources))
 
     def _backward(self, action: Action) -> None:
         key, microbatch = ("F", action.stage), action.microbatch

@@ -140,10 +140,7 @@ class RankWriter(Exchange[Message, fx.Node]):
     # -- messages
 
     def start_receive(self, message: Message) -> fx.Node:
-        args = (self.transport, message.src, message.edge, list(message.shape), message.dtype)
-        node = self.call(ops.recv, (*args, str(self.step.device)), f"recv_{message_name(message)}")
-        node.meta["message"] = message
-        return node
+        return message.received(self.transport, self.step.device, f"recv_{message_name(message)}")
 
     def wait(self, message: Message, posted: fx.Node) -> fx.Node:
         node = self.call(ops.wait, (posted,), message_name(message))
@@ -151,8 +148,7 @@ class RankWriter(Exchange[Message, fx.Node]):
         return node
 
     def send(self, message: Message, value: fx.Node) -> None:
-        node = self.call(ops.send, (self.transport, value, message.dst, message.edge), f"send_{message_name(message)}")
-        node.meta["message"] = message
+        message.sent(self.transport, value, f"send_{message_name(message)}")
 
     def sends_after(self, action: Action | None) -> list[Message]:
         return self.mail.by_action.get(action, [])

@@ -38,10 +38,9 @@ def _once(value_for: ValueFor) -> ValueFor:
 
 def _own(writer: CrossingWriter, exchange: Exchange, value_for: ValueFor) -> fx.Node | None:
     """What this patch tells the others in an exchange that is advanced, in one; None where it tells nothing."""
-    key = exchange.name, exchange.kind
     members = [member for bucket in writer.buckets for member in bucket.members]
-    told = sorted(m.dst for m in members if key_of(m) == key and m.src == writer.patch.index)
-    if key not in writer.crossing.advanced or not told:
+    told = sorted(m.dst for m in members if key_of(m) == exchange.key and m.src == writer.patch.index)
+    if exchange.key not in writer.crossing.advanced or not told:
         return None
     values = list(dict.fromkeys(map(value_for, told)))
     return writer.call(displaced_ops.flat, (values,), f"{exchange.name}_{exchange.kind}_now")
@@ -117,7 +116,7 @@ class AdvancedWriter(DisplacedWriter):
             if self.sends:
                 self.carries |= {f"{name}_last": own, f"{name}_change": change}
             alpha = self.call(displaced_ops.kept_going, (change, last), f"{name}_alpha")
-            self._alphas[exchange.name, exchange.kind] = alpha
+            self._alphas[exchange.key] = alpha
         return received
 
     def arrived(self, bucket: Message) -> fx.Node:

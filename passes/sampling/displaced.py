@@ -45,7 +45,7 @@ class Crossing:
     advanced: frozenset[Key]
 
     def of(self, exchange: Exchange) -> bool:
-        return (exchange.name, exchange.kind) not in self.fresh
+        return exchange.key not in self.fresh
 
 
 class CrossingWriter(FormWriter):
@@ -86,7 +86,7 @@ class CarryingWriter(CrossingWriter):
     def _carried_on(self, exchange: Exchange, received: dict[int, fx.Node]) -> dict[int, fx.Node]:
         for bucket in self.come:
             for member in bucket.members:
-                if key_of(member) == (exchange.name, exchange.kind):
+                if key_of(member) == exchange.key:
                     self._arrived[member.edge] = received[bucket.src]
                     if all(one.edge in self._arrived for one in bucket.members):
                         self.carry(bucket)
@@ -120,7 +120,7 @@ class DisplacedWriter(CrossingWriter):
         self._last_waited = next(reversed(self.messages), None)
 
     def swap(self, exchange: Exchange, value_for: Callable[[int], fx.Node]) -> Callable[[], dict[int, fx.Node]]:
-        key = exchange.name, exchange.kind
+        key = exchange.key
         if not self.crossing.of(exchange):
             received = super().swap(exchange, value_for)
             if self.sends and key == self._last_waited:
@@ -154,13 +154,10 @@ class DisplacedWriter(CrossingWriter):
         if bucket.src == self.patch.index:
             values = [self._made.pop(member.edge) for member in bucket.members]
             flat = self.call(displaced_ops.pack, (values,), f"{bucket.value}_to_{bucket.dst}")
-            args: tuple[Any, ...] = (self.transport, flat, bucket.dst, bucket.edge)
-            node = self.call(ops.send, args, f"send_{bucket.value}_to_{bucket.dst}")
+            bucket.sent(self.transport, flat, f"send_{bucket.value}_to_{bucket.dst}")
         else:
-            args = (bucket.src, bucket.edge, list(bucket.shape), bucket.dtype, str(self.device))
-            node = self.call(ops.recv, (self.transport, *args), f"recv_{self.name(bucket)}")
-            self.carries[self.name(bucket)] = node
-        node.meta["message"] = bucket
+            name = self.name(bucket)
+            self.carries[name] = bucket.received(self.transport, self.device, f"recv_{name}")
 
     def before(self, bucket: Message, member: Message) -> fx.Node:
         """A value of the step before; its bucket is waited for where the first of its members is read."""

@@ -32,6 +32,10 @@ class Exchange:
     value: fx.Node
     state: Rows | None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.kind
+
 
 def halo(value: Any, dim: int, above: int, below: int, end: int, fill: float | str) -> NoReturn:
     _not_lowered()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
+from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from fxpipe.plan.rank_program import Message
@@ -74,7 +75,7 @@ def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
         operand, value = node.args[0], node.meta["val"]
         powers = isinstance(operand, fx.Node) and operand.target is row_ops.power
         if node.meta["exchange"].kind != "moments" and not powers and value.dtype.is_floating_point:
-            keys.add(_key(node))
+            keys.add(node.meta["exchange"].key)
     return frozenset(keys - set(fresh))
 
 
@@ -82,12 +83,14 @@ def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], 
     """Those that never cross: what every patch predicts of, synchronised norms, and what needs no message at all."""
     fresh = {key for graph in graphs for key in _read_by_all(graph)}
     fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}
-    fresh |= {_key(node) for node in exchange_nodes(next(iter(graphs)))} - {key_of(message) for message in messages}
+    exchanges = {node.meta["exchange"].key for node in exchange_nodes(next(iter(graphs)))}
+    fresh |= exchanges - {key_of(message) for message in messages}
     return frozenset(fresh)
 
 
 def _asked(graph: fx.Graph, names: Collection[str]) -> frozenset[Key]:
-    known = {told(key): key for key in map(_key, exchange_nodes(graph))}
+    keys: list[Key] = [node.meta["exchange"].key for node in exchange_nodes(graph)]
+    known = {told(key): key for key in keys}
     if unknown := sorted(set(names) - set(known)):
         raise CompileError(
             f"{unknown[0]!r} is to be kept fresh, but patches exchange nothing of that name; known are "
@@ -105,24 +108,10 @@ def told(key: Key) -> str:
 def _read_by_all(graph: fx.Graph) -> set[Key]:
     """The exchanges after which every patch makes the whole prediction: all must read the same there."""
     (output,) = graph.find_nodes(op="output")
-    seen, keys, todo = set[fx.Node](), set[Key](), [*output.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        exchange: Exchange | None = node.meta.get("exchange")
-        if exchange is None:
-            todo += node.all_input_nodes
-        elif exchange.state is not None and not exchange.state.all_rows:
-            raise CompileError(
-                "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
-            )
-        else:
-            keys.add(_key(node))
-    return keys
-
-
-def _key(node: fx.Node) -> Key:
-    exchange: Exchange = node.meta["exchange"]
-    return exchange.name, exchange.kind
+    before = reached(output.all_input_nodes, lambda node: [] if "exchange" in node.meta else node.all_input_nodes)
+    found: list[Exchange] = [node.meta["exchange"] for node in before if "exchange" in node.meta]
+    if any(exchange.state is not None and not exchange.state.all_rows for exchange in found):
+        raise CompileError(
+            "displaced patches would predict entries that belong to no row each in their own way; use mode='exact'"
+        )
+    return {exchange.key for exchange in found}

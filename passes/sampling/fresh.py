@@ -205,19 +205,15 @@ class FormWriter:
         """Post what comes, send to every rank that waits for it; calling the result waits, and gives it by rank."""
         name = "prediction" if exchange.kind == "prediction" else exchange.name
         posted = dict[int, fx.Node]()
-        messages = self.messages.get((exchange.name, exchange.kind), ())
+        messages = self.messages.get(exchange.key, ())
         for message in messages:
             if message.dst == self.patch.index:
                 wire = self.placed(message)
-                come = (self.transport, wire.src, wire.edge, list(wire.shape), wire.dtype, str(self.device))
-                posted[message.src] = self.call(ops.recv, come, f"recv_{name}_from_{wire.src}")
-                posted[message.src].meta["message"] = wire
+                posted[message.src] = wire.received(self.transport, self.device, f"recv_{name}_from_{wire.src}")
         for message in messages:
             if message.src == self.patch.index:
                 wire = self.placed(message)
-                args = (self.transport, value_for(message.dst), wire.dst, wire.edge)
-                sent = self.call(ops.send, args, f"send_{name}_to_{wire.dst}")
-                sent.meta["message"] = wire
+                wire.sent(self.transport, value_for(message.dst), f"send_{name}_to_{wire.dst}")
         return lambda: {
             src: self.call(ops.wait, (node,), f"{name}_from_{node.meta['message'].src}") for src, node in posted.items()
         }

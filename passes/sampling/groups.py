@@ -192,9 +192,8 @@ class _MovedForm:
         (transport, *_) = self.graph.find_nodes(op="placeholder")
         for message in self.shared:
             if message.dst == self.rank:
-                wire = (transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device))
                 name = f"recv_prediction_of_rank_{message.src}"
-                self.posted[message.src] = self._call(ops.recv, wire, name, message)
+                self.posted[message.src] = message.received(transport, self.device, name)
 
     def _joined(self, own: fx.Node) -> fx.Node:
         """The prediction for all samples."""
@@ -202,8 +201,7 @@ class _MovedForm:
         (transport, *_) = self.graph.find_nodes(op="placeholder")
         for message in self.shared:
             if message.src == self.rank:
-                args = (transport, own, message.dst, message.edge)
-                self._call(ops.send, args, f"send_prediction_to_rank_{message.dst}", message)
+                message.sent(transport, own, f"send_prediction_to_rank_{message.dst}")
         found = {src: self._call(ops.wait, (node,), f"prediction_of_rank_{src}") for src, node in self.posted.items()}
         parts = [node for _, node in sorted({**found, self.rank: own}.items())]
         whole = self._call(torch.ops.aten.cat.default, (parts, 0), "prediction_of_all")
@@ -211,8 +209,5 @@ class _MovedForm:
         whole.meta["val"] = torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
         return whole
 
-    def _call(self, target: Any, args: tuple[Any, ...], name: str, message: Message | None = None) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, name=name)
-        if message is not None:
-            node.meta["message"] = message
-        return node
+    def _call(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        return self.graph.create_node("call_function", target, args, name=name)

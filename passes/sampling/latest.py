@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.reach import reached
 from fxpipe.plan import displaced_ops, row_ops
 from fxpipe.plan.row_ops import Stretch
 from passes.operations import operation_name
@@ -73,13 +74,13 @@ class LatestWriter(CellWriter):
         for_one = exchange.kind == "halo"
         if exchange.kind == "moments" and self.norms == "corrected":
             self.latest[f"{self._name(exchange, mine)}_before"] = self.latest[self._name(exchange, mine)]
-        for message in self.messages.get((exchange.name, exchange.kind), ()):
+        for message in self.messages.get(exchange.key, ()):
             if message.src == mine:
                 value = value_for(message.dst)
                 if value not in kept:
                     kept[value] = self.owned(value)
                 self.latest[self._name(exchange, mine, message.dst if for_one else None)] = kept[value]
-        read = [m.src for m in self.messages.get((exchange.name, exchange.kind), ()) if m.dst == mine]
+        read = [m.src for m in self.messages.get(exchange.key, ()) if m.dst == mine]
         return lambda: {src: self.latest[self._name(exchange, src, mine if for_one else None)] for src in read}
 
     def _name(self, exchange: Exchange, src: int | None = None, dst: int | None = None) -> str:
@@ -108,12 +109,9 @@ class LatestWriter(CellWriter):
 
     def apart(self, value: fx.Node) -> fx.Node:
         """A value that leaves the cell, in memory that no later patch writes."""
-        todo = [value]
-        while todo:
-            node = todo.pop()
+        for node in reached([value], lambda node: node.all_input_nodes if shares(node) else []):
             if node.target is displaced_ops.put:
                 return self.call(torch.ops.aten.clone.default, (value,), f"{value.name}_kept", None, value)
-            todo += node.all_input_nodes if shares(node) and node.op == "call_function" else []
         return value
 
     def owned(self, value: fx.Node) -> fx.Node:

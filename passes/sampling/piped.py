@@ -9,8 +9,8 @@ displaced   patches follow each other; what a stage knows of those behind is of 
 Text is owned by the first patch; what no patch changes is computed once in a step on every rank that reads it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 
@@ -25,7 +25,7 @@ from passes.sampling.groups import Span
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.shared import shared_values
-from passes.sampling.staged import PREDICTION, returns_of
+from passes.sampling.staged import PREDICTION, readers_of, returns_of
 from passes.sampling.stages import Line, Stage
 
 
@@ -53,6 +53,7 @@ class Piped:
     batched: Mapping[str, torch.Tensor]
     norms: Norms
     device: torch.device
+    _graphs: dict[tuple[int, int, Patch], fx.Graph] = field(default_factory=dict, init=False)
 
     @property
     def num_patches(self) -> int:
@@ -79,10 +80,6 @@ class Piped:
     @cached_property
     def shared(self) -> frozenset[str]:
         return shared_values(next(iter(self.plans.values())), self.line.early)
-
-    @cached_property
-    def _graphs(self) -> dict[tuple[int, int, Patch], fx.Graph]:
-        return {}
 
     def graph(self, group: int, stage: Stage, turn: Turn) -> fx.Graph:
         """What a stage computes at a turn, made when it is first asked for."""
@@ -126,14 +123,9 @@ def messages_of_form(piped: Piped, form: str) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _receivers(piped: Piped, group: int, cell: Cell, name: str) -> Iterator[tuple[int, str]]:
+def _receivers(piped: Piped, group: int, cell: Cell, name: str) -> list[tuple[int, str]]:
     """The other ranks that a value goes to, and what it is for them."""
-    first, own = group * piped.line.num_columns, group * piped.line.num_columns + cell.stage.column
-    if name == PREDICTION:
-        if cell.stage == piped.line.stages[-1]:
-            yield from ((rank, PREDICTION) for rank in range(piped.num_ranks) if rank != own)
-        return
-    for column in piped.line.readers(name):
-        readers = [s.index for s in piped.line.stages if s.column == column and name in s.reads]
-        if column != cell.stage.column:
-            yield first + column, "main" if cell.stage.index + 1 in readers else "skip"
+    first = group * piped.line.num_columns
+    if name == PREDICTION and cell.stage == piped.line.stages[-1]:
+        return [(rank, PREDICTION) for rank in range(piped.num_ranks) if rank != first + cell.stage.column]
+    return [(first + column, kind) for column, kind in readers_of(piped.line, cell, name)]

@@ -25,7 +25,7 @@ from passes.sampling.patches import Patch
 from passes.sampling.piped import Piped, Turn, messages_of_form, returned_names
 from passes.sampling.shared import require_rows
 from passes.sampling.staged import PREDICTION
-from passes.sampling.staged_rank import RankGraph, reads_of
+from passes.sampling.staged_rank import RankGraph
 
 BEGUN = "begun"
 """Under which every rank carries something, so that all know alike whether there was a step before."""
@@ -93,9 +93,7 @@ class _Written:
 
     def _add(self, cell: Cell, turn: Turn) -> None:
         piped, values = self.piped, self.values[cell.turn]
-        for message in reads_of(cell, self.rank, self.mine):
-            if message.value not in values:
-                values[message.value] = self.rows.wait(message)
+        self.rows.read(cell, values)
         graph = piped.graph(self.group, cell.stage, turn)
         writer = self._writer(cell, turn, graph, values)
         returned = writer.add(graph, cell)
@@ -104,16 +102,11 @@ class _Written:
         made = writer.made()
         if turn.patch.owns:
             self.shared[turn.run] |= {name: node for name, node in made.items() if name in piped.shared}
-        values |= dict(zip(returned_names(piped, cell, turn), returned, strict=False))
-        for message in self.mine:
-            if message.src == self.rank and message.microbatch == cell.turn and self._is_made(message, cell):
-                self.rows.send(values[message.value], message)
+        named = dict(zip(returned_names(piped, cell, turn), returned, strict=False))
+        values |= named
+        self.rows.send(cell, named)
         if self.is_fresh and piped.num_patches > 1:
             self._keep(cell, turn, made)
-
-    def _is_made(self, message: Message, cell: Cell) -> bool:
-        last = cell.stage == self.piped.line.stages[-1]
-        return message.value in cell.stage.returns or (last and message.value == PREDICTION)
 
     def _writer(self, cell: Cell, turn: Turn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
         piped, spans = self.piped, self.piped.groups[self.group]

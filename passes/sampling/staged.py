@@ -27,7 +27,7 @@ from passes.sampling.groups import Span
 from passes.sampling.messages import messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
-from passes.sampling.staged_rank import RankGraph, reads_of
+from passes.sampling.staged_rank import RankGraph
 from passes.sampling.stages import Line
 
 PREDICTION = "prediction"
@@ -109,7 +109,7 @@ class Messages:
         self.within[cell] = len(self.all), swapped
         self.all += [self.placed(staged, cell, message) for message in swapped]
         for name in returns_of(cell):
-            readers = _readers(staged.line, cell, name)
+            readers = readers_of(staged.line, cell, name)
             for patch in patches if readers else ():
                 like = plan.sized.result.meta["val"] if name == PREDICTION else held(plan, patch, name)
                 for column, kind in readers:
@@ -132,7 +132,7 @@ def returns_of(cell: Cell) -> tuple[str, ...]:
     return (*cell.stage.returns, PREDICTION)
 
 
-def _readers(line: Line, cell: Cell, name: str) -> list[tuple[int, str]]:
+def readers_of(line: Line, cell: Cell, name: str) -> list[tuple[int, str]]:
     """The other columns that a value goes to, and what it is for them."""
     if name == PREDICTION:
         everyone = range(line.num_columns) if cell.stage == line.stages[-1] else ()
@@ -172,9 +172,7 @@ class _RankWriter:
 
     def _add(self, cell: Cell, graph: fx.Graph) -> None:
         staged, turn = self.staged, cell.turn
-        for message in reads_of(cell, self.rank, self.between):
-            if message.value not in self.values[turn]:
-                self.values[turn][message.value] = self.rows.wait(message)
+        self.rows.read(cell, self.values[turn])
         patches, (_, swapped) = staged.patches(turn), self.messages.within[cell]
         span = staged.spans[turn] if len(staged.spans) > 1 else None
         writer = CellWriter(
@@ -183,15 +181,9 @@ class _RankWriter:
             self.rows.operand(turn, span, staged.batched), self.values[turn], self.early[turn],
             lambda message: self.messages.placed(staged, cell, message),
         )  # fmt: skip
-        returned = writer.add(graph, cell)
-        self.values[turn].update(zip(returns_of(cell), returned, strict=False))
-        for message in self.between:
-            if message.src == self.rank and message.microbatch == turn and self._made(message, cell):
-                self.rows.send(self.values[turn][message.value], message)
-
-    def _made(self, message: Message, cell: Cell) -> bool:
-        last = cell.stage == self.staged.line.stages[-1]
-        return message.value in cell.stage.returns or (last and message.value == PREDICTION)
+        returned = dict(zip(returns_of(cell), writer.add(graph, cell), strict=False))
+        self.values[turn] |= returned
+        self.rows.send(cell, returned)
 
     def _prediction(self) -> fx.Node:
         """Of all samples, from the last stage."""

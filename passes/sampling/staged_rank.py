@@ -25,6 +25,7 @@ class RankGraph:
         takes_carried: bool = False,
     ) -> None:  # fmt: skip
         self.plan, self.rank, self.device, self.graph = plan, rank, device, fx.Graph()
+        self.messages = messages
         self.transport = self.graph.placeholder("transport")
         used = {node.name for graph in graphs for node in graph.find_nodes(op="placeholder") if node.users}
         self.given = {name: self.graph.placeholder(name) for name in plan.inputs if name in used}
@@ -69,24 +70,22 @@ class RankGraph:
 
     # -- messages between cells
 
-    def send(self, value: fx.Node, message: Message) -> None:
-        args = (self.transport, value, message.dst, message.edge)
-        self.call(ops.send, args, f"send_{message.value}_to_{message.dst}").meta["message"] = message
+    def read(self, cell: Cell, values: dict[str, fx.Node]) -> None:
+        """Wait for what comes to a cell and is not among `values` yet."""
+        for message in self.messages:
+            to_cell = message.dst == self.rank and message.microbatch == cell.turn and message.kind in ("main", "skip")
+            if to_cell and message.value in cell.stage.reads and message.value not in values:
+                values[message.value] = self.wait(message)
+
+    def send(self, cell: Cell, made: Mapping[str, fx.Node]) -> None:
+        """Send what a cell has `made` to whom it goes."""
+        for message in self.messages:
+            if message.src == self.rank and message.microbatch == cell.turn and message.value in made:
+                message.sent(self.transport, made[message.value], f"send_{message.value}_to_{message.dst}")
 
     def _post(self, message: Message) -> fx.Node:
-        args = self.transport, message.src, message.edge, list(message.shape), message.dtype, str(self.device)
-        node = self.call(ops.recv, args, f"recv_{message.value}_from_{message.src}")
-        node.meta["message"] = message
-        return node
+        return message.received(self.transport, self.device, f"recv_{message.value}_from_{message.src}")
 
     def wait(self, message: Message) -> fx.Node:
         like = torch.empty(message.shape, dtype=message.dtype, device="meta")
         return self.call(ops.wait, (self.posted[message.edge],), f"{message.value}_from_{message.src}", like)
-
-
-def reads_of(cell: Cell, rank: int, messages: Sequence[Message]) -> list[Message]:
-    """What comes to a rank for one of its cells."""
-    return [
-        m for m in messages
-        if m.dst == rank and m.microbatch == cell.turn and m.kind in ("main", "skip") and m.value in cell.stage.reads
-    ]  # fmt: skip

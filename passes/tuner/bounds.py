@@ -23,6 +23,7 @@ from passes.placement.ports import message_seconds
 from passes.placement.shape import Shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
+from passes.tuner.recompute import numbers_in_flight
 
 _ROUNDING = 1e-9
 _HALVINGS = 10  # a thousandth of a forward
@@ -135,15 +136,9 @@ def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:
     """The most micro-batches between a forward and the last of their backward, of every stage on any of its ranks."""
     most = Counter[int]()
     for actions in ranks:
-        now = Counter[int]()
-        splits = {action.stage for action in actions if action.kind == "W"}
-        trained = {action.stage for action in actions if action.kind in "BIW"}
-        for action in actions:
-            if action.kind == "F" and action.stage in trained:
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind in "BW" or (action.kind == "I" and action.stage not in splits):
-                now[action.stage] -= 1
+        trained = sorted({action.stage for action in actions if action.kind in "BIW"})
+        highest = map(max, zip(*numbers_in_flight(actions, trained), strict=True))
+        most |= Counter(dict(zip(trained, highest, strict=True)))
     return most
 
 

@@ -148,14 +148,14 @@ def places(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> 
     for group in groups:
         stages = [s for s, ranks in enumerate(staged.stage_ranks) if group & {*ranks} and staged.blocks(s)]
         if stages:
-            flying = {of for rank in group for of in _flying(schedule.ranks[rank], stages)}
+            flying = {of for rank in group for of in numbers_in_flight(schedule.ranks[rank], stages)}
             blocks = tuple(staged.blocks(stage) for stage in stages)
             held = tuple(_held(case, blocks, [int(size) for size in sizes]))
             found.append(Place(tuple(sorted(group)), blocks, held, seconds, tuple(sorted(flying))))
     return found
 
 
-def _flying(actions: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def numbers_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Numbers of micro-batches between their forward and the end of their backward, where none are more."""
     ends = {a.stage: "W" for a in actions if a.kind == "W"}
     now, last = dict.fromkeys(stages, 0), "B"

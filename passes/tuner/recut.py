@@ -4,12 +4,11 @@
 limit 12 GiB                                         blocks 3 4 4 5     12 GiB 12 GiB 8 GiB 5 GiB
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import microbatch_sizes
-from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged, whole_stages
 from fxpipe.simulate.memory import ADAMW_BYTES
 from passes.case import Case
@@ -17,12 +16,10 @@ from passes.placement.memory import StageMemory
 from passes.placement.place import place
 from passes.tuner.bounds import in_flight
 from passes.tuner.candidates import Candidate
+from passes.tuner.recompute import Ordered
 
 _MOST_CUT = 4
 """How often: what does not depend on single blocks, as temporaries, is that of the last cut."""
-
-Ordered = Callable[[Staged], tuple[Schedule, Sequence[int]]]
-"""The order of stages, and what every rank needs in it."""
 
 
 def cut_by_memory(

@@ -1,5 +1,6 @@
 """One step, simulated: the clock and the count of memory that every decision asks."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,15 +55,8 @@ def simulate(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int
 
 def least_peaks(ops: StepOps) -> list[int]:
     """The most bytes that every rank holds at once, if messages took no time."""
-    at_once = _AtOnce()
+    at_once = defaultdict[int, float](float)  # when messages have arrived
     return [
         peak_bytes(of_rank, sum(held.values()), [0.0] * sum(op.kind == "begin" for op in of_rank), at_once)
         for of_rank, held in zip(ops.ranks, ops.held, strict=True)
     ]
-
-
-class _AtOnce(dict[int, float]):
-    """When messages have arrived that take no time."""
-
-    def __missing__(self, edge: int) -> float:
-        return 0.0
