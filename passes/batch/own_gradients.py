@@ -54,8 +54,8 @@ def _require_as_precise(name: str, node: fx.Node, state: Result, inputs: Sequenc
     """Refuse sums over samples that are rounded to less than gradients are: their parts would be, one by one."""
     if operation_name(node.target) not in CASTS or not isinstance(state, State) or state.form != "partial":
         return
-    dtype, least = node.meta["val"].dtype, min(torch.finfo(one.meta["val"].dtype).eps for one in inputs)
-    if torch.finfo(dtype).eps > least:
+    dtype = node.meta["val"].dtype
+    if any(torch.finfo(dtype).eps > torch.finfo(one.meta["val"].dtype).eps for one in inputs):
         raise Mixed(
             f"in the backward of {name}, {node.target}: it rounds a sum over samples to {dtype}", "round what is summed"
         )
