@@ -10,6 +10,7 @@ of an operation without a rule.
 
 layout    where samples lie in a value          follow, table    the rule of every operation, in order
 rules     most operations (views, products, lookups, composite)   sums   the loss's reduction, and what follows it
+additions     entries added where numbers say
 rewrite   what lets micro-batches add up              own_gradients   autograd functions of a model's own
 """
 
