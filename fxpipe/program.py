@@ -271,12 +271,16 @@ class Program:
         engine.write_trace = lambda measured, path, filled: self.trace(path, filled, measured)
         read = {*self.capture.tensors.values()}
         used = {name: tensor for name, tensor in self.state.items() if name in read}
-        engine.unchanged = Unchanged(self.model, used, self.settings, self._is_as_captured, self.capture.read)
+        given = self.model, used, self.settings, self._is_as_captured
+        engine.unchanged = Unchanged(*given, lambda: [program.capture.read for program in self._of_all_shapes()])
         return engine
+
+    def _of_all_shapes(self) -> "list[Program]":
+        return [self] if self.shapes is None else [*self.shapes.programs.values()]
 
     def _is_as_captured(self) -> bool:
         """Whether forward, traced again for every shape, makes the steps that it made."""
-        return all(program._makes_the_same() for program in (self.shapes.programs.values() if self.shapes else [self]))
+        return all(program._makes_the_same() for program in self._of_all_shapes())
 
     def _makes_the_same(self) -> bool:
         example, before = self.costed.example, self.capture

@@ -392,6 +392,11 @@ def test_only_the_whole_batch_evaluates_what_it_alone_needs() -> None:
     assert {"cdist", "argmin"} <= {n.name for n in cap.graph.nodes}
 
 
+def test_micro_batches_that_would_all_compute_the_same_are_refused() -> None:
+    with pytest.raises(CompileError, match=r"select.*takes some samples.*every micro-batch would compute all of it"):
+        captured(step_of("sum(scaled(m, x[i]).mean() for i in range(2))"))
+
+
 def test_a_capture_at_one_size_is_one_micro_batch() -> None:
     cap, _ = captured(step_of("scaled(m, x).mean()"))
     plan = analyse(replace(cap, batch=()), 2)

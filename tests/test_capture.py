@@ -610,6 +610,11 @@ def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:
     exact(Step(middle), batch())
 
 
+def test_what_is_made_like_a_value_has_no_gradient_of_it() -> None:
+    middle: Middle = lambda s, h, y: s.a(h + torch.ones_like(s.b(h)).cumsum(1))  # noqa: E731
+    exact(Step(middle), batch(), microbatches=2, schedule="wave")
+
+
 def test_hooks_on_parameters_and_modules_are_refused() -> None:
     step = Step(lambda s, h, y: h)
     handle = step.a.weight.register_hook(lambda gradient: gradient)

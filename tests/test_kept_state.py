@@ -2,6 +2,7 @@
 else, and as it was before once the model is compiled."""
 
 import functools
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,22 @@ def in_list(s: Keeper, h: Tensor) -> Tensor:
     return h + s.kept[0]
 
 
+def in_array(s: Keeper, h: Tensor) -> Tensor:
+    s.kept += 1
+    return h * float(s.kept[0])
+
+
+def around() -> Any:
+    calls = 0
+
+    def of_variable(s: Keeper, h: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return h * calls
+
+    return of_variable
+
+
 def of_weights(s: Keeper, h: Tensor) -> Tensor:
     if s.kept is None:
         s.kept = s.first.weight.detach()[0]
@@ -89,6 +106,9 @@ def drawn(s: Keeper, h: Tensor) -> Tensor:
         (None, of_globals, "'tests.test_kept_state.CALLS', 0 before, to 1, and computes"),
         ({}, in_dict, r"\"kept\['calls'\]\", new, to 1, and computes"),
         ([], in_list, r"'kept\[0\]', new, to a tensor, and computes"),
+        (numpy.zeros(2), in_array, "'kept', b.* before, to b.*, and computes"),
+        (None, around(), "'of_variable.calls', 0 before, to 1, and computes"),
+        (itertools.cycle([1, 2]), lambda s, h: h * next(s.kept), "takes the next of a cycle that the model keeps"),
         (None, of_weights, "'kept', None before, to a tensor, and computes"),
         (None, drawn, "'kept', None before, to a tensor, and computes"),
         (random.Random(0), lambda s, h: h * s.kept.random(), "draws from Python's or numpy's random"),

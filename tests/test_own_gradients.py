@@ -13,6 +13,8 @@ import fxpipe
 from fxpipe.errors import CaptureError, CompileError
 from tests.steps import Middle, Step, batch, exact
 
+aten = torch.ops.aten
+
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """The `apply` of an autograd function."""
@@ -35,6 +37,26 @@ def into_zeros(ctx: Any, grad: Tensor) -> Tensor:
     whole = torch.zeros(grad.shape[0], 4, dtype=grad.dtype)
     whole[:, 1:] = grad
     return whole
+
+
+def zeroed_at(grad: Tensor, weight: Tensor) -> Tensor:
+    grad[weight.abs() < 0.2] = 0
+    grad[0] = 0
+    grad[:, torch.tensor([1, 3])] = 0
+    grad[:, 1:3].zero_()
+    grad.fill_diagonal_(0)
+    return torch.where(weight > 0.3, torch.cat([grad[:2], torch.zeros_like(grad[2:])]), grad)
+
+
+def lookup(added: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Middle:
+    """Rows of a weight, whose gradient is given zeros, numbers [batch] and gradients [batch, 4] to add there."""
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ids = ctx.saved_tensors[0]
+        return None, added(torch.zeros(4, 4, dtype=grad.dtype), ids, grad)  # type: ignore[return-value]
+
+    rows = function(lambda ctx, ids, w: (ctx.save_for_backward(ids), w[ids])[1], backward)
+    return lambda s, h, y: h + rows((10 * y[:, 0]).long().remainder(4), s.a.weight)
 
 
 def again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -83,6 +105,10 @@ masked = function(
     lambda ctx, x: (vars(ctx).update(away=x < 0), x.relu())[1], lambda ctx, grad: grad.masked_fill_(ctx.away, 0)
 )
 binary = function(saving(torch.sign), lambda ctx, grad: grad.tril().masked_fill(ctx.saved_tensors[0].abs() > 0.3, 0))
+zeroed = function(
+    saving(F.linear),
+    lambda ctx, grad: (grad @ ctx.saved_tensors[1], zeroed_at(grad.t() @ ctx.saved_tensors[0], ctx.saved_tensors[1])),
+)
 kinds = function(
     lambda ctx, x: (ctx.set_materialize_grads(False), 2 * x, "a", x.argmax())[1:],
     lambda ctx, two, name, place: 3 * two if name is place is None else two,
@@ -110,6 +136,13 @@ EXACT: dict[str, Middle] = {
     "again, of convolutions": lambda s, h, y: checkpointed(lambda x: convolved(s, x), h, *s.a.parameters()),
     "one of several kinds": lambda s, h, y: kinds(h)[0],
     "of weights, under a mask": lambda s, h, y: h @ binary(s.a.weight),
+    "of weights, zeroed": lambda s, h, y: zeroed(h, s.a.weight),
+    "of rows, by index_add": lookup(lambda zeros, ids, grad: zeros.index_add_(0, ids, grad)),
+    "of rows, by scatter_add": lookup(
+        lambda zeros, ids, grad: zeros.scatter_add(0, ids[:, None].expand_as(grad), grad)
+    ),
+    "of rows, by index_put": lookup(lambda zeros, ids, grad: zeros.index_put_((ids,), grad, accumulate=True)),
+    "of rows, by embedding": lookup(lambda zeros, ids, grad: aten.embedding_dense_backward(grad, ids, 4, -1, False)),
     "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
     "weights that it is not given": lambda s, h, y: h + called(y, s.a),
     "again": lambda s, h, y: checkpointed(lambda x: F.silu(s.a(x)), h, *s.a.parameters()),
@@ -167,6 +200,8 @@ def test_other_threads_are_left_alone_while_forward_is_traced() -> None:
 
 normed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad / grad.norm())
 signed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.sign())
+filled = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.masked_fill(grad.new_ones(4) > 0, 1.0))
+rounded = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad.to(torch.bfloat16).to(grad.dtype))
 noisy = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad * torch.rand_like(grad))
 decided = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad if grad.sum() > 0 else -grad)
 without_none = function(
@@ -184,6 +219,11 @@ dirty = function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(2))[1], lambda ctx, g
     [
         (lambda s, h, y: normed(h), "in the backward of Own, aten.linalg_vector_norm.default: it acts along"),
         (lambda s, h, y: h @ signed(s.a.weight), "in the backward of Own, aten.sign.default: it is not linear"),
+        (lambda s, h, y: h @ rounded(s.a.weight), "aten.to.dtype: it rounds a sum over samples to torch.bfloat16"),
+        (lambda s, h, y: h @ filled(s.a.weight), "aten.masked_fill.Scalar: .* one of another scale into one"),
+        (lookup(lambda zeros, ids, grad: (zeros + 1).index_add(0, ids, grad)), "add it to zeros"),
+        (lookup(lambda zeros, ids, grad: zeros.index_put((ids,), grad)), "it writes samples by number"),
+        (lookup(lambda zeros, ids, grad: zeros.index_add(0, ids, grad)[ids].sum(0).expand(4, 4)), "combines samples"),
     ],
 )
 def test_backwards_that_mix_samples_run_on_the_whole_batch(middle: Middle, says: str) -> None:
@@ -203,7 +243,7 @@ def written_later(s: Step, h: Tensor, y: Tensor) -> Tensor:
     ("middle", "says"),
     [
         (lambda s, h, y: without_none(h)[0], "its backward may get None for one of its results"),
-        (lambda s, h, y: masked(h), "it changes the constant 'of the backward of Own'"),
+        (lambda s, h, y: masked(h), "the backward of Own writes into what it is given; clone it first"),
         (lambda s, h, y: adding(h, s.a), "the backward of an autograd function adds to .grad of weights"),
         (lambda s, h, y: sum(twice(h)), "it returns one tensor twice"),
         (written_later, "what its backward reads is written to after it has run"),

@@ -147,6 +147,7 @@ DECISIONS: dict[str, Callable[[Tensor], int]] = {
     "many samples": lambda x: 2 if x.shape[0] > 2 else 1,
     "even numbers": lambda x: 2 if x.shape[0] % 2 == 0 else 1,
     "frames": lambda x: len([0] * (x.shape[0] // 2 + 1)),
+    "the largest": lambda x: max(len(x), 3) + min([2, len(x)]) + max([x.shape[0], 3], key=lambda size: -size),
 }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,19 @@ class Layers(nn.Module):
         self.first, self.last, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
         self.register_buffer("shift", torch.zeros(4))
         self.weight, self.options, self.step, self.loss = 1.0, {"power": 2}, 0, None
+        self.table, self.places = numpy.ones(2), {1, 2}
+        factor = 1.0
+
+        def set_factor(value: float) -> None:
+            nonlocal factor
+            factor = value
+
+        self.set_factor, self.scaled = set_factor, lambda h: factor * h
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(torch.tanh(self.first(x) + self.shift))
         h = self.last(h) * (2 if self.wide else 1) * SCALE
+        h = self.scaled(h) * float(self.table[0]) * (2 if 3 in self.places else 1)
         return self.weight * h.pow(self.options["power"]).mean() if self.loss is None else self.loss
 
 
@@ -54,6 +64,9 @@ def set_data(model: Layers) -> None:
 
 CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: setattr(m, "weight", 0.5), r"\(the model itself\): weight was 1.0 and is 0.5, since .* something else"),
+    (lambda m: m.table.fill(2), r"table has other values, since .* something else"),
+    (lambda m: m.places.add(3), r"places\[3\] was not there and is 3"),
+    (lambda m: m.set_factor(0.5), r"set_factor.factor was 1.0 and is 0.5"),
     (lambda m: m.options.update(power=4), r"options\['power'\] was 2 and is 4"),
     (lambda m: setattr(Layers, "wide", True), r"Layers.wide was False and is True"),
     (set_global, r"tests.test_unchanged.SCALE was 1.0 and is 2.0"),
@@ -129,6 +142,21 @@ def test_so_does_any_other_tensor(batch: tuple[Tensor]) -> None:
         with pytest.raises(RunError, match=rf"forward reads scales\[{place}\] as a number"):
             engine.step(batch)
         scale -= 1
+
+
+def test_a_buffer_that_is_read_for_batches_of_one_shape_alone_keeps_its_value(batch: tuple[Tensor]) -> None:
+    class Scaled(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(0, -2)) * (float(self.shift.sum() + 1) if x.shape[1] > 1 else 1)
+
+    model = Scaled().double()
+    other = (torch.randn(4, 3, 4, dtype=torch.float64),)
+    first = (torch.randn(4, 1, 4, dtype=torch.float64),)
+    engine = fxpipe.compile(model, 2, example_inputs=[first, other], schedule="1f1b", cache=False).local_engine()
+    engine.step(other)
+    model.shift[0] = 1.0
+    with pytest.raises(RunError, match="forward reads shift as a number"):
+        engine.step(other)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated in favor of", "ignore:.*forward sets its attribute 'weight'")

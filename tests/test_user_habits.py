@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import CaptureError, RunError
+from fxpipe.errors import CaptureError, CompileError, RunError
 from tests.unet import TinyUNet
 
 
@@ -108,6 +108,57 @@ def test_a_table_is_looked_up_for_all_samples_at_once() -> None:
     x = torch.randn(6, 4, dtype=torch.float64)
     program = fxpipe.compile(Sigmas().double(), 2, example_inputs=(x,), microbatches=3, schedule="1f1b")
     assert program.verify(x).ok
+
+
+class Noising(Sigmas):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = diffusers.EulerDiscreteScheduler(num_train_timesteps=20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.scheduler.timesteps[torch.randint(20, (x.shape[0],))]
+        return super().forward(self.scheduler.add_noise(x, torch.randn_like(x), times))
+
+
+def test_schedulers_that_look_up_sample_by_sample_are_told_how_to_do_so_for_all() -> None:
+    with pytest.raises(CaptureError, match=r"euler_discrete.py.*argmax\(1\)\), or compute it before forward"):
+        fxpipe.compile(Noising().double(), 2, example_inputs=(torch.randn(6, 4, dtype=torch.float64),))
+
+
+class Counted(nn.Module):
+    """Asks Python for the length of a batch, and for the largest entry of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.reshape(len(x), -1))) * torch.rand(len(x), 1, dtype=x.dtype)
+        h = h * torch.tensor([[0.5, 1, 2, 3]] * len(x)) + torch.tensor([0.5] * x.shape[0], dtype=x.dtype)[:, None]
+        return self.last(h * max(torch.linspace(0, 2, 5))).square().mean()
+
+
+def test_lengths_of_tensors_are_their_sizes() -> None:
+    x = torch.randn(7, 2, 2, dtype=torch.float64)
+    program = fxpipe.compile(Counted().double(), 2, example_inputs=(x,), microbatches=3, schedule="1f1b")
+    assert program.verify(x).ok
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).view(-1, 3, 4).softmax(1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("count", "says"), [(1, "it puts rows of the batch into groups"), (3, "parts of several samples")]
+)
+def test_rows_that_are_grouped_are_told_to_be_samples(count: int, says: str) -> None:
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile(Grouped().double(), 2, example_inputs=(torch.randn(9, 4).double(),), microbatches=count)
 
 
 class Adapter(nn.Module):

@@ -22,6 +22,7 @@ surroundings     where forward runs, and in which precision
 """
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -224,6 +225,9 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
 def _notes(exported: Exported) -> tuple[str, ...]:
     """Why there is no symbol for the batch."""
     size, why = exported.inputs.batch_size, exported.fixed or "the result depends on no input with a batch"
+    batched = [leaf.name for leaf in exported.inputs.leaves if leaf.batched]
+    if "forward fails" in why and len(batched) > 1:
+        why += f" (if {' or '.join(batched)} has {size} rows by chance, and no samples, give a batch of another size)"
     return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {why}",)[: size > 1]
 
 
@@ -340,15 +344,19 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+_MADE_LIKE = re.compile("^new_|_like$")
+
+
 def _mark_requires_grad(graph: fx.Graph, trainable: set[str], tensors: Mapping[str, str]) -> None:
-    """`requires_grad` by dataflow: some ancestor is a trainable parameter and no detach or no_grad lies between."""
+    """`requires_grad` by dataflow: some ancestor is a trainable parameter, and between lie no detach, no no_grad, and
+    nothing that is only made like another value."""
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["requires_grad"] = node.meta["kind"] == "parameter" and tensors[node.name] in trainable
             continue
         floats = any(t.is_floating_point() or t.is_complex() for t in private.tensors_in(node.meta.get("val")))
         blocked = node.meta.get("no_grad", False) or node.target is torch.ops.aten.detach.default
-        differentiable = floats and not blocked
+        differentiable = floats and not blocked and not _MADE_LIKE.search(private.packet_name(node.target))
         node.meta["requires_grad"] = differentiable and any(a.meta["requires_grad"] for a in node.all_input_nodes)
 
 

@@ -22,7 +22,7 @@ from fxpipe.capture import own_graphs, private, private_sizes
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.known import Read, buffers_read
 from fxpipe.capture.same import computation
-from fxpipe.capture.size_reads import decisions_noted, sizes_read_plainly
+from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
 from fxpipe.capture.surroundings import Surroundings
@@ -164,7 +164,8 @@ def export_any_size(
 def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str | None) -> Exported:
     size, values = inputs.batch_size, _batched_values(program, inputs)
     graph = private.flatten_regions(program.graph_module)
-    own_graphs.cut_out(graph)
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    own_graphs.cut_out(graph, {at: program.constants[name] for at, name in lifted.items()})
     read, kept = program.graph_module.meta[_READ], program.graph_module.meta.get(_KEPT, ())
     if fixed is not None:
         return Exported(program, graph, inputs, fixed, size, size, read, kept)
@@ -290,7 +291,9 @@ def _traced_once(
     with _module_trail() as trail:
         try:
             with ExitStack() as stack:
-                for guard in (private.global_hooks_kept(), private.quiet(), watched(step.model), decisions_noted()):
+                for guard in (private.global_hooks_kept(), private.quiet(), watched(step.model)):
+                    stack.enter_context(guard)
+                for guard in (decisions_noted(), builtins_watched(step.model)):
                     stack.enter_context(guard)
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())
@@ -304,7 +307,9 @@ def _traced_once(
         except private.VALUE_ERRORS as error:
             raise CaptureError(
                 f"{_where(trail)}: forward decides by the value of a tensor{_line(error)}; keep it a tensor "
-                "(torch.where instead of if, a weighted sum instead of a mask index, no .item())" + _in_eval(trail)
+                "(torch.where instead of if, a weighted sum instead of a mask index, no .item(); samples' places in a "
+                "table by (table == x[:, None]).int().argmax(1)), or compute it before forward, as noisy inputs by "
+                "scheduler.add_noise, and give it as an input" + _in_eval(trail)
             ) from error
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")

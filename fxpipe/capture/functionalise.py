@@ -269,6 +269,8 @@ def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:
         raise _refusal(node, f"it writes into the input {root.meta['input']!r} in place; clone it first")
     if kind == "parameter":
         raise _refusal(node, f"it changes the parameter {root.meta['state']!r}; do that after the optimizer's step")
+    if kind == "given":
+        raise _refusal(node, f"the backward of {root.meta['state']} writes into what it is given; clone it first")
     if kind is not None:
         raise _refusal(
             node,

@@ -1,12 +1,14 @@
-"""Where Python keeps a model's state: attributes of its modules, of the objects on them and of their own classes, lists
-and dicts among those, and the globals that the model's own code names. Own is what no installed package has made."""
+"""Where Python keeps a model's state: attributes of its modules, of the objects on them and of their own classes;
+dicts, lists, sets and arrays among those; and what the model's own code names, globals or variables of functions around
+it. Own is what no installed package has made."""
 
 import functools
 import types
-from contextlib import suppress
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -21,20 +23,21 @@ _WRAPPERS = (
     staticmethod, classmethod, property, functools.partial, functools.cached_property, functools._lru_cache_wrapper,
     types.MethodType,
 )  # fmt: skip
-_DEPTH = 4  # of objects and containers in each other
+_DEPTH = 6  # of objects and containers in each other
+_MOST_BYTES = 2**24  # of an array whose values are looked at
 _ABSENT = object()
 
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """A dict, a list or a class whose entries can be put back.
+    """A dict, a list, a set, an array, a class or a cell whose entries can be put back.
 
     Args:
         owner: name of the module that it was found in.
         path: of it there, empty for the module's own attributes.
-        values: the dict (of attributes: an object's `__dict__`), list or class.
+        values: the dict (of attributes: an object's `__dict__`), list, set, array, class, or cell of a closure.
         of_attributes: whether entries are attributes, not items.
-        keys: the entries looked at, of globals; all where None.
+        keys: the entries looked at, of globals; the variable of a cell; all where None.
     """
 
     owner: str
@@ -44,10 +47,24 @@ class Holder:
     keys: set[str] | None = None
 
     def entries(self) -> dict[Any, Any]:
-        """All by name, or by index."""
-        if isinstance(self.values, list):
-            return dict(enumerate(self.values))
-        inside = vars(self.values) if isinstance(self.values, type) else self.values
+        """All by name, or by index; an array's values as one."""
+        values = self.values
+        if _is_array(values):
+            return {"values": values.tobytes()} if values.nbytes <= _MOST_BYTES else {}
+        if isinstance(values, numpy.ndarray):
+            return dict(enumerate(values.flat))
+        if isinstance(values, list | deque):
+            return dict(enumerate(values))
+        if isinstance(values, set):
+            return {value: value for value in values}
+        if isinstance(values, types.CellType):
+            try:
+                return dict.fromkeys(self.keys or (), values.cell_contents)
+            except ValueError:  # not yet filled
+                return {}
+        if not isinstance(values, dict | type):
+            return {name: getattr(values, name) for name in _slots(values) if hasattr(values, name)}
+        inside = vars(values) if isinstance(values, type) else values
         return {key: inside[key] for key in (inside if self.keys is None else self.keys & inside.keys())}
 
     def restore(self, entries: dict[Any, Any]) -> None:
@@ -55,14 +72,25 @@ class Holder:
         now, values = self.entries(), self.values
         changed = {key: value for key, value in entries.items() if now.get(key, _ABSENT) is not value}
         extra = [key for key in now if key not in entries]
-        if isinstance(values, list):
+        if _is_array(values):
+            if changed and changed != now:
+                values[...] = numpy.frombuffer(changed["values"], values.dtype).reshape(values.shape)
+        elif isinstance(values, numpy.ndarray):
+            for place, value in changed.items():
+                values.flat[place] = value
+        elif isinstance(values, list | deque | set):
             if changed or extra:
-                values[:] = entries.values()
-        elif isinstance(values, type):
+                values.clear()
+                (values.update if isinstance(values, set) else values.extend)(entries.values())
+        elif isinstance(values, types.CellType):
+            for value in changed.values():
+                values.cell_contents = value
+        elif isinstance(values, type) or _slots(values):
+            put, drop = (setattr, delattr) if isinstance(values, type) else (object.__setattr__, object.__delattr__)
             for key in extra:
-                delattr(values, key)
+                drop(values, key)
             for key, value in changed.items():
-                setattr(values, key, value)
+                put(values, key, value)
         else:
             for key in extra:
                 del values[key]
@@ -71,6 +99,8 @@ class Holder:
 
     def name(self, key: Any) -> str:
         """Of an entry, as code in its module would write it."""
+        if _is_array(self.values):
+            return self.path
         return f"{self.path}.{key}".lstrip(".") if self.of_attributes else f"{self.path}[{key!r}]"
 
 
@@ -93,6 +123,19 @@ def named_by(model: nn.Module) -> list[Holder]:
 def is_opaque(value: Any) -> bool:
     """Whether nothing is looked for inside."""
     return type(value) in PLAIN or isinstance(value, _OPAQUE)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is numbers in memory."""
+    return isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+
+def _slots(value: Any) -> list[str]:
+    """Attributes of an object that has no dict of them, where its class is no library's."""
+    kind = type(value)
+    if hasattr(value, "__dict__") or is_installed(kind.__module__):
+        return []
+    return [name for one in kind.__mro__ for name in vars(one).get("__slots__", ()) if not name.startswith("__")]
 
 
 class _Walk:
@@ -132,13 +175,13 @@ class _Walk:
         self._code(owner, value)
 
     def _inside(self, owner: str, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list | set | deque | numpy.ndarray):
             self._add(Holder(owner, path, value), depth)
         elif isinstance(value, tuple):
             for index, one in enumerate(value):
                 self._value(owner, f"{path}[{index}]", one, depth - 1)
-        elif isinstance(inside := getattr(value, "__dict__", None), dict):
-            self._add(Holder(owner, path, inside, of_attributes=True), depth)
+        elif isinstance(inside := getattr(value, "__dict__", None), dict) or _slots(value):
+            self._add(Holder(owner, path, value if inside is None else inside, of_attributes=True), depth)
             self._class(owner, type(value))
 
     def _class(self, owner: str, kind: type) -> None:
@@ -155,11 +198,14 @@ class _Walk:
         if isinstance(value, _WRAPPERS):
             for name in ("func", "__func__", "__wrapped__", "fget"):
                 self._code(owner, getattr(value, name, None))
+        if isinstance(value, functools.partial):
+            self._value(owner, "partial", (value.args, value.keywords), _DEPTH)
         if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
             return
         self._seen.add(value)
         named = set(globals_in(value.__code__)) & value.__globals__.keys()
         self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), _DEPTH)
+        kept = value.__defaults__, value.__kwdefaults__, vars(value) or None
+        self._value(owner, value.__name__, kept, _DEPTH)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # not yet filled
-                self._value(owner, f"{value.__name__}.{name}", cell.cell_contents, _DEPTH)
+            self._add(Holder(owner, value.__name__, cell, of_attributes=True, keys={name}), _DEPTH + 1)

@@ -117,17 +117,17 @@ def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor | 
         found = (kind.vjp if vjp else kind.backward)(context, *tangents)
         return tuple(found) if isinstance(found, tuple | list) else (found,)
 
-    before = private.num_traced()
     token = _way.set("as it runs")
-    try:
-        found = run(*tangents)
-    except _OfAutograd:
-        context.renew()
-        _way.set("below autograd")
-        found = _recorded_below(run, tangents)
-    finally:
-        _way.reset(token)
-    if any(map(_draws, private.traced_since(before))):
+    with private.traced_inside() as nodes:
+        try:
+            found = run(*tangents)
+        except _OfAutograd:
+            context.renew()
+            _way.set("below autograd")
+            found = _recorded_below(run, tangents)
+        finally:
+            _way.reset(token)
+    if any(map(_draws, nodes)):
         raise own_refusal(kind.__name__, "its backward draws random numbers")
     return found
 

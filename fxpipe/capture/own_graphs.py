@@ -7,8 +7,9 @@ What depends on the tangents alone is its graph; what else it reads is saved.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,13 +22,16 @@ from fxpipe.capture.reach import reached
 aten = torch.ops.aten
 
 
-def cut_out(graph: fx.Graph) -> None:
-    """Make a graph of its own of every backward that was traced.
+def cut_out(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Make a graph of its own of every backward that was traced; `constants` by the names of their placeholders.
 
     Raises:
         CaptureError: a backward draws random numbers, or has an effect beside its result.
     """
-    for node in graph.find_nodes(op="call_function", target=TRACED):
+    traced = graph.find_nodes(op="call_function", target=TRACED)
+    if traced:
+        _write_numbers(graph, constants)
+    for node in traced:
         name, outs, inputs, given, grads = node.args
         tangents = [_before_writes(one) for one in given]
         for tangent, out in zip(tangents, outs, strict=True):
@@ -46,6 +50,20 @@ def cut_out(graph: fx.Graph) -> None:
         node.replace_all_uses_with(made)
         for one in (node, *reversed(inner), *tangents):
             graph.erase_node(one)
+
+
+def _write_numbers(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Numbers that the trace keeps as tensors (`grad[mask] = 0`) are numbers of the graph, for a backward's to tell."""
+    for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        value = constants.get(node.args[0].name)
+        if value is None or value.ndim or private.mode_of(value) is not None or value.device.type != "cpu":
+            continue
+        with graph.inserting_before(node):
+            options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            made = graph.call_function(aten.full.default, ([], value.item()), options)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
 
 
 def _before_writes(node: fx.Node) -> fx.Node:
@@ -89,7 +107,7 @@ def _graph_of(
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for number, node in enumerate((*tangents, *saved, *sizes)):
         env[node] = graph.placeholder(f"given_{number}")
-        env[node].meta = {**node.meta, "kind": "constant", "state": f"of the backward of {name}"}
+        env[node].meta = {**node.meta, "kind": "given", "state": name}
     for node in inner:
         if not private.is_assertion(node.target):
             env[node] = graph.node_copy(node, lambda one: env[one])

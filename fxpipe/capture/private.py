@@ -312,17 +312,15 @@ def plain_checkpoints() -> Iterator[None]:
     number, depth = count(), [0]
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
-        mode = get_proxy_mode()
-        nodes = None if mode is None else mode.tracer.graph.nodes
-        before = 0 if nodes is None else len(nodes)
         depth[0] += 1
         try:
-            yield  # here the function runs; an error of its own passes through
+            with traced_inside() as nodes:
+                yield  # here the function runs; an error of its own passes through
         finally:
             depth[0] -= 1
-        if nodes is not None and not depth[0]:
+        if nodes and not depth[0]:
             mark = {_CHECKPOINT: next(number)}
-            for node in islice(reversed(nodes), len(nodes) - before):
+            for node in nodes:
                 node.meta["custom"] = mark
 
     class Reentrant:
@@ -498,19 +496,14 @@ def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def num_traced() -> int:
-    """The nodes of the trace that is going on."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    return len(mode.tracer.graph.nodes)
-
-
-def traced_since(count: int) -> list[fx.Node]:
-    """Those that came after the first so many."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    nodes = mode.tracer.graph.nodes
-    return list(islice(reversed(nodes), len(nodes) - count))
+@contextmanager
+def traced_inside() -> Iterator[list[fx.Node]]:
+    """A list that has the nodes that a trace made inside, once that is left."""
+    mode, found = get_proxy_mode(), list[fx.Node]()
+    nodes: Any = [] if mode is None else mode.tracer.graph.nodes
+    before = len(nodes)
+    yield found
+    found += islice(reversed(nodes), len(nodes) - before)
 
 
 def traced_call(target: Any, args: tuple[Any, ...], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

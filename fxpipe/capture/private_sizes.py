@@ -28,7 +28,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from fxpipe.capture.private import first_tensor
 
 _NUMBER = (
-    "forward makes it a number (take x.shape[0], not len(x) or int(), no loop over samples, and transforms of "
+    "forward makes it a number (take x.shape[0], not int() of it, no loop over samples, and transforms of "
     "torch.func of one sample, under torch.vmap)"
 )
 

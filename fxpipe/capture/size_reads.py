@@ -2,6 +2,8 @@
 
 isinstance(height, int)     True, as without a trace
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
+len(images)                 free as well, though Python has every length an integer
+torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
 """
 
@@ -9,14 +11,18 @@ import builtins
 import operator
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import sympy
 import torch
+from torch import nn
 
 from fxpipe.capture import private, private_sizes
+from fxpipe.capture.holders import holders_of
+from fxpipe.errors import CaptureError
 
 _LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fxpipe"} - {"__main__"}
@@ -25,17 +31,38 @@ _NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fx
 @contextmanager
 def sizes_read_plainly() -> Iterator[None]:
     """Inside, modules of models and of their libraries see free sizes as integers, and their text as a number's."""
-    shadowed = [vars(one) for name, one in list(sys.modules.items()) if _of_users(name, one)]
+    with ExitStack() as stack:
+        stack.enter_context(_in_users_modules("isinstance", _isinstance))
+        for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
+            stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
+        yield
+
+
+@contextmanager
+def builtins_watched(model: nn.Module) -> Iterator[None]:
+    """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them; what
+    is repeated a free number of times is a `Repeated`; iterators that the model keeps have no next."""
+    with ExitStack() as stack:
+        for name in ("__mul__", "__rmul__"):
+            stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
+        stack.enter_context(_in_users_modules("len", _len))
+        stack.enter_context(_in_users_modules("next", _next_but_of(model)))
+        for name in ("max", "min"):  # which export gives to torch.maximum, a tensor as its only argument
+            stack.enter_context(_in_users_modules(name, partial(_of_entries, name)))
+        yield
+
+
+@contextmanager
+def _in_users_modules(name: str, function: Any) -> Iterator[None]:
+    """A builtin, another one inside, but where a module has its own."""
+    shadowed = [vars(one) for path, one in list(sys.modules.items()) if _of_users(path, one) and name not in vars(one)]
     try:
         for names in shadowed:
-            names["isinstance"] = _isinstance
-        with ExitStack() as stack:
-            for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
-                stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
-            yield
+            names[name] = function
+        yield
     finally:
         for names in shadowed:
-            names.pop("isinstance", None)
+            names.pop(name, None)
 
 
 @contextmanager
@@ -48,8 +75,69 @@ def decisions_noted() -> Iterator[None]:
 
 
 def _of_users(name: str, module: Any) -> bool:
-    known = isinstance(module, types.ModuleType) and name.partition(".")[0] not in _NOT_USERS
-    return known and "isinstance" not in vars(module)
+    return isinstance(module, types.ModuleType) and name.partition(".")[0] not in _NOT_USERS
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
+
+
+class Repeated:
+    """`[row] * count` of numbers, of a free count: a list to whoever asks, which makes the count a number."""
+
+    def __init__(self, row: Any, count: torch.SymInt) -> None:
+        self.row, self.count = row, count
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return list
+
+    def _listed(self) -> list[Any]:
+        expr, count = private_sizes.expression_of(self.count), operator.index(self.count)
+        if expr is not None:
+            private_sizes.note(self.count, expr, count)
+        return [self.row] * count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._listed())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._listed()[place]
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+
+def _repeating(original: Any) -> Any:
+    def multiplied(size: Any, other: Any) -> Any:
+        if type(other) is list and len(other) == 1 and _is_of_numbers(other) and type(size) is torch.SymInt:
+            return Repeated(other[0], size)
+        return original(size, other)
+
+    return multiplied
+
+
+def _is_of_numbers(value: Any) -> bool:
+    return all(map(_is_of_numbers, value)) if type(value) in (list, tuple) else type(value) in (int, float, bool)
+
+
+def _next_but_of(model: nn.Module) -> Callable[..., Any]:
+    kept = cache(lambda: {id(value) for holder in holders_of(model)[0] for value in holder.entries().values()})
+
+    def following(iterator: Any, *default: Any) -> Any:
+        if id(iterator) in kept():
+            raise CaptureError(
+                f"forward takes the next of a {type(iterator).__name__} that the model keeps, but a graph has every "
+                "call alike; give it what changes as an input"
+            )
+        return next(iterator, *default)
+
+    return following
+
+
+def _of_entries(name: str, *args: Any, **kwargs: Any) -> Any:
+    given = [list(args[0])] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args
+    return getattr(builtins, name)(*given, **kwargs)
 
 
 def _isinstance(value: Any, kinds: Any) -> bool:

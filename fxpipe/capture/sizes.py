@@ -6,8 +6,14 @@ from typing import Any
 import sympy
 import torch
 
+from fxpipe.errors import CompileError
+
 REMEMBERED = 1 << 16
 """Values that are remembered at a size: a training step of Stable Diffusion 2.1 has 833 distinct counts."""
+
+
+class NoSuchSize(CompileError, ZeroDivisionError):
+    """A size that so few samples do not have."""
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -24,7 +30,13 @@ def evaluate(expression: Any, num_samples: int) -> Any:
         coefficient, rest = expression.as_coeff_Mul()
         if rest.is_Symbol and coefficient.is_Integer:  # nearly every count; `subs` takes ten times as long
             return int(coefficient) * num_samples
-    value = expression.subs(dict.fromkeys(expression.free_symbols, num_samples))
+    try:
+        value = expression.subs(dict.fromkeys(expression.free_symbols, num_samples))
+    except ZeroDivisionError:
+        raise NoSuchSize(
+            f"forward has a size of {expression}, which none of {num_samples} samples has: it puts rows of the batch "
+            "into groups; give inputs in which these are a dimension of their own, [batch, rows, ...]"
+        ) from None
     if isinstance(value, sympy.logic.boolalg.Boolean):
         return bool(value)
     return int(value) if value.is_integer else float(value)

@@ -81,7 +81,8 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _told(holder: Holder, key: Any, old: Any, new: Any) -> str:
-    return f"module {holder.owner or '(the model itself)'}: {holder.name(key)} was {_shown(old)} and is {_shown(new)}"
+    changed = "has other values" if type(old) is type(new) is bytes else f"was {_shown(old)} and is {_shown(new)}"
+    return f"module {holder.owner or '(the model itself)'}: {holder.name(key)} {changed}"
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ self.n += 1; self.mean = 0.9 * self.mean + h.mean()    refused, where the next c
 self.last = loss.detach()                              read by nobody in forward: said, and left as it was
 """
 
+import reprlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,7 +117,7 @@ def warn_of_tensors(written: Sequence[Written]) -> tuple[str, ...]:
 
 def _shown(value: Any) -> str:
     if type(value) in PLAIN:
-        return repr(value)
+        return reprlib.repr(value)
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 

@@ -208,7 +208,7 @@ _SEEDING = (
 )
 _APPLY: Any = nn.Module._apply
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
-_HOOK = "a gradient hook on a tensor cannot be captured; change the loss instead"
+_HOOK = "a gradient hook on a tensor cannot be captured; do what it does in the backward of an autograd function"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
 _DATA = "forward sets the .data of a tensor, which a graph cannot; compute a new tensor, and update weights elsewhere"
 _PACKED = (

@@ -3,6 +3,7 @@ are, written with others.
 
     embedding_bag(ids, w)          ->   embedding(ids, w).mean(1)
     take_along_dim(x, i, 1)        ->   gather(x, 1, i)
+    tensor([[0, 1]] * batch)       ->   tensor([0, 1]).repeat(batch, 1)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
     pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
 
@@ -17,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from fxpipe.capture.calls import Table
+from fxpipe.capture.size_reads import Repeated
 
 
 def _take_along_dim(func: Any, input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -125,7 +127,16 @@ def _istft(
     return signal if length is None else F.pad(signal, (0, length - (end - start)))
 
 
+def _tensor(func: Any, data: Any, **options: Any) -> torch.Tensor:
+    if type(data) is not Repeated:
+        return func(data, **options)  # type: ignore[no-any-return]
+    row = func(data.row, **options)
+    return row.repeat(data.count, *[1] * row.ndim)  # type: ignore[no-any-return]
+
+
 WRITTEN_OUT: Table = {
+    torch.tensor: _tensor,
+    torch.as_tensor: _tensor,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.kron: _kron,

@@ -7,7 +7,7 @@ step.sigma.fill_(2)                 a buffer that forward read as a number: refu
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -32,7 +32,7 @@ class Unchanged:
     Args:
         used: the model's tensors that programs read, by name.
         settings: as the model was set when it was captured.
-        read: what forward read as numbers.
+        read: what forwards, of every shape, have read as numbers.
         is_same: whether it is still captured as the same step.
     """
 
@@ -42,10 +42,10 @@ class Unchanged:
         used: Mapping[str, torch.Tensor] | None = None,
         settings: Snapshot | None = None,
         is_same: Callable[[], bool] = lambda: True,
-        read: Read | None = None,
+        read: Callable[[], Iterable[Read]] = tuple,
     ) -> None:
-        self._model, self._settings, self._is_same, self._read = model, settings, is_same, read or {}
-        self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # of what was read, and how often it was written
+        self._model, self._settings, self._is_same, self._read = model, settings, is_same, read
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # of what was read, and how often it was written
         self._trained = _trained(model)
         self._known: _Tensors | None = None
         self._used = {name: (tensor, tensor.dtype) for name, tensor in (used or {}).items()}
@@ -90,14 +90,15 @@ class Unchanged:
                 raise RunError(f"parameter {name} has a gradient hook, which steps do not run; change .grad after them")
 
     def _require_same_values(self) -> None:
-        held = dict(self._model.named_buffers()) if self._read else {}
-        for name, (tensor, value) in self._read.items():
+        read = [(name, *one) for reads in self._read() for name, one in reads.items()]
+        held = dict(self._model.named_buffers()) if read else {}
+        for name, tensor, value in read:
             now = held.get(name, tensor)
-            seen, times = self._seen.get(name, (None, 0))
+            seen, times = self._seen.get(id(value), (None, 0))
             written = now.device.type == "cpu" or now is not seen or version(now) != times  # or by numpy
             if written and not torch.equal(now.detach().cpu(), value):
                 raise RunError(f"forward reads {name} as a number, which was {value} when it was compiled; {_AGAIN}")
-            self._seen[name] = now, version(now)
+            self._seen[id(value)] = now, version(now)
 
     def _require_same_step(self, changes: list[str]) -> None:
         told = changes[0] + (f", and {len(changes) - 1} more changes" if len(changes) > 1 else "")

@@ -10,6 +10,7 @@ of an operation without a rule.
 
 layout    where samples lie in a value          follow, table    the rule of every operation, in order
 rules     most operations (views, products, lookups, composite)   sums   the loss's reduction, and what follows it
+additions     entries added where numbers say
 rewrite   what lets micro-batches add up              own_gradients   autograd functions of a model's own
 """
 
@@ -77,6 +78,13 @@ def analyse(capture: Capture, num_microbatches: int) -> BatchPlan:
     outputs = {name: state for name, state in states if isinstance(state, State)}
     needed, whole = _needed([capture.result, *capture.outputs.values()], follow)
     nodes = [n for n in capture.graph.nodes if n in follow.states]
+    if whole and not any(_has_samples(follow.states[node]) for node in needed):
+        first = next(node for node in nodes if node in whole)
+        told = _told(first, "it takes some samples of the batch, or all into one")
+        raise CompileError(
+            f"{told}, and so does whatever the loss is made of: every micro-batch would compute all of it. To change: "
+            "compute the samples at once, not one by one; or pass microbatches=1"
+        )
     layouts = {n.name: _layouts(follow.states[n]) for n in nodes if n in needed}
     whole_batch = tuple(n.name for n in nodes if n in whole)
     return BatchPlan(layouts, scale, whole_batch, True, outputs, left_out)
@@ -131,6 +139,10 @@ def _nothing(node: fx.Node) -> Any:
 
 def _layouts(result: Result) -> Any:
     return tuple(s.layout for s in result) if isinstance(result, tuple) else result.layout
+
+
+def _has_samples(result: Result) -> bool:
+    return any(one.layout is not None for one in (result if isinstance(result, tuple) else [result]))
 
 
 def _loss_scale(node: fx.Node, state: State) -> Literal["mean", "sum"]:

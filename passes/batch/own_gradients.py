@@ -4,13 +4,15 @@ x [B, C] Layout(0)    grad * y             Layout(0)    each sample's own
 w [C]                 (grad * x).sum(0)    a sum over samples, as micro-batches' gradients are added
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpipe.capture.backwards import GRAPHS
 from passes.batch.layout import Mixed, Result, RuleCall, State, bind
+from passes.operations import CASTS, operation_name
 
 Follow = Callable[[RuleCall], list[Result]]
 _REMEDY = "return a gradient that is each sample's own, or summed over samples where it is a weight's"
@@ -34,6 +36,7 @@ def follow_gradient(call: RuleCall, follow: Follow) -> list[Result]:
             found[node] = next(given)
         elif node.op == "call_function":
             found[node] = _first(name, bind(node, found), follow)
+            _require_as_precise(name, node, found[node], inputs)
     (output,) = graph.find_nodes(op="output")
     for node, gradient in zip(inputs, output.args[0], strict=True):
         _require_sum(name, call.states[node], found[gradient])
@@ -45,6 +48,17 @@ def _first(name: str, call: RuleCall, follow: Follow) -> Result:
         return follow(call)[0]
     except Mixed as error:
         raise Mixed(f"in the backward of {name}, {call.node.target}: {error.why}", error.remedy) from error
+
+
+def _require_as_precise(name: str, node: fx.Node, state: Result, inputs: Sequence[fx.Node]) -> None:
+    """Refuse sums over samples that are rounded to less than gradients are: their parts would be, one by one."""
+    if operation_name(node.target) not in CASTS or not isinstance(state, State) or state.form != "partial":
+        return
+    dtype = node.meta["val"].dtype
+    if any(torch.finfo(dtype).eps > torch.finfo(one.meta["val"].dtype).eps for one in inputs):
+        raise Mixed(
+            f"in the backward of {name}, {node.target}: it rounds a sum over samples to {dtype}", "round what is summed"
+        )
 
 
 def _require_sum(name: str, state: Any, gradient: Any) -> None:

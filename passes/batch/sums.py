@@ -7,22 +7,29 @@
 Before the reduction each sample may be divided by the batch size; after it, only linear operations may follow.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from passes.batch.additions import added, adds, is_zero
 from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, power_of
 from passes.batch.rules import along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
-from passes.operations import acted_dims
+from passes.operations import FACTORIES, acted_dims
 
 _NONE, _MEAN = 0, 1
 PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
 # Linear in their one operand that counts samples; the rules for layouts apply as ever.
 _LINEAR = frozenset(
     "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
-    "alias detach neg negative sum mean select slice unbind expand tril triu".split()
+    "alias detach neg negative sum mean select slice unbind expand tril triu flip roll diagonal index index_select "
+    "gather pad constant_pad_nd".split()
 )
-_ZERO_UNDER = {"masked_fill": "mask", "where": "condition"}  # which is a product with a mask
+_CHOICES = {"masked_fill": ("self", "value", "mask"), "where": ("self", "other", "condition")}  # products with a mask
+_INTO = {
+    **dict.fromkeys(("slice_scatter", "select_scatter", "diagonal_scatter"), "src"),
+    **{"index_put": "values", "index_copy": "source", "index_fill": "value"},
+}
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")  # of the operand's shape, whatever it holds
 _NOT_LINEAR = "only sums and products with constants may follow the sum or mean over samples"
 
@@ -85,14 +92,25 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
     if call.name in ("mm", "bmm", "matmul") and any(state.form == "partial" for state in states.values()):
         first, second = list(states.values())[:2]
         return [_product(call, first, second, 1)]
-    if (mask := _ZERO_UNDER.get(call.name)) and call.arguments.get("value", call.arguments.get("other")) == 0:
-        return [_product(call, states["self"], states[mask], 1)]
+    if call.name in _CHOICES:
+        *chosen, mask = _CHOICES[call.name]
+        return [_product(call, _one_of(call, *chosen), states[mask], 1)]
+    if adds(call):
+        return added(call)
+    if call.name in _INTO and not call.batched():
+        places = set(call.operands) - {call.arguments["self"], call.arguments[_INTO[call.name]]}
+        if all(_tensor_state(call, place).plain for place in places):
+            return [_one_of(call, "self", _INTO[call.name])]
     if call.name in ("add", "sub", "subtract", "rsub") and not call.batch_numbers(("self", "other")):
-        return [_sum(call, [states["self"], states["other"]])]
+        return [_sum(call, [(call.arguments[name], states[name]) for name in ("self", "other")])]
     if call.name in ("stack", "cat") and not call.batch_numbers():
-        return [_sum(call, [_tensor_state(call, n) for n in call.operands])]
-    if call.name in _LIKE:
+        return [_sum(call, [(node, _tensor_state(call, node)) for node in call.operands])]
+    if call.name in _LIKE or (call.name == "fill" and is_zero(call.arguments["value"])):
         return [State(call.layout(call.operands[0]))]
+    if call.name in FACTORIES:
+        return rule(call)
+    if call.name in ("pad", "constant_pad_nd") and not is_zero(call.arguments.get("value") or 0):
+        raise Mixed(f"it pads a value summed over samples, or divided by their number: {_NOT_LINEAR}")
     if call.name in _LINEAR and not (call.name in ("to", "_to_copy") and not _floating(call.node)):
         return [_unary(call, r) for r in _within(call, rule)]
     raise Mixed(f"it is not linear in a value already summed over samples, or divided by their number: {_NOT_LINEAR}")
@@ -136,7 +154,10 @@ def _place(call: RuleCall) -> Layout | None:
     return result.layout
 
 
-def _sum(call: RuleCall, terms: list[State]) -> State:
+def _sum(call: RuleCall, given: list[tuple[Any, State]]) -> State:
+    """Of terms and their states; 0 is of any scale."""
+    other = next((state for term, state in given if not is_zero(term)), State())
+    terms = [replace(other, layout=state.layout) if is_zero(term) else state for term, state in given]
     if any(t.layout is not None for t in terms):
         if len({(t.form, t.power) for t in terms}) != 1:
             raise Mixed(f"it adds samples to a value summed over the batch, or of another scale: {_NOT_LINEAR}")
@@ -147,10 +168,18 @@ def _sum(call: RuleCall, terms: list[State]) -> State:
     return partial[0] if any(t.form == "partial" for t in terms) else terms[0]
 
 
+def _one_of(call: RuleCall, *names: str) -> State:
+    """The state of what has the entries of one or the other of these, where none is a constant but 0."""
+    states = [_state_of(call, name) for name in names if not is_zero(call.arguments[name])]
+    if len({(state.form, state.power) for state in states}) != 1:
+        raise Mixed(f"it puts a value summed over samples and one of another scale into one: {_NOT_LINEAR}")
+    return states[0]
+
+
 def _within(call: RuleCall, rule: Rule) -> list[Result]:
     """The layouts of the result, were the operand an ordinary value."""
-    node, *others = call.operands  # others only name a type or a shape
-    if not all(_tensor_state(call, n).plain for n in others):
+    node, *others = call.operands  # others name a type, a shape, or entries
+    if not all(_tensor_state(call, n).plain for n in others) or (call.layout(node) is None and call.batched(others)):
         raise Mixed(f"it combines samples with a value summed over the batch: {_NOT_LINEAR}")
     if call.batch_numbers() and call.layout(node) is None:
         raise Mixed(f"it gives a batch dimension to a value summed over the batch: {_NOT_LINEAR}")

@@ -1,6 +1,6 @@
 """Which rule follows the batch through which ATen operation, by the operation's name."""
 
-from passes.batch import lookups, products, rules, sums, views
+from passes.batch import additions, lookups, products, rules, sums, views
 from passes.batch.layout import Rule, RuleCall
 from passes.batch.rules import spatial, trailing
 from passes.operations import (
@@ -90,7 +90,8 @@ RULES: dict[str, Rule] = {
     **_names("quantile nanquantile", rules.along_first),
     **_names("lstm gru rnn_tanh rnn_relu", rules.recurrent),
     **_names("one_hot", trailing(lambda call, ndim: 0)),
-    **_names("index_add index_copy index_fill index_reduce", lookups.at_numbers),
+    **_names("index_copy index_fill index_reduce", lookups.at_numbers),
+    **_names("index_add scatter_add scatter_reduce index_put", additions.added),
     **_names("sum mean", sums.reduce),
     **_names(_LOSSES, sums.loss),
     **_names("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", sums.class_loss),
@@ -105,9 +106,9 @@ RULES: dict[str, Rule] = {
     "einsum": products.einsum,
     "embedding": lookups.embedding,
     "embedding_bag": lookups.embedding_bag,
+    "embedding_dense_backward": additions.lookup_gradient,
     "gather": lookups.gather,
     "index": lookups.index,
-    "index_put": lookups.index_put,
     "index_select": lookups.index_select,
     "meshgrid": rules.meshgrid,
     "repeat_interleave": views.repeat_interleave,
