@@ -24,7 +24,7 @@ from passes.placement.place import place_schedule
 from passes.placement.shape import Shape
 from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
-from passes.tuner.finals import EARLY, refined, scattered, searched, shifted
+from passes.tuner.finals import EARLY, refined, scattered, searched, settled, shifted
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
@@ -86,7 +86,7 @@ def tuned(case: Case, request: Request) -> Found:
     found = refined(trials, search(trials, candidates(case, request)))
     if request.is_open:
         found = searched(trials, found, request.budget_seconds)
-    return scattered(trials, shifted(trials, found))
+    return scattered(trials, shifted(trials, settled(trials, found)))
 
 
 def _tuned(case: Case, request: Request) -> Plan:

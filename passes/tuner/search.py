@@ -44,7 +44,7 @@ class Found:
     def led_by(self, best: Trial, limit_bytes: int | None) -> "Found":
         """The same with another trial in front, and what all others lose by."""
         told = [_told(trial, best, limit_bytes) for trial in self.ranked if trial is not best]
-        return Found((best, *sorted(told, key=lambda each: each.bound_seconds)))
+        return Found((replace(best, why=""), *sorted(told, key=lambda each: each.bound_seconds)))
 
 
 def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
@@ -93,7 +93,8 @@ def _told(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
     if trial.needs is not None and limit_bytes is not None and trial.needs > limit_bytes:
         return replace(trial, why=f"needs {human_bytes(trial.needs)} on a rank")
     if trial.bound_seconds < best.bound_seconds:
-        return replace(trial, why="not simulated: others promised more")
+        gain = f"{-longer:.1%} shorter, too little for a batch of frozen work more"
+        return replace(trial, why=gain if trial.done else "not simulated: others promised more")
     more = f"{longer:.1%} longer" if longer >= _SAME else "as long"
     return replace(trial, why=more if trial.done else f"at least {more}")
 
