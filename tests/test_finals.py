@@ -43,6 +43,16 @@ def test_a_plan_with_negative_prefetch_is_refused() -> None:
         fxpipe.compile(model, 2, plan=replace(plan, staged=replace(plan.staged, prefetch=-1)))
 
 
+def test_frozen_work_is_done_a_step_early_only_where_that_gains() -> None:
+    """Replicas that wait for nobody have no idle time for it."""
+    alone = {"data_parallel": 2, "stages": 1, "microbatches": 2}
+    best, *others = found(2, 8, **alone).ranked
+    assert not best.candidate.ahead
+    assert any(one.candidate.ahead for one in others)
+    assert found(2, 8, fill="idle", **alone).best.candidate.ahead
+    assert found(2, 8, data_parallel=1, stages=2, microbatches=4).best.candidate.ahead
+
+
 def test_stages_are_shifted_while_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = WAVE | {"schedule": "interleaved"}
     after = found(2, 8, SLOW, **asked).best

@@ -69,8 +69,12 @@ def test_bounds_hold_and_the_fastest_is_chosen(
     known = [trial for trial in ranked if trial.seconds is not None]
     for trial in known:
         assert trial.candidate.bound_seconds <= trial.seconds * (1 + 1e-9)
-    assert ranked[0].seconds == min(trial.seconds for trial in known)
-    assert all(trial.bound_seconds >= ranked[0].seconds for trial in ranked)
+    fastest = min(trial.seconds for trial in known)
+    if ranked[0].seconds != fastest:  # frozen work a step early gains less than a hundredth
+        assert fill == "auto"
+        assert ranked[0].seconds == min(trial.seconds for trial in known if not trial.candidate.ahead)
+        assert ranked[0].seconds <= fastest / 0.99
+    assert all(trial.bound_seconds >= fastest for trial in ranked)
     assert ranked[0].why == ""
     assert all(trial.why for trial in ranked[1:])
     if fill != "auto":
