@@ -7,7 +7,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,12 @@ def _profile(data: Mapping[str, Any], base: CostModel) -> Profile:
 
 
 def _entry(data: Mapping[str, Any]) -> Entry:
-    name, *given = (data[field.name] for field in fields(Entry))
+    name, *given = (
+        data[field.name] if field.default is MISSING else data.get(field.name, ()) for field in fields(Entry)
+    )
     entry = Entry(name, *map(tuple, given))
-    whole, cut = (entry.forward_seconds, entry.backward_seconds), (entry.input_seconds, entry.weight_seconds)
-    samples, lists = entry.samples, whole + (cut if any(cut) else ())
+    cut = [seconds for seconds in (entry.input_seconds, entry.weight_seconds) if seconds]
+    samples, lists = entry.samples, [entry.forward_seconds, entry.backward_seconds, *cut]
     _require(all(isinstance(text, str) for text in (name, *entry.nodes)), "names are texts", name)
     ascending = all(type(size) is int and size > before for before, size in zip((0, *samples), samples, strict=False))
     _require(bool(samples) and ascending, "samples are positive integers, ascending", name)

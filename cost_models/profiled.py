@@ -87,7 +87,8 @@ class Profile(CostModel):
         cut = measured("input_seconds")
         of_input: Floats = np.where(np.isinf(cut), backward * in_base, np.minimum(cut, backward))
         rest = backward - of_input
-        of_weight: Floats = np.where(np.isinf(cut), rest, np.maximum(measured("weight_seconds"), rest))
+        weights = measured("weight_seconds")
+        of_weight: Floats = np.where(np.isinf(cut + weights), rest, np.maximum(weights, rest))
         return NodeSeconds(
             _shared_out(base.forward, entry_of, measured("forward_seconds")),
             _shared_out(base.backward_input, entry_of, of_input),

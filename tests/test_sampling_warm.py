@@ -1,4 +1,4 @@
-"""Fresh steps but the last in another layout: exact ones, after which displaced steps are the same to rounding."""
+"""The first exact steps in another layout, after which displaced steps are the same to rounding."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,13 +40,19 @@ def compiled(key: str, own: tuple[tuple[str, Any], ...], exact: tuple[tuple[str,
     return made[0], fxpipe.compile_sampler(given.model, ranks, example=given.example, plan=plan)
 
 
-def called(sampler: Sampler, num_steps: int = 5) -> list[Tensor]:
-    """Predictions of one call, whose sample changes from step to step."""
+def moving(sampler: Sampler, num_steps: int = 6) -> list[dict[str, Any]]:
+    """The inputs of a call's steps: another sample and another time in each."""
     (name,), example = sampler.step.traced.rows, sampler.example[1]
-    change = noise(*example[name].shape).to(example[name].dtype)
+    change, time = noise(*example[name].shape).to(example[name].dtype), example["timestep"]
+    later = [time * (1 - 0.01 * step) if time.is_floating_point() else time - step for step in range(num_steps)]
+    samples = [example[name] + 0.05 * step * change for step in range(num_steps)]
+    return [{**example, name: x, "timestep": t.to(time.dtype)} for x, t in zip(samples, later, strict=True)]
+
+
+def called(sampler: Sampler) -> list[Tensor]:
+    """Predictions of one call."""
     with sampler.call():
-        steps = [{**example, name: example[name] + 0.05 * step * change} for step in range(num_steps)]
-        return [prediction_of(sampler.predict(**given)).clone() for given in steps]
+        return [prediction_of(sampler.predict(**given)).clone() for given in moving(sampler)]
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -58,10 +64,15 @@ def test_predictions_are_those_of_one_layout(
     key: str, own: Mapping[str, Any], exact: Mapping[str, Any], bound: float
 ) -> None:
     alone, warm = compiled(key, tuple(own.items()), tuple(exact.items()))
-    assert warm.step.sequence(5) == ["warm", "warm", "fresh", "displaced", "displaced"]
+    own_fresh = ["fresh", "again"] if "again" in alone.step.forms else ["fresh"]
+    assert warm.step.sequence(6) == ["warm"] * (3 - len(own_fresh)) + own_fresh + ["displaced"] * 3
     assert set(warm.step.forms) - set(alone.step.forms) == {"warm"}
     found, wanted = called(warm), called(alone)
     assert max(map(error, found, wanted)) <= bound
+    with torch.no_grad():
+        dense = [prediction_of(warm.denoiser.module(**given)) for given in moving(warm)]
+    assert max(map(error, found[:3], dense[:3])) <= bound
+    assert all(1e-6 < error(*pair) < 0.3 for pair in zip(found[3:], dense[3:], strict=True))  # these are displaced
     assert all(torch.equal(*pair) for pair in zip(found, called(warm), strict=True))  # a call leaves nothing
     assert warm.verify().ok
 
@@ -79,6 +90,24 @@ def test_processes_give_what_threads_give() -> None:
     _, warm = compiled(key, tuple(own.items()), tuple(exact.items()))
     for found in run_processes(2, launched):
         assert all(torch.equal(*pair) for pair in zip(found, called(warm), strict=True))
+
+
+def test_plans_that_cannot_make_the_first_steps_are_refused() -> None:
+    key, own, exact, _ = LAYOUTS[0]
+    alone, sampler = compiled(key, tuple(own.items()), tuple(exact.items()))
+    plan, given = sampler.plan, case(key)
+    assert plan.warm is not None
+    short = replace(plan, how=replace(plan.how, warmup=1))
+    for wrong, says in [
+        (replace(plan, warm=alone.plan), "the first steps are made by a plan that is exact and of one stage"),
+        (replace(plan, warm=plan), "the first steps are made by a plan that is exact and of one stage"),
+        (replace(plan.warm, warm=plan.warm), "no step for that to make: all exchanges fresh; leave that plan out"),
+        (short, "no step for that to make: displaced after 1 fresh step, norms corrected; leave that plan out"),
+    ]:
+        with pytest.raises(fxpipe.CompileError, match=says):
+            fxpipe.compile_sampler(given.model, 2, example=given.example, plan=wrong)
+    told = replace(plan, warm=replace(plan.warm, notes=("as it was saved",)))
+    assert fxpipe.compile_sampler(given.model, 2, example=given.example, plan=told).plan == told
 
 
 def test_other_layouts_make_fresh_steps_where_that_is_predicted_to_be_faster() -> None:

@@ -49,18 +49,25 @@ class Snapshot:
     def renew(self) -> None:
         """They are now as they should be."""
         holders = [one for one in holders_of(self._model)[0] if one.path not in _OF_SAVES]
-        parts = [Holder(n, "", m._modules, of_attributes=True) for n, m in self._model.named_modules() if m._modules]
+        parts = [Holder(n, "", m._modules, of_attributes=True) for n, m in self._model.named_modules()]
         self._dicts: list[tuple[Holder, dict[Any, Any]]] = []
         self._others: list[tuple[Holder, dict[Any, Any]]] = []
         for one in (*holders, *parts):
             whole = isinstance(one.values, dict) and one.keys is None
             (self._dicts if whole else self._others).append((one, one.entries()))
         self._same = SameEntries(one.values for one, _ in self._dicts)
+        self._kinds = [(name, module, type(module), vars(module)) for name, module in self._model.named_modules()]
 
     def changes(self) -> list[str]:
         """What was set otherwise since then, in words."""
         some = self._others if self._same.hold() else self._dicts + self._others
-        return [_told(one, key, old, new) for one, before in some for key, old, new in _changed(one, before)]
+        others = [
+            n or "(the model itself)" for n, m, kind, own in self._kinds if type(m) is not kind or vars(m) is not own
+        ]
+        return [
+            *(_told(one, key, old, new) for one, before in some for key, old, new in _changed(one, before)),
+            *(f"module {name}: its class or its __dict__ is another one" for name in others),
+        ]
 
 
 def _changed(holder: Holder, before: dict[Any, Any]) -> list[tuple[Any, Any, Any]]:

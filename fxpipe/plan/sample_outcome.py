@@ -14,7 +14,7 @@ from fxpipe.plan.timeline import human_seconds
 class Layout:
     """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows; or `turns` patches of
     them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`, of
-    which all but the last step are made by the layout `warm`, where there is one.
+    which the first steps are made by the layout `warm`, where there is one.
     """
 
     groups: int
@@ -32,7 +32,7 @@ class Layout:
         told.append(counted(max(self.beside, self.turns), "patch", "es"))
         ends = " in turn" * (self.turns > 1) + ", folded" * self.folded + ", displaced" * (self.warmup is not None)
         ends += f", {self.copies} copies" * (self.copies > 1) + f", {self.requests} requests" * (self.requests > 1)
-        return " x ".join(told) + ends + (f", fresh steps as {self.warm}" if self.warm else "")
+        return " x ".join(told) + ends + (f", first steps as {self.warm}" if self.warm else "")
 
 
 @dataclass(frozen=True)

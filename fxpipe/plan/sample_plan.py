@@ -16,8 +16,8 @@
     ...
 
 A micro-batch is a patch of the samples that pass through stages together: of patch 0 of the first ones, patch 1, ...;
-then those of the next ones. Where fresh steps are faster another way, that plan follows. `SamplePlan.parse` reads it
-back; `as_dict` and `from_dict` do it for JSON.
+then those of the next ones. Where the first steps are faster another way, that plan follows. `SamplePlan.parse` reads
+it back; `as_dict` and `from_dict` do it for JSON.
 """
 
 import re
@@ -67,6 +67,12 @@ class How:
     norms: str
     advance: bool
     fresh: tuple[str, ...] = ()
+
+    @property
+    def num_warm(self) -> int:
+        """How many of the fresh steps another layout may make: not the last one, which leaves what is read later, nor
+        the one before it where values are moved on by their change."""
+        return max(self.warmup - (2 if self.advance else 1), 0)
 
     def __str__(self) -> str:
         if self.mode == "exact":
@@ -126,7 +132,7 @@ class SamplePlan(SavedPlan):
         notes: what is to be known of it.
         expects: what is predicted, None where nobody has asked.
         considered: other layouts, the next best first, and what they would take or why they cannot be.
-        warm: the exact plan that fresh steps but the last are made by; None where it is this one.
+        warm: the exact plan that the first fresh steps, `how.num_warm`, are made by; None where it is this one.
     """
 
     KIND: ClassVar[str] = f"plan of a sampler, format {FORMAT}"
@@ -207,7 +213,8 @@ class SamplePlan(SavedPlan):
         }
 
 
-_WARM = "fresh steps but the last are made by this plan:"
+_WARM = "the first steps are made by this plan:"
+_FIRST = re.compile(r"first \d+ steps?: ")
 
 
 def _head(plan: SamplePlan) -> str:
@@ -227,7 +234,7 @@ def _lines(plan: SamplePlan) -> Iterator[str]:
     yield target_line(plan, "call")
     yield str(plan.how)
     if plan.warm is not None:
-        yield f"fresh steps but the last: {_layout(plan.warm)} ({plan.warm.staged.schedule})"
+        yield f"first {counted(plan.how.num_warm, 'step')}: {_layout(plan.warm)} ({plan.warm.staged.schedule})"
     if plan.how.fresh:
         yield "kept fresh: " + ", ".join(plan.how.fresh)
     if plan.attention:
@@ -311,7 +318,7 @@ def _read(line: str, read: Read) -> None:
     elif found := _EXPECTS.fullmatch(line):
         seconds, sizes = (float(found[3]), float(found[4])), (int(found[5]), int(found[6]))
         read["expects"].append(Expected(int(found[1]), *seconds, *sizes, int(found[2] or 1)))
-    elif line.startswith("fresh steps but the last: "):
+    elif _FIRST.match(line):
         return  # of the plan that follows
     elif line.startswith("considered: "):
         read["considered"].append(line.removeprefix("considered: "))

@@ -186,7 +186,7 @@ class LaunchedRank(Ranks):
         there = {name: tensor for name, tensor in state.items() if not (tensor.is_meta or is_empty(tensor))}
         new = {name for name, tensor in there.items() if self._compared.get(tensor) != version(tensor)}
         marks = marks_of(there.values())
-        if not new and any(known is state and marks != before for known, before in self._marks):
+        if any(known is state and marks != before for known, before in self._marks):
             new = {*there}
         held = [one.state for one in self._bound.values()]
         self._marks = [one for one in self._marks if one[0] is not state and any(one[0] is own for own in held)]

@@ -47,7 +47,8 @@ D = TypeVar("D", bound=Digested)
 
 
 class Programs(Digested, Protocol):
-    """The programs for one kind of call, of all ranks or of this process's; displaced ones run after `warmup` steps."""
+    """The programs for one kind of call, of all ranks or of this process's; displaced ones run after `warmup` steps, of
+    which the first, `num_warm`, are in another layout."""
 
     @property
     def programs(self) -> Sequence[SampleProgram]: ...
@@ -61,6 +62,9 @@ class Programs(Digested, Protocol):
 
     @property
     def warmup(self) -> int: ...
+
+    @property
+    def num_warm(self) -> int: ...
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -178,9 +182,9 @@ class Ranks(ABC):
         form, name = "fresh", ""
         if "displaced" in step.programs[0].forms:
             name = self.stream(step, tensors) if stream is None else stream
+            count = num_steps[name, step]
+            form = "displaced" if count >= step.warmup else "warm" if count < step.num_warm else "fresh"
             num_steps[name, step] += 1
-            left = step.warmup - num_steps[name, step]  # of fresh steps, after this one
-            form = "displaced" if left < 0 else "warm" if left and "warm" in step.programs[0].forms else "fresh"
         return self._predict(step, state, tensors, form, name)
 
     def stream(self, step: Programs, tensors: Tensors) -> str:

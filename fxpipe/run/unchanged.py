@@ -7,9 +7,9 @@ step.sigma.fill_(2)                 a buffer that forward read as a number: refu
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -127,15 +127,19 @@ class _Tensors:
     """The modules and tensors of a model: which, of what type, whether trained, without hooks."""
 
     def __init__(self, model: nn.Module) -> None:
-        holders = ((module._modules, module._parameters, module._buffers) for module in model.modules())
-        self._entries = SameEntries(chain.from_iterable(holders))
+        self._modules = [*model.modules()]
+        self._holders = [*self._holders_now()]
+        self._entries = SameEntries(self._holders)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._kinds = self._kinds_now()
 
     def are_as_they_were(self) -> bool:
         """Told without their names, which takes a fifth of the time."""
-        alike = self._entries.hold() and self._kinds_now() == self._kinds
-        return alike and not private.have_gradient_hooks(self._tensors)
+        held = all(map(is_, self._holders_now(), self._holders)) and self._entries.hold()
+        return held and self._kinds_now() == self._kinds and not private.have_gradient_hooks(self._tensors)
+
+    def _holders_now(self) -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(map(attrgetter("_modules", "_parameters", "_buffers"), self._modules))
 
     def _kinds_now(self) -> list[tuple[torch.dtype, bool]]:
         return [*map(attrgetter("dtype", "requires_grad"), self._tensors)]

@@ -6,9 +6,9 @@ groups of samples x stages x patches      as many ranks as there are          ex
     2 x 8             1.91 s, 6.2 GiB     7.9% longer
     2 x 4 x 8 in turn 2.30 s, 2.0 GiB     29.9% longer
 
-An exact layout is taken where a displaced one is no more than 5 % faster. Fresh steps before displaced ones, but for
-the last, are made by the fastest exact layout of rows where that fits beside, and is faster than their own. Where fewer
-ranks are faster than all, the others do the same once more: a call never takes longer than on one rank.
+An exact layout is taken where a displaced one is no more than 5 % faster. The first exact steps before displaced ones
+are made by the fastest exact layout of rows where that fits beside, and is faster than their own. Where fewer ranks are
+faster than all, the others do the same once more: a call never takes longer than on one rank.
 
 Where a call of about this size has been planned, layouts that were far from the best there are not looked at.
 
@@ -118,7 +118,7 @@ def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[o
             least = bounds.least_seconds(of_requests, way, setting.steps, fresh) / requests
             open_ones.append((least, place, requests, False, of_requests, way, fresh))
     heapify(open_ones)
-    limit = setting.limit_bytes or case.cost_model.memory_bytes or inf
+    limit = _limit(case, setting)
     while open_ones:
         least, place, requests, refined, of_requests, way, fresh = heappop(open_ones)
         if least > _EXACT_WINS * (best_rows if _may_warm(way) and request.how.warmup > 1 else best):
@@ -139,6 +139,11 @@ def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[o
     return found
 
 
+def _limit(case: SampleCase, setting: Setting) -> float:
+    """Bytes of a rank, the user's or the device's."""
+    return setting.limit_bytes or case.cost_model.memory_bytes or inf
+
+
 def _may_warm(way: Request) -> bool:
     """Whether fresh steps of another layout may be made by it."""
     return way.how.mode == "exact" and way.stages is None
@@ -156,7 +161,7 @@ def _seconds(one: Candidate) -> float:
 
 def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:
     """Displaced ones of a request with the fastest exact steps first, where a call is the faster for it, and fits."""
-    limit = setting.limit_bytes or case.cost_model.memory_bytes or inf
+    limit = _limit(case, setting)
     rows = _fastest_rows(found, limit)
 
     def warmed(one: Candidate) -> Candidate:
@@ -164,7 +169,7 @@ def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> l
             return one
         assert rows is not None
         assert rows.found is not None
-        told = one.found.warmed(rows.found, min(one.request.how.warmup - 1, setting.steps))
+        told = one.found.warmed(rows.found, min(one.request.how.num_warm, setting.steps))
         fits = told.memory_bytes <= max(limit, one.found.memory_bytes)
         if not fits or _SAME * told.seconds >= one.found.seconds:
             return one

@@ -2,7 +2,7 @@
 
 rows, displaced rows   patches beside each other, by a clock   (`beside`)
 stages                 cells of the line by their columns      (`columns`)
-fresh steps elsewhere  the seconds of these instead of its own
+first steps elsewhere  the seconds of these instead of its own
 
 Seconds of operations and bytes of messages are those of a patch's own graph (`passes.sampling.work`). A channel has one
 message under way at a time.
@@ -23,7 +23,7 @@ def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spee
     """Of a call of so many steps on this cluster, whose ranks have these speeds; all the same where left out."""
     if made.warm is not None:
         own, warm = (estimate(case, one, cluster, steps, speeds) for one in (replace(made, warm=None), made.warm))
-        return own.warmed(warm, min(made.how.warmup - 1, steps))
+        return own.warmed(warm, min(made.how.num_warm, steps))
     if made.spans is not None:
         size = made.grid.of_copy
         copies = {tuple(speeds[first : first + size]) for first in range(0, len(speeds) or 1, size)}

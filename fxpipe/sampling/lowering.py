@@ -38,6 +38,7 @@ from fxpipe.sampling.planning import (
     line_for,
     planned,
     require_equal,
+    require_warm,
 )
 from fxpipe.sampling.programs import programs_of
 from fxpipe.sampling.seconds import operation_seconds
@@ -148,6 +149,7 @@ class SampleLowering:
     def _plans(self, case: SampleCase) -> Iterator[Proposed]:
         """The given one, or the best first."""
         if self.plan and is_of(self.plan, case):
+            require_warm(self.plan)
             require_attention(case, choices_of(self.plan))
             require_equal(self.plan, planned(case, choices_of(self.plan), self.cluster, self.priced)[0])
             yield self.plan, ()

@@ -54,8 +54,8 @@ class Request:
 @dataclass(frozen=True)
 class Choices:
     """What a plan decides. `spans` are its stages, None where there is one without blocks of its own; `attention` is
-    the kind of every layer of it, empty where nothing is exchanged or steps are displaced; fresh steps but the last are
-    made by `warm`, an exact layout, where that is faster."""
+    the kind of every layer of it, empty where nothing is exchanged or steps are displaced; the first steps are made by
+    `warm`, an exact layout, where that is faster."""
 
     grid: Grid
     spans: tuple[StageSpan, ...] | None
@@ -157,9 +157,26 @@ def is_of(plan: SamplePlan, case: SampleCase) -> bool:
     return plan.fingerprint == case.fingerprint(blocks)
 
 
+def require_warm(plan: SamplePlan) -> None:
+    """Refuse a plan for the first steps that cannot be one."""
+    if (warm := plan.warm) is None:
+        return
+    if not plan.how.num_warm:
+        raise CompileError(
+            f"the plan has another one for its first steps, and no step for that to make: {plan.how}; leave that plan "
+            "out, or have more fresh steps"
+        )
+    if warm.how.mode != "exact" or warm.staged.schedule != "rows" or warm.warm is not None:
+        raise CompileError(
+            f"the first steps are made by a plan that is exact and of one stage, this one is {warm.staged.schedule!r}, "
+            f"{str(warm.how)!r}; give another, or leave it out"
+        )
+
+
 def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
     """Refuse a plan that says something else than what its stages and patches make of its call."""
-    told = replace(plan, notes=remade.notes, expects=remade.expects, considered=remade.considered)
+    warm = None if plan.warm is None else replace(plan.warm, notes=(), expects=None, considered=())
+    told = replace(plan, notes=remade.notes, expects=remade.expects, considered=remade.considered, warm=warm)
     if told != remade:
         lines = zip(str(told).split("\n"), str(remade).split("\n"), strict=False)
         says, is_so = next(((a, b) for a, b in lines if a != b), ("fewer lines", "more"))

@@ -2,7 +2,7 @@
 
 patches beside each other   one group as if it were alone, its patches' graphs   -> groups together -> copies
 patches in turn             all groups, column by column                         -> copies
-fresh steps but the last    where they have another layout: its programs are one more form
+first steps                 where they have another layout: its programs are one more form
 
 Every patch exchanges the same in the same order, so a rank's own graph tells what all send; what crosses between stages
 is told by where the rows lie. A program is right where it sends and receives what is told in its order, and waits for

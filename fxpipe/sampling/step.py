@@ -120,6 +120,11 @@ class SampleStep:
         return self.plan.how.warmup
 
     @property
+    def num_warm(self) -> int:
+        """Exact steps that another layout makes, before this one's own."""
+        return self.plan.how.num_warm if "warm" in self.forms else 0
+
+    @property
     def forms(self) -> tuple[str, ...]:
         return tuple(self.programs[0].forms)
 
@@ -157,9 +162,9 @@ class SampleStep:
         """The forms of a call's steps."""
         if "displaced" not in self.forms:
             return ["fresh"] * num_steps
-        again = ["again" if "again" in self.forms else "fresh"] * (self.warmup - 1)
-        first = ["warm"] * (self.warmup - 1) + ["fresh"] if "warm" in self.forms else ["fresh", *again]
-        return (first + ["displaced"] * num_steps)[:num_steps]
+        again = ["again" if "again" in self.forms else "fresh"] * (self.warmup - self.num_warm - 1)
+        forms = ["warm"] * self.num_warm + ["fresh", *again] + ["displaced"] * num_steps
+        return forms[:num_steps]
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A call's tensors by the programs' names."""

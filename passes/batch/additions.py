@@ -62,8 +62,10 @@ def added(call: RuleCall) -> list[Result]:
 
 def _require_own(call: RuleCall, base: fx.Node, source: fx.Node) -> None:
     """Refuse samples whose entries are added where others' numbers say."""
-    numbers, layout = list(call.tensors("index", "indices")), call.layout(source)
+    numbers, layout, state = list(call.tensors("index", "indices")), call.layout(source), call.states[source]
     refusal = Mixed("it adds samples where other samples' numbers say")
+    if isinstance(state, State) and state.form != "value":
+        raise Mixed("it adds a sum over samples where samples' numbers say")
     if any(call.states[one].form != "value" or one.meta["val"].dtype in _MASKS for one in numbers):  # type: ignore[union-attr]
         raise refusal
     if call.name == "index_put":
