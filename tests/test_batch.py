@@ -320,6 +320,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "m.linear(x).index_put((ids[:, 0] % 2, torch.arange(x.shape[0]) % 4), x[:, 0]).square().mean()",
         r"index_put.*it writes samples by number",
     ),
+    "summed_at_numbers": (
+        "x.new_zeros(3, 4, 6).index_put((ids[:, 0] % 3,), m.linear(x).sum(0), accumulate=True).mul(2).sum()",
+        r"index_put.*it adds a sum over samples where samples' numbers say",
+    ),
     "crossed_groups": (
         "F.conv1d(x.transpose(0, 1).reshape(1, -1, 6), m.linear(y).reshape(-1, 4, 3), groups=x.shape[0]).mean()",
         r"conv1d.*its groups are not those of the samples",

@@ -247,7 +247,7 @@ GOOD = {
         (("entries", 0, "forward_seconds"), [0.1], "seconds: one per size"),
         (("entries", 0, "forward_seconds"), [0.1, -1], "seconds: one per size"),
         (("entries", 0, "backward_seconds"), [0.1, "1"], "seconds: one per size"),
-        (("entries", 0, "weight_seconds"), [0.1, 1], "seconds: one per size"),
+        (("entries", 0, "weight_seconds"), [0.1], "seconds: one per size"),
         (("entries", 0, "nodes"), [["x"]], "names are texts; got 'a'"),
         (("entries", 0, "nodes"), 7, "TypeError"),
         (("entries",), 7, "TypeError"),

@@ -16,6 +16,11 @@ SCALE = 1.0
 loss = 0.0  # a global of that name is none of forward's, which names an attribute
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Layers(nn.Module):
     """Two layers and a dropout, weighted by numbers that are kept in several places."""
 
@@ -25,6 +30,7 @@ class Layers(nn.Module):
         super().__init__()
         self.first, self.last, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
         self.register_buffer("shift", torch.zeros(4))
+        self.more = nn.Sequential()
         self.weight, self.options, self.step, self.loss = 1.0, {"power": 2}, 0, None
         self.table, self.places = numpy.ones(2), {1, 2}
         factor = 1.0
@@ -38,7 +44,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(torch.tanh(self.first(x) + self.shift))
         h = self.last(h) * (2 if self.wide else 1) * SCALE
-        h = self.scaled(h) * float(self.table[0]) * (2 if 3 in self.places else 1)
+        h = self.scaled(self.more(h)) * float(self.table[0]) * (2 if 3 in self.places else 1)
         return self.weight * h.pow(self.options["power"]).mean() if self.loss is None else self.loss
 
 
@@ -62,6 +68,10 @@ def set_data(model: Layers) -> None:
     model.first = model.first.float()
 
 
+def copy_weights(model: Layers) -> None:
+    vars(model.first)["_parameters"] = {n: nn.Parameter(p.detach().clone()) for n, p in model.first.named_parameters()}
+
+
 CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: setattr(m, "weight", 0.5), r"\(the model itself\): weight was 1.0 and is 0.5, since .* something else"),
     (lambda m: m.table.fill(2), r"table has other values, since .* something else"),
@@ -70,7 +80,7 @@ CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: m.options.update(power=4), r"options\['power'\] was 2 and is 4"),
     (lambda m: setattr(Layers, "wide", True), r"Layers.wide was False and is True"),
     (set_global, r"tests.test_unchanged.SCALE was 1.0 and is 2.0"),
-    (lambda m: m.eval(), r"training was True and is False, and 3 more changes"),
+    (lambda m: m.eval(), r"training was True and is False, and 4 more changes"),
     (lambda m: setattr(m.drop, "p", 0.1), r"module drop: p was 0.5 and is 0.1"),
     (lambda m: setattr(m, "drop", nn.Identity()), r"drop was a Dropout and is a Identity"),
     (lambda m: m.last.register_forward_hook(lambda *a: 2 * a[-1]), r"module last: _forward_hooks.* is a function"),
@@ -79,6 +89,9 @@ CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: setattr(m.last, "bias", nn.Parameter(m.last.bias.detach().clone())), "last.bias .* another tensor"),
     (lambda m: m.load_state_dict({**m.state_dict(), "shift": torch.ones(4)}, assign=True), "is another tensor"),
     (lambda m: setattr(m, "shift", torch.ones(4)), "shift of the model is another tensor"),
+    (lambda m: setattr(m.last, "__class__", Doubled), r"module last: its class or its __dict__ is another one"),
+    (lambda m: m.more.append(nn.Tanh()), r"module more: 0 was not there and is a Tanh"),
+    (copy_weights, "first.weight .* another tensor"),
     (set_data, "first.weight of the model was torch.float64, and is now torch.float32"),
     (lambda m: m.first.requires_grad_(False), "2 parameters .* trained otherwise .* frozen.* or compile again"),
 ]  # fmt: skip
