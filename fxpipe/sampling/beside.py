@@ -206,9 +206,9 @@ class Beside(Layout):
         return self.crosses(told) and (told.kind != "moments" or self.made.how.norms != "separate")
 
     def _cached_bytes(self, crossing: Sequence[Told]) -> int:
-        """Of what others have told, and what of it is moved on."""
-        advance = self.made.how.advance
-        own = sum(told.own_bytes for told in crossing if told.kind != "moments")
+        """Of what others have told, and what of it is moved on; of a halo a patch tells about as much as it is told."""
+        advance, values = self.made.how.advance, [told for told in crossing if told.kind != "moments"]
+        own = sum(told.received_bytes if told.kind == "halo" else told.own_bytes for told in values)
         return sum(told.received_bytes for told in crossing) * (2 + advance) + 2 * own * advance
 
     def _packed(self, crossing: Sequence[Told]) -> Iterator[float]:
