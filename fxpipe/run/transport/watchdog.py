@@ -114,7 +114,8 @@ class Watchdog:
         while time.monotonic() < deadline and not self._failed.wait(0.1):
             for other in self._others if peer is None else [peer]:
                 if other in self._beats and self._beats[other][0] == "left":
-                    return f"rank {self.rank} in {self.action} needs rank {other}, which has left"
+                    self._failed.wait(2 * self._heartbeat_seconds)  # it told why before that, unseen as yet
+                    return self.failure or f"rank {self.rank} in {self.action} needs rank {other}, which has left"
         return self.failure
 
     def close(self) -> None:
