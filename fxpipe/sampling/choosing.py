@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import gcd, inf, prod
+from operator import attrgetter
 
 from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError
@@ -152,30 +153,28 @@ def _may_warm(way: Request) -> bool:
 def _fastest_rows(found: Sequence[Candidate], limit: float = inf) -> Candidate | None:
     """The fastest that fresh steps may be made by, of one request."""
     fits = (one for one in found if one.found and not one.why and one.found.memory_bytes <= limit)
-    return min((one for one in fits if _may_warm(one.request) and one.requests == 1), key=_seconds, default=None)
-
-
-def _seconds(one: Candidate) -> float:
-    return one.seconds
+    rows = (one for one in fits if _may_warm(one.request) and one.requests == 1)
+    return min(rows, key=attrgetter("seconds"), default=None)
 
 
 def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:
     """Displaced ones of a request with the fastest exact steps first, where a call is the faster for it, and fits."""
     limit = _limit(case, setting)
     rows = _fastest_rows(found, limit)
+    if rows is None or rows.found is None:
+        return [*found]
+    made, by = rows.made, rows.found
 
     def warmed(one: Candidate) -> Candidate:
         if one.found is None or one.made is None or one.is_exact or one.requests > 1:
             return one
-        assert rows is not None
-        assert rows.found is not None
-        told = one.found.warmed(rows.found, min(one.request.how.num_warm, setting.steps))
+        told = one.found.warmed(by, min(one.request.how.num_warm, setting.steps))
         fits = told.memory_bytes <= max(limit, one.found.memory_bytes)
         if not fits or _SAME * told.seconds >= one.found.seconds:
             return one
-        return replace(one, made=replace(one.made, warm=rows.made), found=told)
+        return replace(one, made=replace(one.made, warm=made), found=told)
 
-    return [*found] if rows is None else [*map(warmed, found)]
+    return [*map(warmed, found)]
 
 
 def _joined(case: SampleCase, request: Request, setting: Setting) -> Iterator[tuple[int, SampleCase]]:
