@@ -20,8 +20,8 @@ class Grid:
     """`groups` of samples, of `stages` columns of `patches` each.
 
     Group g's patch p is on rank g * patches + p; with stages s too, on rank (g * stages + s) * patches + p.
-    `turns`: patches that follow each other through the stages. `copies`: so many times the same, on ranks one after the
-    other, where fewer ranks are faster than all.
+    `turns`: on every rank so many patches follow each other through the stages. `copies`: so many times the same, on
+    ranks one after the other, where fewer ranks are faster than all.
     """
 
     groups: int
@@ -50,13 +50,17 @@ class Grid:
     def __str__(self) -> str:
         stages = "" if self.stages == 1 else f" x {self.stages}"
         times = "" if self.copies == 1 else f" x {self.copies}"
-        return f"{self.groups}{stages} x {self.patches if self.turns == 1 else self.turns}{times}"
+        beside = "" if self.turns > 1 and self.patches == 1 else f" x {self.patches}"
+        turns = "" if self.turns == 1 else f" x {self.turns}"
+        return f"{self.groups}{stages}{beside}{turns}{times}"
 
     @property
     def axes(self) -> str:
         """What `str` counts."""
         stages = "" if self.stages == 1 else " x stages"
-        return f"groups of samples{stages} x patches" + " in turn" * (self.turns > 1) + " x copies" * (self.copies > 1)
+        beside = " x ranks beside each other" if self.turns > 1 and self.patches > 1 else ""
+        turns = " in turn" * (self.turns > 1)
+        return f"groups of samples{stages}{beside} x patches{turns}" + " x copies" * (self.copies > 1)
 
 
 def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None, stages: int | None = None) -> Grid:

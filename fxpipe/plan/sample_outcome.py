@@ -12,8 +12,8 @@ from fxpipe.plan.timeline import human_seconds
 
 @dataclass(frozen=True)
 class Layout:
-    """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows; or `turns` patches of
-    them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`, of
+    """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows, or with `turns` patches
+    of them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`, of
     which the first steps are made by the layout `warm`, where there is one.
     """
 
@@ -29,7 +29,9 @@ class Layout:
 
     def __str__(self) -> str:
         told = [counted(self.groups, "group"), counted(self.stages, "stage")]
-        told.append(counted(max(self.beside, self.turns), "patch", "es"))
+        if self.turns > 1 and self.beside > 1:
+            told.append(counted(self.beside, "rank"))
+        told.append(counted(self.turns if self.turns > 1 else self.beside, "patch", "es"))
         ends = " in turn" * (self.turns > 1) + ", folded" * self.folded + ", displaced" * (self.warmup is not None)
         ends += f", {self.copies} copies" * (self.copies > 1) + f", {self.requests} requests" * (self.requests > 1)
         return " x ".join(told) + ends + (f", first steps as {self.warm}" if self.warm else "")

@@ -175,8 +175,8 @@ class SamplePlan(SavedPlan):
     @property
     def grid(self) -> Grid:
         """Groups, stages and patches on ranks."""
-        patches, turns = (1, self.num_patches) if self.in_turn else (self.num_patches, 1)
-        stages = self.world_size // (self.copies * self.groups * patches)
+        patches = len(self.staged.stage_ranks[0]) // (self.copies * self.groups)  # beside each other
+        stages, turns = self.world_size // (self.copies * self.groups * patches), self.num_patches // patches
         return Grid(self.groups, patches, stages, turns, self.copies)
 
     @property

@@ -8,7 +8,7 @@ on text that the first patch may have alone count as N-th parts: patches are bal
 rows, N beside            steps x its patch
 samples in turn           a sample through all stages, then one more for every turn of the busiest column
 patches in turn           so for exact steps, unless other layouts' are faster; then each column has its share of all
-                          patches
+                          patches, of which those of one turn are done at once
 
 Then from what a patch of the layout does: all its kernels, and of patches beside each other what they wait for, but for
 keys and values of exact attention, whose kind is not known yet. Of stages, messages are free.
@@ -49,7 +49,7 @@ def _least_seconds(case: SampleCase, way: Request, steps: int, fresh: float) -> 
     if not way.in_turn:
         return steps * exact
     warm, patches = min(way.how.warmup, steps), way.num_patches or 1
-    steady = runs * patches * _patch_seconds(case, max(samples, 1), patches) / stages
+    steady = runs * patches * _patch_seconds(case, max(samples, 1), patches) / (stages * beside)
     return _fresh_seconds(warm, exact, fresh) + (steps - warm) * steady
 
 
@@ -79,23 +79,24 @@ def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, step
         return Beside(case, made, cluster).least_seconds(steps, fresh * fastest) / fastest
     size, (start, stop), links = case.run_size(grid), grid.spans(case.num_samples)[0], Links(cluster, grid)
     runs = len(case.runs(start, stop))
-    whole = (0, case.rows(size).units.count) if way.in_turn else bounds
-    through = _through(case, size, case.work(size, whole, 0, False), links)
+    turns = (len(bounds) - 1) // grid.patches
+    through = _through(case, size, case.work(size, bounds[::turns], 0, False), links)
     exact = through * (1 + (runs - 1) / grid.stages) / fastest
     if not way.in_turn:
         return steps * exact
     warm = min(way.how.warmup, steps)
-    patches = Counter(case.work(size, bounds, patch, None) for patch in range(len(bounds) - 1))
-    each = sum(count * _through(case, size, work, links) for work, count in patches.items())
+    works = Counter(case.work(size, bounds, turn, None, turns=turns) for turn in range(turns))
+    each = sum(count * _through(case, size, work, links, in_turn=True) for work, count in works.items())
     steady = runs * each / grid.stages / fastest
     return _fresh_seconds(warm, exact, fresh) + (steps - warm) * steady
 
 
-def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links) -> float:
+def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links, in_turn: bool = False) -> float:
     """Seconds of a run through all stages, of what depends on the patch; none of them cuts an operation from what it
     reads of others."""
     late, beside = case.late(num_samples), links.grid.patches
-    items = attending(work.items, case.attention_seconds(num_samples, beside) if beside > 1 else {})
+    is_open = beside > 1 and not in_turn
+    items = attending(work.items, case.attention_seconds(num_samples, beside) if is_open else {})
     total = 0.0
     columns = range(links.grid.stages if beside > 1 else 1)
     for name, places in groupby(range(len(items)), key=lambda place: items[place].name):

@@ -58,7 +58,7 @@ class Candidate:
         asked, made = self.request, self.made
         groups, stages = asked.cfg or 1, asked.stages or 1
         beside = asked.world_size // (asked.copies * groups * stages)
-        turns = (asked.num_patches or 1) if asked.in_turn else 1
+        turns = (asked.num_patches or 1) // beside if asked.in_turn else 1
         folded = bool(asked.fold) if made is None or made.spans is None else len(made.spans) > made.grid.stages
         warmup = None if self.is_exact else asked.how.warmup
         by = None if made is None or made.warm is None else made.warm.grid

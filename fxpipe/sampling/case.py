@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -202,23 +202,29 @@ class SampleCase:
 
     def work(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None,
-        kinds: Sequence[Kind] = (), for_all: bool = True,
+        kinds: Sequence[Kind] = (), for_all: bool = True, turns: int = 1,
     ) -> PatchWork:  # fmt: skip
         """What the patch of that index does with so many samples, one of those between `bounds`.
 
-        `text_first`: whether the first one has the text alone; None of patches in turn, which tell each other nothing.
+        `text_first`: whether the first one has the text alone; None of patches in turn, so many `turns` on every rank,
+        which tell those of the same turn alone, and by the numbers of their ranks.
         `kinds`: of attention, which gathers where there are none; `for_all` as for `layer`.
         """
         plan, in_turn = self.rows(num_samples), text_first is None
-        patches = patches_of(plan, bounds, "first" if in_turn or text_first else "all")
-        patch = patches[index]
+        patches = patches_of(plan, bounds, "first" if text_first else "all")
+        if in_turn:
+            patches = [replace(one, owns=one.index % turns == 0) for one in patches]
+        patch, at_once = patches[index], patches
+        if in_turn:
+            at_once = [replace(one, index=place) for place, one in enumerate(patches[index % turns :: turns])]
         at_end = patch.stop == patch.count and self.found_once(("ends apart", num_samples), lambda: ends_apart(plan))
         where = num_samples, patch.owns or not self.has_text(num_samples), patch.is_whole, at_end
-        key = "work", where, patch.stop - patch.first, () if in_turn else (text_first, tuple(bounds), index)
+        told = (text_first, tuple(bounds), index % turns) if len(at_once) > 1 else ()
+        key = "work", where, patch.stop - patch.first, told if in_turn else (text_first, tuple(bounds), index)
 
         def read() -> PatchWork:
             shared = frozenset[str]() if patch.owns else self._shared_text(num_samples)
-            beside = () if in_turn else patches
+            beside = at_once if len(at_once) > 1 else ()
             if patch.is_whole:  # the captured graph
                 return graph_work(plan, plan.sized.graph, patches[:1], self.seconds(num_samples))
             others = self.found_once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))

@@ -226,9 +226,9 @@ def _ways_of(request: Request, stages: int) -> Iterator[Request]:
             rows = replace(request, patches=request.patches or beside)
             for fold in folds:
                 yield replace(rows, stages=stages if stages > 1 else None, fold=fold)
-    elif beside == 1 and how.norms != "sync" and (asked or request.patches is None):
+    elif how.norms != "sync" and (asked or request.patches is None):
         in_turn = replace(request, stages=stages, how=replace(how, advance=False))
-        open_turns = [stages, 2 * stages, 4 * stages]
+        open_turns = [beside * stages, 2 * beside * stages, 4 * beside * stages]
         for patches in [request.patches] if request.patches is not None else open_turns:
             for fold in folds:
                 yield replace(in_turn, patches=patches, fold=fold)

@@ -6,7 +6,7 @@ ranks have different speeds, the slowest of all groups counts for each rank of a
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
@@ -35,12 +35,14 @@ class Columns(Layout):
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
         self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
         self.in_turn = made.order == IN_TURN
-        count = case.rows(self.run).units.count
-        self.fresh_bounds = (0, count) if self.in_turn else made.bounds
+        self.fresh_bounds = made.bounds[:: self.grid.turns]
+
+    def works(self, turn: int, fresh: bool) -> dict[int, PatchWork]:
+        """Of a turn: of a run, or of patches of one; by the places that say what all beside each other take."""
+        return self.fresh_works if fresh or not self.in_turn else self.patch_works[turn // self.num_runs]
 
     def work(self, turn: int, fresh: bool) -> PatchWork:
-        """Of a turn: of a run, or of a patch of one."""
-        return self.fresh_work if fresh or not self.in_turn else self.patch_works[turn // self.num_runs]
+        return [*self.works(turn, fresh).values()][-1]
 
     @cached_property
     def fresh_works(self) -> dict[int, PatchWork]:
@@ -56,9 +58,12 @@ class Columns(Layout):
         return self.speeds[column * self.grid.patches + patch]
 
     @cached_property
-    def patch_works(self) -> list[PatchWork]:
-        """Of patches in turn."""
-        return [self.case.work(self.run, self.made.bounds, patch, None) for patch in range(len(self.made.bounds) - 1)]
+    def patch_works(self) -> list[dict[int, PatchWork]]:
+        """Of patches in turn, turn by turn."""
+        count, work = self.grid.turns, partial(self.case.work, self.run, self.made.bounds)
+        return [
+            {place: work(place * count + turn, None, turns=count) for place in self.seen} for turn in range(count)
+        ]
 
     @cached_property
     def column_names(self) -> list[frozenset[str]]:
@@ -74,11 +79,10 @@ class Columns(Layout):
         early = stage.index == first and turn < self.num_runs
         key = stage.index, work, early
         if key not in self._seconds:
-            wait, column = fresh or not self.in_turn, stage.column
-            beside = [*self.fresh_works.items()] if wait else [(0, work)]
+            beside, column = [*self.works(turn, fresh).items()], stage.column
             each = [[at_speed(item, self.speed(column, p)) for item in _of(one, stage.nodes)] for p, one in beside]
-            taken = together(each, self.links, column, lambda told: wait).seconds
-            if not wait:
+            taken = together(each, self.links, column, lambda told: True).seconds
+            if self.in_turn and not fresh:
                 kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0] if item.told)
                 taken += sum(count * self._kept(*told) for told, count in kept.items()) / self.speed(column, 0)
             if early:
@@ -92,8 +96,8 @@ class Columns(Layout):
         if kind != "moments":
             return 0.0
         if own_bytes not in self._corrections:
-            num = len(self.patch_works)
-            self._corrections[own_bytes] = self.correction(own_bytes, num, (num + 1) // 2)
+            num, turns = len(self.made.bounds) - 1, self.grid.turns
+            self._corrections[own_bytes] = self.correction(own_bytes, num, (turns + 1) // 2 * self.grid.patches)
         return self._corrections[own_bytes]
 
     @cached_property
@@ -105,7 +109,7 @@ class Columns(Layout):
         return {}
 
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
-        turns = self.num_runs * (1 if fresh or not self.in_turn else len(self.made.bounds) - 1)
+        turns = self.num_runs * (1 if fresh else self.grid.turns)
 
         def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
             return self.links.between(stage.column, column, self.work(turn, fresh).bytes_of(value))
@@ -153,21 +157,22 @@ class Columns(Layout):
 
     def _received(self, fresh: bool) -> int:
         """Of the rank that receives the most: hops, what patches beside it tell, predictions of others."""
-        turns = range(self.num_runs * (1 if fresh else len(self.made.bounds) - 1))
+        turns = range(self.num_runs * (1 if fresh else self.grid.turns))
         results, into = self.result_bytes(self.case.num_samples), Counter[tuple[int, int]]()
         of_group = self.result_bytes(self.size)
         for column in range(self.grid.stages):
             own = of_group if column == self.line.stages[-1].column else 0
+            own = own // self.grid.patches if self.in_turn else own
             into.update({(column, patch): results - own for patch in range(self.grid.patches)})
         for turn in turns:
             for stage in self.line.stages:
                 for patch in range(self.grid.patches):
-                    work = self.fresh_works.get(patch, self.fresh_work) if fresh else self.work(turn, fresh)
+                    work = self.works(turn, fresh).get(patch, self.work(turn, fresh))
                     for value in stage.returns:
                         for column in self.line.readers(value):
                             into[column, patch] += work.bytes_of(value) if column != stage.column else 0
                 if self.grid.patches > 1:
-                    for told in (item.told for item in _of(self.fresh_work, stage.nodes) if item.told):
+                    for told in (item.told for item in _of(self.work(turn, fresh), stage.nodes) if item.told):
                         for _, target, size in told.sent:
                             into[stage.column, target] += size
         return max(into.values())
@@ -181,7 +186,7 @@ class Columns(Layout):
             weights, alive = self.fresh_work.held_bytes(names)
             caches = 0
             if self.in_turn:
-                work = self.patch_works[0]
+                work = self.work(0, fresh=False)
                 gathered = (n for n, owner in work.owners.items() if owner in names and "exchange" in n.meta)
                 caches = sum(work.sizes[n] for n in gathered if n.meta["exchange"].kind == "gather")
             own = [stage for stage in self.line.stages if stage.column == column]

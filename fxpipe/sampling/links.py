@@ -72,8 +72,9 @@ class Links:
         )
 
     def to_all(self, column: int, num_bytes: int) -> Busy:
-        """A prediction from a column's first patch of every group to all other ranks."""
-        sources = [self._rank(group, column, 0) for group in range(self.grid.groups)]
+        """A prediction from every patch of a column, of every group, to all other ranks."""
+        groups, patches = range(self.grid.groups), range(self.grid.patches)
+        sources = [self._rank(group, column, patch) for group in groups for patch in patches]
         ranks = range(self.grid.of_copy)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst)
 

@@ -77,7 +77,7 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     grid = grid_of(case, request)
     bounds, text_first = bounds_of(case, request, grid)
     if request.in_turn:
-        grid = replace(grid, turns=len(bounds) - 1)
+        grid = replace(grid, turns=(len(bounds) - 1) // grid.patches)
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
     spans = None
     if order != "rows":
@@ -111,6 +111,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     line = line_of(blocks, made.spans) if blocks and made.spans else None
     rows = case.rows(case.group_size(grid))
     patches_of(rows, made.bounds)
+    _require_turns(made)
     boundaries = (0, *(stop for _, stop, _ in made.spans)) if made.spans else (0, 1)
     ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
@@ -122,6 +123,16 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
         made.text_first, made.how, made.attention, _steady(case, made, line), notes, warm=warm,
     )  # fmt: skip
     return plan, line
+
+
+def _require_turns(made: Choices) -> None:
+    """Refuse patches that ranks cannot share."""
+    count, beside = len(made.bounds) - 1, made.grid.patches
+    if count % beside or (made.order != IN_TURN and count != beside):
+        raise CompileError(
+            f"the plan has {count} patches for {beside} ranks beside each other ({made.order}); give every rank one, of "
+            f"{IN_TURN} as many as the others"
+        )
 
 
 def line_for(case: SampleCase, plan: SamplePlan) -> Line | None:
@@ -186,14 +197,8 @@ def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
 def grid_of(case: SampleCase, request: Request) -> Grid:
     """Of samples that need each other, as perturbed attention's halves do, one group; unless more are asked for."""
     asked = request.num_patches
-    patches = 1 if request.in_turn else asked
+    patches = None if request.in_turn else asked
     ranks = request.world_size // request.copies
-    if request.in_turn and request.cfg and request.cfg * (request.stages or 1) != ranks:
-        raise CompileError(
-            f"displaced patches pass through stages in turn, a rank each: cfg={request.cfg} x stages={request.stages} "
-            f"can't be {ranks} ranks; leave one open, give other numbers, or take mode='exact', whose stages may have "
-            "several ranks"
-        )
     grid = grid_for(ranks, case.num_samples, request.cfg, patches, request.stages)
     grid = replace(grid, copies=request.copies)
     if grid.groups == 1 or case.dependent is None:
@@ -204,8 +209,8 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
 
 
 def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
-    """Of patches, in units, and whether the first one has the text; of those in turn twice as many as stages where that
-    is left open."""
+    """Of patches, in units, and whether the first one has the text; of those in turn, on each rank of a stage, twice as
+    many as stages where that is left open."""
     size = case.group_size(grid)
     rows, given = case.rows(size), None
     if isinstance(request.patches, Sequence):
@@ -213,7 +218,12 @@ def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int
         patches_of(rows, given)
     count = grid.patches
     if request.in_turn:
-        count = request.num_patches or min(2 * grid.stages, rows.units.count)
+        count = request.num_patches or grid.patches * max(min(2 * grid.stages, rows.units.count // grid.patches), 1)
+        if count % grid.patches:
+            raise CompileError(
+                f"{count} patches pass through stages of {grid.patches} ranks each, which all have as many of them; "
+                f"use patches={count // grid.patches * grid.patches or grid.patches}"
+            )
     require_units(rows, count)
     beside = grid.stages == 1 and not request.in_turn and count > 1
     if beside and request.text == "first" and case.has_text(size):
@@ -268,14 +278,14 @@ def _steady(case: SampleCase, made: Choices, line: Line | None) -> Schedule:
         runs = len(case.runs(start, stop)) if line else 1
         turns = [
             (run, patch)
-            for patch in (range(num_patches) if made.order == IN_TURN else [0])
+            for patch in range(grid.turns)
             for run in range(num_runs, num_runs + runs)
         ]
         order = cells(line, len(turns)) if line else [Cell(_ALL, 0)]
         for column in range(grid.stages):
             own = [(c.stage.index, *turns[c.turn]) for c in order if c.stage.column == column]
-            for beside in range(grid.patches):
-                ranks.append(tuple(Action(s, "F", run * num_patches + patch + beside) for s, run, patch in own))
+            for first in range(0, num_patches, grid.turns):
+                ranks.append(tuple(Action(s, "F", run * num_patches + first + patch) for s, run, patch in own))
         num_runs += runs
     num_stages = len(line.stages) if line else 1
     return Schedule(made.order, num_stages, num_runs * num_patches, tuple(ranks) * grid.copies)

@@ -68,7 +68,7 @@ def _piped(
     groups = [case.runs(*span) for span in plan.grid.spans(plan.num_samples)]
     rows = case.rows_of([run for runs in groups for run in runs])
     norms: Any = plan.how.norms
-    piped = Piped(line, rows, groups, plan.bounds, case.batched, norms, device)
+    piped = Piped(line, rows, groups, plan.bounds, plan.grid.patches, case.batched, norms, device)
     programs, messages = piped_programs(piped, ranks)
     require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
     return programs, messages

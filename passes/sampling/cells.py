@@ -16,6 +16,7 @@ from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
 from passes.rows import RowPlan
 from passes.sampling.fresh import FormWriter
+from passes.sampling.messages import exchange_nodes
 from passes.sampling.patches import Patch
 from passes.sampling.stages import Line, Stage
 
@@ -77,6 +78,16 @@ class CellWriter(FormWriter):
                 self._env[node] = self.values[node.name] if node.meta["kind"] == "read" else self.given(node)
         returned: tuple[fx.Node, ...] = tuple(self.body(graph))
         return returned
+
+    def exchanged(self, graph: fx.Graph, key: tuple[str, str]) -> tuple[fx.Node, fx.Node]:
+        """What an exchange of the cell's graph is of, and what it gives."""
+        (node,) = (node for node in exchange_nodes(graph) if node.meta["exchange"].key == key)
+        return self._read(node.all_input_nodes[0]), self._read(node)
+
+    def settle(self, graph: fx.Graph) -> None:
+        """Wait for what others tell, though nobody reads it here."""
+        for node in exchange_nodes(graph):
+            self._read(node)
 
     def made(self) -> dict[str, fx.Node]:
         """The rank's node for every node of the cell's graph, by name."""

@@ -96,6 +96,10 @@ class FormWriter:
         """A message between patches as one between ranks."""
         return message
 
+    def others_own(self) -> bool:
+        """Whether those that are told of this patch's rows have what belongs to no row."""
+        return all_own(self.patches)
+
     def finish(self) -> None:
         """What is written last."""
 
@@ -256,7 +260,7 @@ class FormWriter:
 
     def _rows_of(self, value: fx.Node, name: str, state: Rows) -> fx.Node:
         """What of a value the others do not have: what belongs to rows, where everyone owns the rest."""
-        if state.all_rows or not all_own(self.patches):
+        if state.all_rows or not self.others_own():
             return value
         at, stretches = 0, []
         for part in state.parts:

@@ -9,20 +9,23 @@ Keys and values, whatever is gathered, are written in place; borders, moments an
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.capture.reach import reached
-from fxpipe.plan import displaced_ops, row_ops
+from fxpipe.plan import displaced_ops, ops, row_ops
+from fxpipe.plan.rank_program import Message
 from fxpipe.plan.row_ops import Stretch
 from passes.operations import operation_name
 from passes.rows.layout import Rows
 from passes.sampling.cells import CellWriter
 from passes.sampling.displaced import Norms
 from passes.sampling.exchanges import Exchange
+from passes.sampling.patches import Patch
 
 _VIEWS = ("reshape", "contiguous", "to", "getitem", "cut_rows", "edge_rows", "put", "type_as", "flatten", "unflatten")
 
@@ -44,18 +47,38 @@ class Latest:
         self.nodes[name] = node
 
 
-def name_of(exchange: Exchange, stage: int, run: int, src: int | None = None, dst: int | None = None) -> str:
-    """Under which a value is kept: of all patches, of one, or of one for another."""
+def name_of(
+    key: tuple[str, str], stage: int, run: int, src: int | None = None, dst: int | None = None
+) -> str:
+    """Under which a value of an exchange is kept: of all patches, of one, or of one for another."""
     ends = "" if src is None else f"_of_{src}" + ("" if dst is None else f"_for_{dst}")
-    return f"{exchange.name}_{exchange.kind}_{stage}_{run}{ends}"
+    return f"{'_'.join(key)}_{stage}_{run}{ends}"
+
+
+def told_name(told: Message, stage: int, run: int) -> str:
+    """Under which is kept what one patch tells others, or one other."""
+    return name_of((told.value, told.kind), stage, run, told.src, told.dst if told.kind == "halo" else None)
 
 
 class LatestWriter(CellWriter):
-    """Writes a cell whose patch follows others; what these tell is in `latest`."""
+    """Writes a cell whose patch follows others, one of so many `turns`; what these tell is in `latest`. Patches beside
+    it, which other ranks have in the same cell, tell theirs by `wires`: messages between patches, each with that
+    between ranks."""
 
-    def __init__(self, *args: Any, latest: Latest, stage: int, run: int, norms: Norms) -> None:
+    def __init__(
+        self, *args: Any, latest: Latest, stage: int, run: int, norms: Norms, turns: int,
+        wires: Sequence[tuple[Message, Message]],
+    ) -> None:  # fmt: skip
         super().__init__(*args)
-        self.latest, self.stage, self.run, self.norms = latest, stage, run, norms
+        self.latest, self.stage, self.run, self.norms, self.turns = latest, stage, run, norms, turns
+        self.sent = {told.edge: wire for told, wire in wires if told.src == self.patch.index}
+        self.come: dict[tuple[str, str], list[tuple[Message, Message]]] = {}
+        for told, wire in wires:
+            if told.src != self.patch.index:
+                self.come.setdefault((told.value, told.kind), []).append((told, wire))
+
+    def others_own(self) -> bool:
+        return self.patch.owns
 
     def copied(self, node: fx.Node) -> fx.Node:
         """An operation; of an input one's own rows are all that is waited for."""
@@ -72,38 +95,85 @@ class LatestWriter(CellWriter):
         """Keep what later patches read, and give what is known of them."""
         mine, kept = self.patch.index, dict[fx.Node, fx.Node]()
         for_one = exchange.kind == "halo"
-        if exchange.kind == "moments" and self.norms == "corrected":
-            self.latest[f"{self._name(exchange, mine)}_before"] = self.latest[self._name(exchange, mine)]
+        posted = self._posted(exchange)
+        self._remember(exchange, mine)
         for message in self.messages.get(exchange.key, ()):
             if message.src == mine:
                 value = value_for(message.dst)
                 if value not in kept:
                     kept[value] = self.owned(value)
                 self.latest[self._name(exchange, mine, message.dst if for_one else None)] = kept[value]
+                self._send(message, kept[value])
         read = [m.src for m in self.messages.get(exchange.key, ()) if m.dst == mine]
-        return lambda: {src: self.latest[self._name(exchange, src, mine if for_one else None)] for src in read}
+
+        def finish() -> dict[int, fx.Node]:
+            for told, node in posted:
+                self._remember(exchange, told.src)
+                self.latest[told_name(told, self.stage, self.run)] = self._waited(told, node)
+            return {src: self.latest[self._name(exchange, src, mine if for_one else None)] for src in read}
+
+        return finish
+
+    def _posted(self, exchange: Exchange) -> list[tuple[Message, fx.Node]]:
+        """What comes of patches beside this one."""
+        return [
+            (told, wire.received(self.transport, self.device, f"recv_{told.value}_from_{wire.src}"))
+            for told, wire in self.come.get(exchange.key, ())
+        ]
+
+    def _send(self, message: Message, value: fx.Node) -> None:
+        if (wire := self.sent.get(message.edge)) is not None:
+            wire.sent(self.transport, value, f"send_{message.value}_to_{wire.dst}")
+
+    def _waited(self, told: Message, posted: fx.Node) -> fx.Node:
+        return self.call(ops.wait, (posted,), f"{told.value}_of_{told.src}")
+
+    def _remember(self, exchange: Exchange, src: int) -> None:
+        """The moments of a patch, before it tells others."""
+        if exchange.kind == "moments" and self.norms == "corrected" and self.turns > 1:
+            self.latest[f"{self._name(exchange, src)}_before"] = self.latest[self._name(exchange, src)]
 
     def _name(self, exchange: Exchange, src: int | None = None, dst: int | None = None) -> str:
-        return name_of(exchange, self.stage, self.run, src, dst)
+        return name_of(exchange.key, self.stage, self.run, src, dst)
 
     def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
         exchange: Exchange = node.meta["exchange"]
         assert exchange.state is not None
-        stretches: list[Stretch] = [one for one in self.patch.stretches(exchange.state) if one[-1]]
-        args = (self.latest[self._name(exchange)], value, exchange.state.dim, stretches)
-        self.latest[self._name(exchange)] = put = self.call(displaced_ops.put, args, node.name, None, node)
-        return lambda: put
+        posted, name = self._posted(exchange), self._name(exchange)
+        if any(message.edge in self.sent for message in self.messages.get(exchange.key, ())):
+            own = self._rows_of(value, exchange.name, exchange.state)
+            for message in self.messages[exchange.key]:
+                self._send(message, own)
+        self._put(node, exchange, self.patch, value)
+
+        def finish() -> fx.Node:
+            for told, come in posted:
+                patch = replace(self.patches[told.src], owns=False)
+                self._put(node, exchange, patch, self._waited(told, come))
+            return self.latest[name]
+
+        return finish
+
+    def _put(self, node: fx.Node, exchange: Exchange, patch: Patch, value: fx.Node) -> None:
+        """What is gathered has a patch's entries of now."""
+        name, state = self._name(exchange), exchange.state
+        assert state is not None
+        stretches: list[Stretch] = [one for one in patch.stretches(state) if one[-1]]
+        args = (self.latest[name], value, state.dim, stretches)
+        self.latest[name] = self.call(displaced_ops.put, args, node.name, None, node)
 
     def merged(self, node: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
         """Patches so far have moved since the step before; the others are taken to have moved as they."""
         exchange: Exchange = node.meta["exchange"]
-        name, mine = self._name(exchange), self.patch.index
+        name = self._name(exchange)
         if self.norms == "separate":
             return own
-        if self.norms != "corrected" or len(self.patches) == 1:
+        if self.norms != "corrected" or self.turns == 1:
             return super().merged(node, own, received)
-        old = [self.latest[f"{name}_of_{patch}_before"] for patch in range(mine + 1)]
-        args = (self.ordered(own, received), old, list(range(mine + 1)), self.counts(node))
+        turn = self.patch.index % self.turns
+        fresh = [patch.index for patch in self.patches if patch.index % self.turns <= turn]
+        old = [self.latest[f"{name}_of_{patch}_before"] for patch in fresh]
+        args = (self.ordered(own, received), old, fresh, self.counts(node))
         both = self.call(displaced_ops.corrected_moments, args, f"{node.name}_corrected")
         return self.call(operator.getitem, (both, 0), node.name, None, node)
 

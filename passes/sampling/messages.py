@@ -19,7 +19,7 @@ from fxpipe.plan.rank_program import Message
 from passes.rows.layout import shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
-from passes.sampling.patches import Patch, all_own, neighbours
+from passes.sampling.patches import Patch, neighbours
 
 Shapes = dict[int, tuple[int, ...]]
 
@@ -71,14 +71,14 @@ def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
         return {dst: _with(exchange, rows[1]) for dst, rows in read.items() if rows is not None}
     if exchange.kind == "ring":
         count = len(patches)
-        chunk = patches[(source.index - cast(int, node.args[1])) % count]
-        return {(source.index + 1) % count: (2, *_with(exchange, _rows_told(exchange, chunk, patches)))}
+        chunk, target = patches[(source.index - cast(int, node.args[1])) % count], patches[(source.index + 1) % count]
+        return {target.index: (2, *_with(exchange, _rows_told(exchange, chunk, target)))}
     if exchange.kind == "ulysses":
-        return {patch.index: _for_heads(node, source, patch, patches) for patch in patches if patch != source}
-    shape = tuple(node.meta["val"].shape)
+        return {patch.index: _for_heads(node, source, patch) for patch in patches if patch != source}
+    others = [patch for patch in patches if patch != source]
     if exchange.kind in ("gather", "prediction"):
-        shape = _with(exchange, _rows_told(exchange, source, patches))
-    return {dst: shape for dst in range(len(patches)) if dst != source.index}
+        return {patch.index: _with(exchange, _rows_told(exchange, source, patch)) for patch in others}
+    return {patch.index: tuple(node.meta["val"].shape) for patch in others}
 
 
 def halo_of(node: fx.Node, patch: Patch, patches: Sequence[Patch]) -> dict[int, tuple[int, int]]:
@@ -89,19 +89,19 @@ def halo_of(node: fx.Node, patch: Patch, patches: Sequence[Patch]) -> dict[int, 
     return neighbours(patches, patch, exchange.state, above, below)
 
 
-def _rows_told(exchange: Exchange, source: Patch, patches: Sequence[Patch]) -> int:
-    """Entries of a patch that the others do not have."""
+def _rows_told(exchange: Exchange, source: Patch, target: Patch) -> int:
+    """Entries of a patch that another one does not have."""
     assert exchange.state is not None
-    return source.num_rows(exchange.state) if all_own(patches) else source.size(exchange.state)
+    return source.num_rows(exchange.state) if target.owns else source.size(exchange.state)
 
 
-def _for_heads(node: fx.Node, source: Patch, target: Patch, patches: Sequence[Patch]) -> tuple[int, ...]:
+def _for_heads(node: fx.Node, source: Patch, target: Patch) -> tuple[int, ...]:
     """Of rows that become heads the target's heads, of heads that become rows its rows."""
     exchange: Exchange = node.meta["exchange"]
     dim, bounds = cast(tuple[int, Sequence[int]], node.args[1:3])
     assert exchange.state is not None
     if node.target is exchanges.to_heads:
-        shape, index = [*_with(exchange, _rows_told(exchange, source, patches))], target.index
+        shape, index = [*_with(exchange, _rows_told(exchange, source, target))], target.index
     else:
         shape, index = [*_with(exchange, target.size(exchange.state))], source.index
     shape[dim] = bounds[index + 1] - bounds[index]

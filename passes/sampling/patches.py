@@ -59,14 +59,15 @@ class Patch:
             shape[state.dim] = self.size(state)
         return shape
 
-    def stretches(self, state: Rows) -> list[Stretch]:
-        """This patch's entries of the whole dimension."""
+    def stretches(self, state: Rows, within: "Patch | None" = None) -> list[Stretch]:
+        """This patch's entries of the whole dimension, or of what a patch has of it that this one lies within."""
         at, found = 0, list[Stretch]()
         for part in state.parts:
-            size = part.size(self.count)
-            start = self.first * part.inner if part.kind == "rows" else 0
-            found.append((at, part.outer, size // part.outer, start, self.of_part(part)))
-            at += size
+            each = part.size(self.count) // part.outer if within is None else within.of_part(part)
+            first = self.first if within is None else self.first - within.first
+            start = first * part.inner if part.kind == "rows" else 0
+            found.append((at, part.outer, each, start, self.of_part(part)))
+            at += part.outer * each
         return found
 
     def local(self, state: Rows, entry: int) -> int:

@@ -6,11 +6,17 @@ displaced   patches follow each other; what a stage knows of those behind is of 
 2 columns, 4 patches   rank 0: 0F0 0F1 0F2 0F3 | 0F0 ...      a step begins as soon as patch 0 of the last one is there
                        rank 1:     1F0 1F1 1F2 1F3 | 1F0      the prediction of each patch goes to all ranks at once
 
-Text is owned by the first patch; what no patch changes is computed once in a step on every rank that reads it.
+2 columns of 2 ranks,  rank 0: 0F0 0F1 | 0F0 ...              a rank has a band of the rows, its patches follow each
+4 patches              rank 1: 0F2 0F3 | 0F2 ...              other; ranks beside each other swap what they make in
+                       rank 2:     1F0 1F1 | 1F0              this step, all of it: 0F1 knows 0F0 and 0F2, and of 0F3
+                       rank 3:     1F2 1F3 | 1F2              all that it has made so far
+
+Text is owned by the first patch of every band; what no patch changes is computed once in a step on every rank that
+reads it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 
@@ -22,6 +28,7 @@ from passes.rows import RowPlan
 from passes.sampling.cells import Cell, cells
 from passes.sampling.displaced import Norms
 from passes.sampling.groups import Span
+from passes.sampling.messages import messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.shared import shared_values
@@ -39,8 +46,8 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Piped:
-    """Stages, patches between `bounds`, and for every group of samples its runs; group g's column c is rank
-    g * columns + c.
+    """Stages, patches between `bounds`, and for every group of samples its runs; group g's column c has at place p of
+    `beside` ranks (g * columns + c) * beside + p, and there the p-th band of as many patches as the others.
 
     `plans` has where the rows lie for every number of samples in a run; `batched` are the inputs whose dimension 0 is
     the batch.
@@ -50,32 +57,50 @@ class Piped:
     plans: Mapping[int, RowPlan]
     groups: Sequence[Sequence[Span]]
     bounds: Sequence[int]
+    beside: int
     batched: Mapping[str, torch.Tensor]
     norms: Norms
     device: torch.device
     _graphs: dict[tuple[int, int, Patch], fx.Graph] = field(default_factory=dict, init=False)
+    _told: dict[tuple[int, int], list[Message]] = field(default_factory=dict, init=False)
 
     @property
     def num_patches(self) -> int:
         return len(self.bounds) - 1
 
     @property
+    def num_turns(self) -> int:
+        """Patches of a band."""
+        return self.num_patches // self.beside
+
+    @property
     def num_ranks(self) -> int:
-        return len(self.groups) * self.line.num_columns
+        return len(self.groups) * self.line.num_columns * self.beside
+
+    def rank(self, group: int, column: int, place: int) -> int:
+        return (group * self.line.num_columns + column) * self.beside + place
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Group, column and place."""
+        column, place = divmod(rank, self.beside)
+        return *divmod(column, self.line.num_columns), place
 
     def plan(self, group: int, run: int) -> RowPlan:
         start, stop = self.groups[group][run]
         return self.plans[stop - start]
 
     def patches(self, plan: RowPlan) -> list[Patch]:
-        return patches_of(plan, self.bounds, "first")
+        return [replace(one, owns=one.index % self.num_turns == 0) for one in patches_of(plan, self.bounds)]
 
-    def turns(self, group: int, form: str) -> list[Turn]:
-        runs = range(len(self.groups[group]))
+    def bands(self, plan: RowPlan) -> list[Patch]:
+        """What each place has of the rows."""
+        return patches_of(plan, self.bounds[:: self.num_turns])
+
+    def turns(self, group: int, place: int, form: str) -> list[Turn]:
+        runs, plan, count = range(len(self.groups[group])), self.plan(group, 0), self.num_turns
         if form == "fresh":
-            count = self.plan(group, 0).units.count
-            return [Turn(Patch(0, 0, count, count), run) for run in runs]
-        return [Turn(patch, run) for patch in self.patches(self.plan(group, 0)) for run in runs]
+            return [Turn(self.bands(plan)[place], run) for run in runs]
+        return [Turn(patch, run) for patch in self.patches(plan)[place * count : (place + 1) * count] for run in runs]
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -89,11 +114,25 @@ class Piped:
             self._graphs[key] = patch_graph(self.plan(group, turn.run), turn.patch, self.piece(stage, turn.patch))
         return self._graphs[key]
 
-    def graphs(self, group: int, column: int) -> list[fx.Graph]:
+    def graphs(self, group: int, column: int, place: int) -> list[fx.Graph]:
         """All that a rank computes, in either form."""
-        turns = *self.turns(group, "fresh"), *self.turns(group, "displaced")
+        turns = *self.turns(group, place, "fresh"), *self.turns(group, place, "displaced")
         own = [stage for stage in self.line.stages if stage.column == column]
         return [self.graph(group, stage, turn) for stage in own for turn in turns]
+
+    def told(self, group: int, stage: Stage, run: int, place: int) -> list[Message]:
+        """What all patches read of each other in a stage, as the graphs of this place's patches say.
+
+        Raises:
+            CompileError: these do not exchange the same in the same order.
+        """
+        start, stop = self.groups[group][run]
+        if (key := (stage.index, stop - start)) not in self._told:
+            turns = [turn for turn in self.turns(group, place, "displaced") if turn.run == run]
+            graphs = [self.graph(group, stage, turn) for turn in turns]
+            told = messages_of(self.patches(self.plan(group, run)), graphs)
+            self._told[key] = [m for m in told if m.kind != "moments" or self.norms != "separate"]
+        return self._told[key]
 
     def piece(self, stage: Stage, patch: Patch) -> Piece:
         """What a stage computes of a patch."""
@@ -106,26 +145,71 @@ def returned_names(piped: Piped, cell: Cell, turn: Turn) -> list[str]:
     return [name for name in returns_of(cell) if turn.patch.owns or name not in piped.shared]
 
 
-def messages_of_form(piped: Piped, form: str) -> tuple[Message, ...]:
+class Sent:
     """All messages of one form, in the order of every channel, the groups' cells side by side; `microbatch` is the turn
-    within the group."""
-    found: list[Message] = []
-    turns = [piped.turns(group, form) for group in range(len(piped.groups))]
-    for beside in zip_longest(*(cells(piped.line, len(of_group)) for of_group in turns)):
-        for group, cell in ((group, cell) for group, cell in enumerate(beside) if cell is not None):
-            turn, src = turns[group][cell.turn], group * piped.line.num_columns + cell.stage.column
-            plan = piped.plan(group, turn.run)
+    within the group.
+
+    `within` a cell: what ranks beside each other swap, as messages between bands in a fresh form and between patches in
+    a displaced one, each with that between ranks. `left`: of a fresh form, what later steps read of patches, likewise.
+    """
+
+    def __init__(self, piped: Piped, form: str, place: int) -> None:
+        """`place`: whose graphs tell what all exchange."""
+        self.piped, self.is_fresh, self.place = piped, form == "fresh", place
+        self.all: list[Message] = []
+        self.within: dict[tuple[int, Cell], list[tuple[Message, Message]]] = {}
+        self.left: dict[tuple[int, Cell], list[tuple[Message, Message]]] = {}
+        groups = range(len(piped.groups))
+        turns = [[piped.turns(group, place, form) for place in range(piped.beside)] for group in groups]
+        for side_by_side in zip_longest(*(cells(piped.line, len(of_group[0])) for of_group in turns)):
+            for group, cell in ((group, cell) for group, cell in enumerate(side_by_side) if cell is not None):
+                self._add(group, cell, [of_place[cell.turn] for of_place in turns[group]])
+
+    def _add(self, group: int, cell: Cell, turns: Sequence[Turn]) -> None:
+        """Those of a cell at all its places."""
+        piped, run = self.piped, turns[0].run
+        count, at = piped.num_turns, turns[0].patch.index
+        plan = piped.plan(group, run)
+        if piped.beside > 1:
+            told = piped.told(group, cell.stage, run, self.place)
+            if self.is_fresh:
+                graph = piped.graph(group, cell.stage, turns[self.place])
+                self.within[group, cell] = self._placed(group, cell, messages_of(piped.bands(plan), [graph]), 1)
+                self.left[group, cell] = self._placed(group, cell, [m for m in told if m.kind != "gather"], count)
+            else:
+                now = [message for message in told if message.src % count == at]
+                self.within[group, cell] = self._placed(group, cell, now, count)
+        for place, turn in enumerate(turns):
+            src = piped.rank(group, cell.stage.column, place)
             for name in returned_names(piped, cell, turn):
-                for dst, kind in _receivers(piped, group, cell, name):
+                for dst, kind in self._receivers(group, cell, place, name):
                     like = held(plan, turn.patch, plan.sized.result.name if name == PREDICTION else name)
-                    wire = (len(found), src, dst, None, name, cell.turn, kind, tuple(like.shape), like.dtype)
-                    found.append(Message(*wire))
-    return tuple(found)
+                    self._append(src, dst, name, cell.turn, kind, tuple(like.shape), like.dtype)
 
+    def _placed(
+        self, group: int, cell: Cell, messages: Iterable[Message], count: int
+    ) -> list[tuple[Message, Message]]:
+        """Of messages between patches, `count` at each place, those between ranks; what all of a rank's patches read
+        goes there once."""
+        found = []
+        for message in messages:
+            src, dst = message.src // count, message.dst // count
+            if src != dst and (message.kind == "halo" or message.dst % count == message.src % count):
+                ends = (self.piped.rank(group, cell.stage.column, place) for place in (src, dst))
+                wire = message.value, cell.turn, message.kind, message.shape, message.dtype
+                found.append((message, self._append(*ends, *wire)))
+        return found
 
-def _receivers(piped: Piped, group: int, cell: Cell, name: str) -> list[tuple[int, str]]:
-    """The other ranks that a value goes to, and what it is for them."""
-    first = group * piped.line.num_columns
-    if name == PREDICTION and cell.stage == piped.line.stages[-1]:
-        return [(rank, PREDICTION) for rank in range(piped.num_ranks) if rank != first + cell.stage.column]
-    return [(first + column, kind) for column, kind in readers_of(piped.line, cell, name)]
+    def _append(
+        self, src: int, dst: int, value: str, turn: int, kind: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Message:
+        self.all.append(Message(len(self.all), src, dst, None, value, turn, kind, shape, dtype))
+        return self.all[-1]
+
+    def _receivers(self, group: int, cell: Cell, place: int, name: str) -> list[tuple[int, str]]:
+        """The other ranks that a value goes to, and what it is for them."""
+        piped = self.piped
+        if name == PREDICTION and cell.stage == piped.line.stages[-1]:
+            own = piped.rank(group, cell.stage.column, place)
+            return [(rank, PREDICTION) for rank in range(piped.num_ranks) if rank != own]
+        return [(piped.rank(group, column, place), kind) for column, kind in readers_of(piped.line, cell, name)]

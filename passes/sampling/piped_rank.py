@@ -5,7 +5,8 @@ fresh       k = linear(h); ...                                                  
 """
 
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from passes.rows import RowPlan
 from passes.rows.layout import Rows
 from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.exchanges import Exchange
-from passes.sampling.latest import Latest, LatestWriter, name_of
-from passes.sampling.messages import exchanges_of, halo_of, messages_of
+from passes.sampling.latest import Latest, LatestWriter, name_of, told_name
+from passes.sampling.messages import exchange_nodes, halo_of
 from passes.sampling.patch_graph import sum_graph
 from passes.sampling.patches import Patch
-from passes.sampling.piped import Piped, Turn, messages_of_form, returned_names
+from passes.sampling.piped import Piped, Sent, Turn, returned_names
 from passes.sampling.shared import require_rows
 from passes.sampling.staged import PREDICTION
 from passes.sampling.staged_rank import RankGraph
@@ -41,28 +42,28 @@ def piped_programs(
         CompileError: the prediction is not made row by row.
     """
     require_rows(next(iter(piped.plans.values())))
-    messages = {form: messages_of_form(piped, form) for form in FORMS}
+    sent = {form: Sent(piped, form, min(rank % piped.beside for rank in ranks)) for form in FORMS}
     programs = []
     for rank in sorted(ranks):
-        written = _Written(piped, *divmod(rank, piped.line.num_columns), messages["displaced"], "displaced", ())
-        fresh = _Written(piped, *divmod(rank, piped.line.num_columns), messages["fresh"], "fresh", written.taken)
+        written = _Written(piped, rank, sent["displaced"], ())
+        fresh = _Written(piped, rank, sent["fresh"], written.taken)
         forms = {"fresh": fresh.form, "displaced": written.form}
         state = {**fresh.rows.state, **written.rows.state}
         programs.append(SampleProgram(rank, forms, tuple(fresh.rows.given), state))
-    return tuple(programs), messages
+    return tuple(programs), {form: tuple(of_form.all) for form, of_form in sent.items()}
 
 
 class _Written:
     """One form of one rank. `wanted`: what a fresh form is to carry."""
 
-    def __init__(
-        self, piped: Piped, group: int, column: int, messages: Sequence[Message], form: str, wanted: Iterable[str]
-    ) -> None:
-        self.piped, self.group, self.is_fresh, self.wanted = piped, group, form == "fresh", set(wanted)
-        self.rank, self.turns = group * piped.line.num_columns + column, piped.turns(group, form)
-        self.mine = [message for message in messages if self.rank in message.channel]
-        plan, graphs = piped.plan(group, 0), piped.graphs(group, column)
-        self.rows = RankGraph(plan, graphs, self.rank, self.mine, piped.device, takes_carried=not self.is_fresh)
+    def __init__(self, piped: Piped, rank: int, sent: Sent, wanted: Iterable[str]) -> None:
+        self.piped, self.rank, self.sent, self.is_fresh, self.wanted = piped, rank, sent, sent.is_fresh, set(wanted)
+        self.group, column, self.place = group, *_ = piped.place(rank)
+        self.turns = piped.turns(group, self.place, "fresh" if self.is_fresh else "displaced")
+        self.mine = [message for message in sent.all if rank in message.channel]
+        plan, graphs = piped.plan(group, 0), piped.graphs(group, column, self.place)
+        between = [message for message in self.mine if not self._is_beside(message)]
+        self.rows = RankGraph(plan, graphs, rank, between, piped.device, takes_carried=not self.is_fresh)
         self.taken: list[str] = []
         self.carries: dict[str, fx.Node] = {}
         self.latest = Latest(None if self.is_fresh else self._take)
@@ -97,6 +98,8 @@ class _Written:
         graph = piped.graph(self.group, cell.stage, turn)
         writer = self._writer(cell, turn, graph, values)
         returned = writer.add(graph, cell)
+        if piped.beside > 1:
+            writer.settle(graph)
         if isinstance(writer, LatestWriter):
             returned = tuple(map(writer.apart, returned))
         made = writer.made()
@@ -106,47 +109,93 @@ class _Written:
         values |= named
         self.rows.send(cell, named)
         if self.is_fresh and piped.num_patches > 1:
-            self._keep(cell, turn, made)
+            self._keep(cell, turn, made, writer, graph)
+        self._show(cell, named)
 
     def _writer(self, cell: Cell, turn: Turn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
         piped, spans = self.piped, self.piped.groups[self.group]
         plan, whole = piped.plan(self.group, turn.run), len(spans) == 1 and len(piped.groups) == 1
         known = ChainMap(values, self.shared[turn.run])
         operand = self.rows.operand(turn.run, None if whole else spans[turn.run], piped.batched)
-        rest = (piped.device, self.rows.transport, operand, known, self.early[turn.run], lambda message: message)
+        rest = piped.device, self.rows.transport, operand, known, self.early[turn.run]
+        within = self.sent.within.get((self.group, cell), ())
         if self.is_fresh:
-            return CellWriter(plan, [turn.patch], turn.patch, (), *rest)
+            mine = [message for message, _ in within if turn.patch.index in message.channel]
+            wires = {message.edge: wire for message, wire in within}
+            place = lambda message: wires[message.edge]  # noqa: E731
+            return CellWriter(plan, piped.bands(plan), turn.patch, mine, *rest, place)
         patches = piped.patches(plan)
         if turn.patch.is_whole:
-            return CellWriter(plan, patches, turn.patch, (), *rest)
-        swapped = [message for message in self._swapped(cell, turn) if turn.patch.index in message.channel]
+            return CellWriter(plan, patches, turn.patch, (), *rest, lambda message: message)
+        told = piped.told(self.group, cell.stage, turn.run, self.place)
+        mine = [message for message in told if turn.patch.index in message.channel]
         how: dict[str, Any] = {"latest": self.latest, "stage": cell.stage.index, "run": turn.run, "norms": piped.norms}
-        return LatestWriter(plan, patches, turn.patch, swapped, *rest, **how)
-
-    def _of_all(self, cell: Cell, turn: Turn) -> list[fx.Graph]:
-        """The graphs of all patches."""
-        plan = self.piped.plan(self.group, turn.run)
-        return [self.piped.graph(self.group, cell.stage, Turn(patch, turn.run)) for patch in self.piped.patches(plan)]
-
-    def _swapped(self, cell: Cell, turn: Turn) -> list[Message]:
-        plan = self.piped.plan(self.group, turn.run)
-        return messages_of(self.piped.patches(plan), self._of_all(cell, turn))
+        how |= {"turns": piped.num_turns, "wires": [both for both in within if self.rank in both[1].channel]}
+        return LatestWriter(plan, patches, turn.patch, mine, *rest, lambda message: message, **how)
 
     # -- what a fresh step leaves to a displaced one
 
-    def _keep(self, cell: Cell, turn: Turn, made: dict[str, fx.Node]) -> None:
-        plan = self.piped.plan(self.group, turn.run)
-        patches, graphs = self.piped.patches(plan), self._of_all(cell, turn)
-        for nodes in exchanges_of(graphs):
-            exchange: Exchange = nodes[0].meta["exchange"]
-            for name, make in _values(plan, patches, nodes, cell.stage.index, turn.run, made):
-                if name in self.wanted:
-                    if exchange.kind == "sum":
-                        node = self._part(cell, turn, plan, patches[make], exchange.name, made)
-                    else:
-                        node = self.rows.call(make[0], make[1], name)
-                    clone = self.rows.call(torch.ops.aten.clone.default, (node,), f"{name}_kept")
-                    self.carries[name] = clone
+    def _keep(self, cell: Cell, turn: Turn, made: dict[str, fx.Node], writer: CellWriter, graph: fx.Graph) -> None:
+        """Carry what is wanted of this rank's patches and of others', whose ranks tell it."""
+        piped, ends = self.piped, (cell.stage.index, turn.run)
+        left = [both for both in self.sent.left.get((self.group, cell), ()) if self.rank in both[1].channel]
+        come = {
+            told_name(told, *ends): wire.received(self.rows.transport, piped.device, f"recv_{told.value}_of_{told.src}")
+            for told, wire in left
+            if wire.dst == self.rank
+        }
+        told = [(told_name(message, *ends), wire) for message, wire in left if wire.src == self.rank]
+        found, of_others = dict[str, fx.Node](), {name for name, _ in told}
+        first = piped.turns(self.group, self.place, "displaced")[turn.run]
+        for node in exchange_nodes(piped.graph(self.group, cell.stage, first)):
+            exchange: Exchange = node.meta["exchange"]
+            if piped.beside > 1:
+                value, whole = writer.exchanged(graph, exchange.key)
+            else:
+                value = whole = made[exchange.value.name]
+            if exchange.kind == "gather" and (name := name_of(exchange.key, *ends)) in self.wanted:
+                found[name] = whole
+            for name, make in self._own_values(cell, turn, node, value, made):
+                if name in self.wanted or name in of_others:
+                    found[name] = make()
+        for name, wire in told:
+            wire.sent(self.rows.transport, found[name], f"send_{name}_to_{wire.dst}")
+        for name, node in found.items():
+            if name in self.wanted:
+                self.carries[name] = self.rows.call(torch.ops.aten.clone.default, (node,), f"{name}_kept")
+        for name, node in come.items():
+            value = self.rows.call(ops.wait, (node,), name)
+            if name in self.wanted:
+                self.carries[name] = value
+
+    def _own_values(
+        self, cell: Cell, turn: Turn, node: fx.Node, value: fx.Node, made: dict[str, fx.Node]
+    ) -> Iterable[tuple[str, Callable[[], fx.Node]]]:
+        """What this rank's patches tell in one exchange but a gather, by the name it is kept under, and how it is made
+        of its band's value."""
+        plan, exchange, ends = self.piped.plan(self.group, turn.run), node.meta["exchange"], (cell.stage.index, turn.run)
+        patches, band = self.piped.patches(plan), turn.patch
+        count, call = self.piped.num_turns, self.rows.call
+        own = patches[self.place * count : (self.place + 1) * count]
+        if exchange.kind == "sum":
+            for patch in own:
+                name = name_of(exchange.key, *ends, patch.index)
+                yield name, partial(self._part, cell, turn, plan, patch, exchange.name, made)
+        state = exchange.state
+        if exchange.kind == "moments":
+            for patch in own:
+                name = name_of(exchange.key, *ends, patch.index)
+                args = (value, state.dim, patch.stretches(state, band))
+                cut = partial(call, row_ops.cut_rows, args, f"{name}_rows")
+                yield name, lambda cut=cut, name=name: call(row_ops.moments, (cut(), node.args[1]), name)
+        if exchange.kind == "halo":
+            for dst in patches:
+                for src, (start, size) in halo_of(node, dst, patches).items():
+                    if patches[src] in own:
+                        name = name_of(exchange.key, *ends, src, dst.index)
+                        first = patches[src].span(state)[0] - band.span(state)[0]
+                        args = (value, state.dim, first + start, size)
+                        yield name, partial(call, row_ops.edge_rows, args, name)
 
     def _part(
         self, cell: Cell, turn: Turn, plan: RowPlan, patch: Patch, name: str, made: dict[str, fx.Node]
@@ -156,39 +205,65 @@ class _Written:
         values = {}
         for node in graph.find_nodes(op="placeholder"):
             if node.meta["kind"] == "read":
-                state, whole = plan.states[node.name], made[node.name]
-                args = () if not isinstance(state, Rows) else (whole, state.dim, patch.stretches(state))
-                values[node.name] = self.rows.call(row_ops.cut_rows, args, f"{node.name}_cut") if args else whole
+                state, value = plan.states[node.name], made[node.name]
+                if isinstance(state, Rows):
+                    args = (value, state.dim, patch.stretches(state, turn.patch))
+                    value = self.rows.call(row_ops.cut_rows, args, f"{node.name}_cut")
+                values[node.name] = value
         writer = self._writer(cell, turn, graph, values)
         return writer.add(graph, cell)[0]
 
     # -- the prediction
 
-    def _pieces(self, patch: int) -> list[fx.Node]:
-        """Of one patch, or of all rows, by groups and runs: made here, or on their way."""
-        columns, last = self.piped.line.num_columns, self.piped.line.stages[-1].column
-        found = []
+    def _is_beside(self, message: Message) -> bool:
+        """Whether it goes between ranks of one column."""
+        return message.src // self.piped.beside == message.dst // self.piped.beside
+
+    def _show(self, cell: Cell, made: Mapping[str, fx.Node]) -> None:
+        """Tell the ranks beside this one what is predicted, and post theirs, after what they swap in the cell."""
+        beside = [m for m in self.mine if self._is_beside(m) and (m.microbatch, m.value) == (cell.turn, PREDICTION)]
+        for message in beside if PREDICTION in made else ():
+            if message.dst == self.rank:
+                name = f"recv_prediction_from_{message.src}"
+                self.rows.posted[message.edge] = message.received(self.rows.transport, self.piped.device, name)
+        for message in beside if PREDICTION in made else ():
+            if message.src == self.rank:
+                message.sent(self.rows.transport, made[PREDICTION], f"send_prediction_to_{message.dst}")
+
+    def _pieces(self, place: int, turn: int) -> list[fx.Node]:
+        """Of a place's patch, or of its band, by groups and runs: made here, or on their way."""
+        last, found = self.piped.line.stages[-1].column, []
         for group, spans in enumerate(self.piped.groups):
-            for turn in range(patch * len(spans), (patch + 1) * len(spans)):
-                if self.rank == group * columns + last:
-                    found.append(self.values[turn][PREDICTION])
+            src = self.piped.rank(group, last, place)
+            for now in range(turn * len(spans), (turn + 1) * len(spans)):
+                if self.rank == src:
+                    found.append(self.values[now][PREDICTION])
                     continue
                 (message,) = (
                     m for m in self.mine
-                    if m.src == group * columns + last and m.microbatch == turn and m.kind == PREDICTION
+                    if (m.src, m.microbatch, m.kind) == (src, now, PREDICTION)
                 )  # fmt: skip
                 found.append(self.rows.posted[message.edge])
         return found
 
     def _in_parts(self) -> list[list[fx.Node]]:
-        return [self._pieces(patch) for patch in range(self.piped.num_patches)]
+        places, turns = range(self.piped.beside), range(self.piped.num_turns)
+        return [self._pieces(place, turn) for place in places for turn in turns]
 
     def _dense(self) -> fx.Node:
-        pieces = [
-            self.rows.call(ops.wait, (node,), "prediction_come") if node.target is ops.recv else node
-            for node in self._pieces(0)
-        ]
-        return pieces[0] if len(pieces) == 1 else self.rows.call(torch.ops.aten.cat.default, (pieces, 0), PREDICTION)
+        plan = next(iter(self.piped.plans.values()))
+        state, bands = plan.state(plan.sized.result), list[fx.Node]()
+        assert isinstance(state, Rows)
+        for place in range(self.piped.beside):
+            pieces = [
+                self.rows.call(ops.wait, (node,), "prediction_come") if node.target is ops.recv else node
+                for node in self._pieces(place, 0)
+            ]
+            bands.append(self._joined(pieces, 0))
+        return self._joined(bands, state.dim)
+
+    def _joined(self, pieces: list[fx.Node], dim: int) -> fx.Node:
+        return pieces[0] if len(pieces) == 1 else self.rows.call(torch.ops.aten.cat.default, (pieces, dim), PREDICTION)
 
 
 def _parts(piped: Piped) -> Parts:
@@ -199,30 +274,3 @@ def _parts(piped: Piped) -> Parts:
     samples = piped.groups[-1][-1][1]
     sizes = tuple(patch.size(state) for patch in piped.patches(plan))
     return Parts(state.dim, sizes, like.new_empty((samples, *like.shape[1:])))
-
-
-def _values(
-    plan: RowPlan, patches: Sequence[Patch], nodes: Sequence[fx.Node], stage: int, run: int, made: dict[str, fx.Node]
-) -> Iterable[tuple[str, Any]]:
-    """What patches read of each other in one exchange, by the name it is carried under: how it is made of a whole
-    value; of a sum, whose part."""
-    exchange: Exchange = nodes[0].meta["exchange"]
-    if exchange.kind == "sum":
-        yield from ((name_of(exchange, stage, run, patch.index), patch.index) for patch in patches)
-        return
-    value, state = made[exchange.value.name], exchange.state
-    assert state is not None
-    if exchange.kind == "gather":
-        yield name_of(exchange, stage, run), (torch.ops.aten.alias.default, (value,))
-    for patch, node in zip(patches, nodes, strict=True):
-        if exchange.kind == "moments":
-            rows = made.setdefault(
-                f"{exchange.value.name}/{patch.index}",
-                value.graph.create_node("call_function", row_ops.cut_rows, (value, state.dim, patch.stretches(state))),
-            )
-            yield name_of(exchange, stage, run, patch.index), (row_ops.moments, (rows, node.args[1]))
-        if exchange.kind == "halo":
-            for src, (start, count) in halo_of(node, patch, patches).items():
-                first = patches[src].span(state)[0]
-                args = (value, state.dim, first + start, count)
-                yield name_of(exchange, stage, run, src, patch.index), (row_ops.edge_rows, args)
