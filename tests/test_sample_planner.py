@@ -122,9 +122,10 @@ def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) 
     for cfg, stages, patches, copies in product(every, [None, *every], [*every, *range(8, 20, 4)], every):
         for way, fold in product({EXACT, how}, (False, True)):
             request = Request(world_size, cfg, stages, fold if stages else None, patches, way, copies=copies)
-            beside = 1 if request.in_turn else patches
+            beside = world_size // (cfg * (stages or 1) * copies) if request.in_turn else patches
             is_way = cfg * (stages or 1) * beside * copies == world_size and stages != 1
-            is_way = is_way and (way == EXACT or patches in ((stages, 2 * stages, 4 * stages) if stages else every[1:]))
+            turns = [beside * times * stages for times in (1, 2, 4)] if stages else every[1:]
+            is_way = is_way and (way == EXACT or patches in turns)
             if is_way:
                 with suppress(CompileError):
                     made = with_attention(case, chosen(case, request), "auto", setting.cluster)

@@ -13,7 +13,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Action
 from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.sample_plan import IN_TURN, How, Kind, SamplePlan
-from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule import Schedule, counted
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
@@ -130,8 +130,8 @@ def _require_turns(made: Choices) -> None:
     count, beside = len(made.bounds) - 1, made.grid.patches
     if count % beside or (made.order != IN_TURN and count != beside):
         raise CompileError(
-            f"the plan has {count} patches for {beside} ranks beside each other ({made.order}); give every rank one, of "
-            f"{IN_TURN} as many as the others"
+            f"the plan has {counted(count, 'patch', 'es')} for {counted(beside, 'rank')} beside each other "
+            f"({made.order}); give every rank one, of {IN_TURN} as many as the others"
         )
 
 
