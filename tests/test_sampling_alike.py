@@ -40,9 +40,10 @@ def test_work_is_that_of_a_patch_of_its_own(name: str) -> None:
     plan, count = own.rows(2), own.rows(2).units.count
     for bounds in ((0, 1, 4, count - 2, count), (0, 3, count - 1, count), (0, count // 2, count)):
         patches = patches_of(plan, bounds, "first" if own.has_text(2) else "all")
+        tellers = [patches] * len(patches)
         for patch in patches:
             shared = frozenset[str]() if patch.owns else shared_text(plan, traced.rows)
-            written = patch_work(plan, patch, patches, shared, own._seconds)
+            written = patch_work(plan, patch, tellers, shared, own._seconds)
             found = alike(plan, patch, shared)
             assert found is not None
-            assert told(found.work(patch.stop - patch.first, patches, line._seconds)) == told(written)
+            assert told(found.work(patch.stop - patch.first, tellers, line._seconds)) == told(written)

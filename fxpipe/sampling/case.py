@@ -26,12 +26,12 @@ from passes.sampling.alike import ends_apart
 from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
-from passes.sampling.patches import even_bounds, patches_of
+from passes.sampling.patches import Patch, even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import alike as exchange_alike
 from passes.sampling.text import has_text, one_of_every_sort, shared_text, text_graph
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
-from passes.sampling.work import PatchWork, graph_work, patch_work, value_bytes, with_layers
+from passes.sampling.work import PatchWork, Tellers, graph_work, patch_work, value_bytes, with_layers
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -214,19 +214,17 @@ class SampleCase:
         patches = patches_of(plan, bounds, "first" if text_first else "all")
         if in_turn:
             patches = [replace(one, owns=one.index % turns == 0) for one in patches]
-        patch, at_once = patches[index], patches
-        if in_turn:
-            at_once = [replace(one, index=place) for place, one in enumerate(patches[index % turns :: turns])]
+        patch, count = patches[index], len(patches) // turns
         at_end = patch.stop == patch.count and self.found_once(("ends apart", num_samples), lambda: ends_apart(plan))
         where = num_samples, patch.owns or not self.has_text(num_samples), patch.is_whole, at_end
-        told = (text_first, tuple(bounds), index % turns) if len(at_once) > 1 else ()
-        key = "work", where, patch.stop - patch.first, told if in_turn else (text_first, tuple(bounds), index)
+        told = (tuple(bounds), turns, index % turns if in_turn else index) if count > 1 else ()
+        key = "work", where, patch.stop - patch.first, text_first, told
 
         def read() -> PatchWork:
             shared = frozenset[str]() if patch.owns else self._shared_text(num_samples)
-            beside = at_once if len(at_once) > 1 else ()
             if patch.is_whole:  # the captured graph
-                return graph_work(plan, plan.sized.graph, patches[:1], self.seconds(num_samples))
+                return graph_work(plan, plan.sized.graph, (), self.seconds(num_samples))
+            beside = [patches] * count if not in_turn else _of_turn(plan, patches, index % turns, turns)
             others = self.found_once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))
             if others is not None:
                 return others.work(patch.stop - patch.first, beside, self._seconds)
@@ -262,7 +260,8 @@ class SampleCase:
 
         def read() -> PatchWork:
             attended, piece = Shared({name: kind}, patches), attention_piece(plan, name)
-            return patch_work(plan, patches[index], patches, frozenset(), self._seconds, attended, piece)
+            tellers = [patches] * len(patches)
+            return patch_work(plan, patches[index], tellers, frozenset(), self._seconds, attended, piece)
 
         key = "layer", num_samples, tuple(bounds), index, text_first, alike(plan, plan.sized.nodes[name]), kind
         return self.found_once(key, read)
@@ -307,6 +306,13 @@ class SampleCase:
         text = [graph_fingerprint(sized.graph), str(self.num_samples), str(dict(self.traced.rows))]
         text += [" ".join(block.nodes) for block in blocks.blocks] if blocks else []
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
+
+
+def _of_turn(plan: RowPlan, patches: Sequence[Patch], turn: int, turns: int) -> Tellers:
+    """Of the patches of one turn what ranks beside each other have: theirs in all turns."""
+    bands = patches_of(plan, [patches[0].first, *(patch.stop for patch in patches[turns - 1 :: turns])])
+    now = [replace(patch, index=place) for place, patch in enumerate(patches[turn::turns])]
+    return [[one if band.index == one.index else band for band in bands] for one in now] if len(now) > 1 else ()
 
 
 def _dependent(captured: Capture) -> CompileError | None:

@@ -65,6 +65,13 @@ class Columns(Layout):
             {place: work(place * count + turn, None, turns=count) for place in self.seen} for turn in range(count)
         ]
 
+    def items(self, work: PatchWork, stage: Stage) -> list[Item]:
+        """A stage's alone; of patches in turn predictions are shown to all, not gathered."""
+        told, places = [item.told for item in work.items], work.places(stage.nodes)
+        if self.in_turn:
+            places = [place for place in places if (one := told[place]) is None or one.kind != "prediction"]
+        return alone(work.items, places)
+
     @cached_property
     def column_names(self) -> list[frozenset[str]]:
         """Of every column the operations of its stages, and those before the patch that they need."""
@@ -80,7 +87,7 @@ class Columns(Layout):
         key = stage.index, work, early
         if key not in self._seconds:
             beside, column = [*self.works(turn, fresh).items()], stage.column
-            each = [[at_speed(item, self.speed(column, p)) for item in _of(one, stage.nodes)] for p, one in beside]
+            each = [[at_speed(item, self.speed(column, p)) for item in self.items(one, stage)] for p, one in beside]
             taken = together(each, self.links, column, lambda told: True).seconds
             if self.in_turn and not fresh:
                 kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0] if item.told)
@@ -172,7 +179,7 @@ class Columns(Layout):
                         for column in self.line.readers(value):
                             into[column, patch] += work.bytes_of(value) if column != stage.column else 0
                 if self.grid.patches > 1:
-                    for told in (item.told for item in _of(self.work(turn, fresh), stage.nodes) if item.told):
+                    for told in (item.told for item in self.items(self.work(turn, fresh), stage) if item.told):
                         for _, target, size in told.sent:
                             into[stage.column, target] += size
         return max(into.values())
@@ -194,11 +201,6 @@ class Columns(Layout):
             between = sum(map(self.fresh_work.bytes_of, crossing)) * self.num_runs
             found.append((weights, alive + between + caches * self.num_runs + of_all))
         return found
-
-
-def _of(work: PatchWork, names: Collection[str]) -> list[Item]:
-    """A stage's items alone."""
-    return alone(work.items, work.places(names))
 
 
 def _seconds_of(work: PatchWork, names: Collection[str]) -> float:

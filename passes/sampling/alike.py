@@ -8,7 +8,7 @@ Operations with equal numbers in both graphs are a class, and take equally long:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -21,7 +21,7 @@ from passes.rows import RowPlan
 from passes.rows.how import Window
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch
-from passes.sampling.work import PatchWork, SecondsOf, owners_of, value_bytes, work_of
+from passes.sampling.work import PatchWork, SecondsOf, Tellers, owners_of, value_bytes, work_of
 
 _FEW = 8
 """Units of an image of which every patch has its own graph."""
@@ -35,7 +35,7 @@ class Alike:
     units: tuple[int, int]
     pairs: tuple[tuple[fx.Node, fx.Node], ...]
 
-    def work(self, units: int, patches: Sequence[Patch], seconds_of: SecondsOf) -> PatchWork:
+    def work(self, units: int, tellers: Tellers, seconds_of: SecondsOf) -> PatchWork:
         """Of a patch of so many units, one of these."""
         graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[int, fx.Node]()
         line = _Line(*self.units, units)
@@ -54,7 +54,7 @@ class Alike:
         of_class = {kind: found.get(node, 0.0) for kind, node in made.items()}
         seconds = {node: of_class[kind] for node, kind in self.kinds.items()}
         sizes = {node: line.number(*both) for node, both in self.sizes.items()}
-        return work_of(self.owners, sizes, seconds, patches, self.plan.sized.result.name)
+        return work_of(self.owners, sizes, seconds, tellers, self.plan.sized.result.name)
 
     @cached_property
     def owners(self) -> Mapping[fx.Node, str]:

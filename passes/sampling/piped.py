@@ -175,7 +175,8 @@ class Sent:
             if self.is_fresh:
                 graph = piped.graph(group, cell.stage, turns[self.place])
                 self.within[group, cell] = self._placed(group, cell, messages_of(piped.bands(plan), [graph]), 1)
-                self.left[group, cell] = self._placed(group, cell, [m for m in told if m.kind != "gather"], count)
+                left = [message for message in told if message.kind != "gather"] if count > 1 else []
+                self.left[group, cell] = self._placed(group, cell, left, count)
             else:
                 now = [message for message in told if message.src % count == at]
                 self.within[group, cell] = self._placed(group, cell, now, count)

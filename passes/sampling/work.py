@@ -28,6 +28,8 @@ from passes.sampling.patches import Patch
 SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
 Sent = tuple[tuple[int, int, int], ...]
 """Source patch, target patch, bytes."""
+Tellers = Sequence[Sequence[Patch]]
+"""Of every patch that tells others something what these have, itself in its place."""
 
 
 @dataclass(frozen=True)
@@ -145,23 +147,23 @@ class PatchWork:
 
 
 def patch_work(
-    plan: RowPlan, patch: Patch, patches: Sequence[Patch], shared: frozenset[str], seconds_of: SecondsOf,
+    plan: RowPlan, patch: Patch, tellers: Tellers, shared: frozenset[str], seconds_of: SecondsOf,
     attended: Shared | None = None, piece: Piece | None = None,
 ) -> PatchWork:  # fmt: skip
-    """The work of one of these patches; its values of no row are `shared` where it alone owns them."""
+    """The work of a patch; its values of no row are `shared` where it alone owns them."""
     graph = patch_graph(plan, patch, piece, shared, attended)
-    return graph_work(plan, graph, patches, seconds_of(graph))
+    return graph_work(plan, graph, tellers, seconds_of(graph))
 
 
-def graph_work(plan: RowPlan, graph: fx.Graph, patches: Sequence[Patch], seconds: Mapping[fx.Node, float]) -> PatchWork:
+def graph_work(plan: RowPlan, graph: fx.Graph, tellers: Tellers, seconds: Mapping[fx.Node, float]) -> PatchWork:
     """What the graph of a patch does, whose operations take these seconds."""
     sizes = {node: value_bytes(node) for node in graph.nodes}
-    return work_of(owners_of(graph, plan), sizes, seconds, patches, plan.sized.result.name)
+    return work_of(owners_of(graph, plan), sizes, seconds, tellers, plan.sized.result.name)
 
 
 def work_of(
     owners: Mapping[fx.Node, str], sizes: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
-    patches: Sequence[Patch], result: str,
+    tellers: Tellers, result: str,
 ) -> PatchWork:  # fmt: skip
     """What a graph's operations do that take these seconds and bytes; `result` is made last."""
     places: dict[fx.Node, int] = {}
@@ -174,7 +176,7 @@ def work_of(
             unread.add(len(items))
             kind, (value,) = node.meta["exchange"].kind, node.all_input_nodes
             own = sizes[node if kind == "moments" else value]  # each patch tells as many moments as there are of all
-            told = Told(kind, _sent(node, patches, known), own, seconds.get(node, 0.0))
+            told = Told(kind, _sent(node, tellers, known), own, seconds.get(node, 0.0))
             items.append(Item(name, 0.0, told))
             continue
         reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
@@ -222,17 +224,17 @@ def value_bytes(node: fx.Node) -> int:
     return sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
 
 
-def _sent(node: fx.Node, patches: Sequence[Patch], known: dict[object, Sent]) -> Sent:
-    """What all patches tell each other in an exchange."""
+def _sent(node: fx.Node, tellers: Tellers, known: dict[object, Sent]) -> Sent:
+    """What patches tell each other in an exchange."""
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
     shapes = tuple(exchange.value.meta["val"].shape), tuple(node.meta["val"].shape)
     key = exchange.kind, exchange.state, *shapes, node.target, node.args[1:], size
     if key not in known:
         known[key] = tuple(
-            (source.index, dst, prod(shape) * size)
-            for source in patches
-            for dst, shape in sent_by(node, source, patches).items()
+            (index, dst, prod(shape) * size)
+            for index, patches in enumerate(tellers)
+            for dst, shape in sent_by(node, patches[index], patches).items()
             if prod(shape)
         )
     return known[key]
