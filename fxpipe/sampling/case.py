@@ -217,7 +217,11 @@ class SampleCase:
         patch, count = patches[index], len(patches) // turns
         at_end = patch.stop == patch.count and self.found_once(("ends apart", num_samples), lambda: ends_apart(plan))
         where = num_samples, patch.owns or not self.has_text(num_samples), patch.is_whole, at_end
-        told = (tuple(bounds), turns, index % turns if in_turn else index) if count > 1 else ()
+        told: tuple[object, ...] = (tuple(bounds), index)
+        if in_turn:
+            turn = index % turns
+            sizes = (one.stop - one.first for one in patches[turn::turns])
+            told = (*sizes, turn == 0, turn == turns - 1) if count > 1 else ()
         key = "work", where, patch.stop - patch.first, text_first, told
 
         def read() -> PatchWork:
