@@ -92,6 +92,39 @@ def test_where_nothing_moves_it_is_exact_and_stages_change_no_bit(key: str) -> N
     assert equal(found, sampled(line, steps, step=fold))
 
 
+@pytest.mark.parametrize("norms", ["corrected", "merged"])
+@pytest.mark.parametrize("key", KEYS)
+def test_so_it_is_where_stages_have_ranks_beside_each_other(key: str, norms: str) -> None:
+    line = compiled(key)
+    lowering: Any = line.denoiser.lowering
+    how = replace(lowering.request.how, norms=norms)
+    wide = laid_out(line, 4, stages=2, cfg=1, patches=4, how=how)
+    assert str(wide.grid) == "1 x 2 x 2 x 2"
+    with torch.no_grad():
+        wanted = prediction_of(line.denoiser.module(**line.example[1]))
+    assert max(error(found, wanted) for found in sampled(line, moving(line, still=True), step=wide)) <= KEYS[key]
+    steps = moving(line)
+    found = sampled(line, steps, step=wide)
+    with torch.no_grad():
+        exact = [prediction_of(line.denoiser.module(**given)) for given in steps]
+    assert max(error(f, e) for f, e in zip(found[:2], exact[:2], strict=True)) <= KEYS[key]
+    assert all(1e-6 < error(f, e) < 0.5 for f, e in zip(found[2:], exact[2:], strict=True))
+    if norms == "merged":
+        fold = laid_out(line, 12, stages=3, fold=True, cfg=2, patches=4, how=how)
+        assert str(fold.grid) == "2 x 3 x 2 x 2"
+        assert equal(found, sampled(line, steps, step=fold))
+
+
+@pytest.mark.parametrize("key", [UNET, "SD3Transformer2DModel"])
+def test_ranks_beside_each_other_with_a_patch_each_are_exact(key: str) -> None:
+    line = compiled(key)
+    steps = moving(line)
+    with torch.no_grad():
+        exact = [prediction_of(line.denoiser.module(**given)) for given in steps]
+    found = sampled(line, steps, step=laid_out(line, 6, stages=2, cfg=1, patches=3))
+    assert max(error(f, e) for f, e in zip(found, exact, strict=True)) <= KEYS[key]
+
+
 class Tokens(nn.Module):
     """Attention over text and rows, twice; the text is none of the prediction."""
 
@@ -111,37 +144,46 @@ class Tokens(nn.Module):
         return both[:, text.shape[1] :]
 
 
-def by_hand(model: Tokens, x: Tensor, text: Tensor, before: list[Tensor], bounds: Sequence[int]) -> Tensor:
-    """One step, patch by patch: of patches behind what `before` has of them, layer by layer; the text goes first."""
-    size, made = text.shape[1], []
-    for patch, (start, stop) in enumerate(pairwise(bounds)):
-        rows = slice(size + start, size + stop) if patch else slice(0, size + stop)
-        both = torch.cat([text, x], 1)[:, rows]
+def by_hand(
+    model: Tokens, x: Tensor, text: Tensor, before: list[Tensor], bounds: Sequence[int], turns: int
+) -> Tensor:
+    """One step, in so many turns: of patches behind what `before` has of them, layer by layer; the text goes first."""
+    size, made = text.shape[1], torch.empty_like(x)
+    for turn in range(turns):
+        rows = torch.tensor([row for start, stop in [*pairwise(bounds)][turn::turns] for row in range(start, stop)])
+        own = size + rows if turn else torch.cat([torch.arange(size), size + rows])
+        both = torch.cat([text, x], 1)[:, own]
         for layer in range(2):
-            before[layer][:, rows] = both
+            before[layer][:, own] = both
             both = model.mix(both, before[layer])
-            both = both if patch else torch.cat([both[:, :size] * 0.5, both[:, size:]], 1)
-        made.append(both if patch else both[:, size:])
-    return torch.cat(made, 1)
+            both = both if turn else torch.cat([both[:, :size] * 0.5, both[:, size:]], 1)
+        made[:, rows] = both if turn else both[:, size:]
+    return made
 
 
-def test_patches_read_those_before_them_of_now_and_those_behind_of_the_step_before() -> None:
+@pytest.mark.parametrize(("world_size", "bounds"), [(2, (0, 4, 8, 12)), (4, (0, 1, 3, 6, 9, 11, 12))])
+def test_patches_read_those_before_them_of_now_and_those_behind_of_the_step_before(
+    world_size: int, bounds: tuple[int, ...]
+) -> None:
+    """Ranks beside each other have three patches each."""
     torch.manual_seed(0)
     model, x, text = Tokens().double(), noise(1, 12, 4), noise(1, 3, 4)
     sampler = fxpipe.compile_sampler(
-        model, 2, stages=2, mode="displaced", patches=3, example={"x": x, "text": text}, sample={"x": 1}
+        model, world_size, stages=2, mode="displaced", patches=bounds, example={"x": x, "text": text}, sample={"x": 1}
     )
     steps = [{"x": x + 0.3 * step * x.cos(), "text": text} for step in range(4)]
     found = sampled(sampler, steps, ("fresh", "displaced", "displaced", "displaced"))
     before = [torch.zeros(1, 15, 4, dtype=torch.float64) for _ in range(2)]
     with torch.no_grad():
-        assert error(found[0], by_hand(model, **steps[0], before=before, bounds=(0, 12))) <= 1e-12
+        assert error(found[0], by_hand(model, **steps[0], before=before, bounds=(0, 12), turns=1)) <= 1e-12
         for given, one in zip(steps[1:], found[1:], strict=True):
-            assert error(one, by_hand(model, **given, before=before, bounds=(0, 4, 8, 12))) <= 1e-12
+            assert error(one, by_hand(model, **given, before=before, bounds=bounds, turns=3)) <= 1e-12
             assert error(one, model(**given)) > 1e-6
-    first, second = sampler.step.programs
-    texts = [str(program.forms["displaced"].graph) for program in (first, second)]
-    assert all(text.count("displaced_ops.put") == 2 * 3 for text in texts)
+    texts = [str(program.forms["displaced"].graph) for program in sampler.step.programs]
+    assert all(text.count("displaced_ops.put") == 2 * (len(bounds) - 1) for text in texts)
+    told = [m for m in sampler.step.messages_of["displaced"] if m.kind == "gather"]
+    rows = sum(m.shape[1] for m in told)
+    assert rows == 2 * 12 * (world_size // 2 - 1) * 2  # of every layer's keys and values each once to the other rank
 
 
 def test_state_ends_with_the_call_the_shape_and_an_exception() -> None:
@@ -200,7 +242,7 @@ def latents(pipe: Any, steps: int = 6, output: str = "latent", seed: int = 0, **
 def piped(warmup: int = 2, **how: Any) -> Any:
     pipe = pipeline(diffusers.FlowMatchEulerDiscreteScheduler())
     how = {"stages": 2, "patches": 3, **how}
-    world_size = how["stages"] * how.get("cfg", 1)
+    world_size = how["stages"] * how.get("cfg", 1) * how.pop("beside", 1)
     return fxpipe.compile_sampler(pipe, world_size, mode="displaced", warmup=warmup, example=call(), **how)
 
 
@@ -238,16 +280,20 @@ def called(fast: Any) -> tuple[list[Tensor], list[bool]]:
     return [*found, latents(fast, 4, "pt", 1)], seen
 
 
-def launched() -> tuple[list[Tensor], list[bool]]:
-    sampler = piped()
+LAYOUTS: dict[int, dict[str, Any]] = {2: {}, 4: {"beside": 2, "cfg": 1, "patches": 4}}
+
+
+def launched(world_size: str) -> tuple[list[Tensor], list[bool]]:
+    sampler = piped(**LAYOUTS[int(world_size)])
     found = called(sampler.pipeline())
     sampler.close()
     return found
 
 
-def test_processes_overlap_their_steps_and_give_what_threads_give() -> None:
-    wanted, _ = called(piped().pipeline())
-    for found, seen in run_processes(2, launched):
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_processes_overlap_their_steps_and_give_what_threads_give(world_size: int) -> None:
+    wanted, _ = called(piped(**LAYOUTS[world_size]).pipeline())
+    for found, seen in run_processes(world_size, launched, str(world_size)):
         assert equal(found, wanted)
         assert seen == [False, False, True, True, True, True] * 2
 
@@ -335,6 +381,7 @@ class Mean(nn.Module):
         (Mean(), {"stages": 1}, r"the prediction \(mul\) is not made row by row"),
         (Tokens(), {"stages": 2, "norms": "sync"}, "waits for patches that come later"),
         (Tokens(), {"stages": 2, "patches": 99}, "99 patches of"),
+        (Tokens(), {"stages": 2, "patches": 7, "ranks": 4}, r"7 patches .* of 2 ranks each, .*; use patches=6"),
         (Tokens(), {"stages": 2, "warmup": 0}, "warmup"),
     ],
 )
@@ -343,4 +390,5 @@ def test_refusals(model: nn.Module, how: dict[str, Any], says: str) -> None:
     if isinstance(model, Mean):
         given = {"example": {"x": noise(1, 2, 8, 4)}, "sample": {"x": 2}}
     with pytest.raises(CompileError, match=says):
-        fxpipe.compile_sampler(model.double(), how.get("stages", 2), mode="displaced", **given, **how)
+        world_size = how.pop("ranks", how.get("stages", 2))
+        fxpipe.compile_sampler(model.double(), world_size, mode="displaced", **given, **how)

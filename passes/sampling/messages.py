@@ -76,9 +76,13 @@ def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     if exchange.kind == "ulysses":
         return {patch.index: _for_heads(node, source, patch) for patch in patches if patch != source}
     others = [patch for patch in patches if patch != source]
-    if exchange.kind in ("gather", "prediction"):
-        return {patch.index: _with(exchange, _rows_told(exchange, source, patch)) for patch in others}
-    return {patch.index: tuple(node.meta["val"].shape) for patch in others}
+    told = dict[bool, tuple[int, ...]]()  # by whether the other has what belongs to no row
+    for patch in others:
+        if patch.owns not in told and exchange.kind in ("gather", "prediction"):
+            told[patch.owns] = _with(exchange, _rows_told(exchange, source, patch))
+        elif patch.owns not in told:
+            told[patch.owns] = tuple(node.meta["val"].shape)
+    return {patch.index: told[patch.owns] for patch in others}
 
 
 def halo_of(node: fx.Node, patch: Patch, patches: Sequence[Patch]) -> dict[int, tuple[int, int]]:
