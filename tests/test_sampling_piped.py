@@ -92,8 +92,7 @@ def test_where_nothing_moves_it_is_exact_and_stages_change_no_bit(key: str) -> N
     assert equal(found, sampled(line, steps, step=fold))
 
 
-@pytest.mark.parametrize("norms", ["corrected", "merged"])
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(("key", "norms"), [*((key, "merged") for key in KEYS), (UNET, "corrected")])
 def test_so_it_is_where_stages_have_ranks_beside_each_other(key: str, norms: str) -> None:
     line = compiled(key)
     lowering: Any = line.denoiser.lowering
@@ -109,7 +108,7 @@ def test_so_it_is_where_stages_have_ranks_beside_each_other(key: str, norms: str
         exact = [prediction_of(line.denoiser.module(**given)) for given in steps]
     assert max(error(f, e) for f, e in zip(found[:2], exact[:2], strict=True)) <= KEYS[key]
     assert all(1e-6 < error(f, e) < 0.5 for f, e in zip(found[2:], exact[2:], strict=True))
-    if norms == "merged":
+    if key in (UNET, "SanaTransformer2DModel") and norms == "merged":
         fold = laid_out(line, 12, stages=3, fold=True, cfg=2, patches=4, how=how)
         assert str(fold.grid) == "2 x 3 x 2 x 2"
         assert equal(found, sampled(line, steps, step=fold))
