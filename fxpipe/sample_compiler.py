@@ -93,12 +93,13 @@ def compile_sampler(
         example: a call: of the pipeline, (it ends where it calls its denoiser), or keyword arguments of the module.
             Left out, a diffusers backbone's is made from its config.
         cfg: groups of samples.
-        patches: of the rows in every group, or in every stage of it; of displaced stages how many follow each other.
-            Instead of a count their bounds in units, from 0 to the number of
-            units, for calls with so many: units are what the denoiser's strides leave of the rows, and the plan says
-            how many there are.
+        patches: of the rows in every group, or in every stage of it; in displaced stages they follow each other, on
+            every rank of a stage as many. Instead of a count their bounds in units, from 0 to the number of units, for
+            calls with so many: units are what the denoiser's strides leave of the rows, and the plan says how many
+            there are.
         stages: columns of ranks in every group, each with a part of the denoiser and its weights alone; samples follow
-            each other through them, in displaced mode patches (Wang et al., "PipeFusion", 2024).
+            each other through them, in displaced mode patches (Wang et al., "PipeFusion", 2024). Ranks of one column
+            share each of these patches' turns, and swap what they read of each other within it.
         fold: whether every column has two parts, from both ends, so that skip connections stay on their rank; as fewer
             bytes are sent where left out.
         mode: "exact"; or "displaced", which is approximate: after `warmup` exact steps of a call a patch reads of the

@@ -200,6 +200,8 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
     patches = None if request.in_turn else asked
     ranks = request.world_size // request.copies
     grid = grid_for(ranks, case.num_samples, request.cfg, patches, request.stages)
+    if request.in_turn and request.cfg is None and asked and asked % grid.patches:
+        grid = grid_for(ranks, case.num_samples, None, 1, request.stages)
     grid = replace(grid, copies=request.copies)
     if grid.groups == 1 or case.dependent is None:
         return grid
