@@ -84,24 +84,27 @@ class Columns(Layout):
         work = self.work(turn, fresh)
         first = min(s.index for s in self.line.stages if s.column == stage.column)
         early = stage.index == first and turn < self.num_runs
-        key = stage.index, work, early
+        patch, later = turn // self.num_runs, self.in_turn and not fresh
+        edges = (patch > 0) + (patch < self.grid.turns - 1) if later else 0
+        key = stage.index, work, early, edges
         if key not in self._seconds:
             beside, column = [*self.works(turn, fresh).items()], stage.column
             each = [[at_speed(item, self.speed(column, p)) for item in self.items(one, stage)] for p, one in beside]
             taken = together(each, self.links, column, lambda told: True).seconds
-            if self.in_turn and not fresh:
+            if later:
                 kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0] if item.told)
-                taken += sum(count * self._kept(*told) for told, count in kept.items()) / self.speed(column, 0)
+                more = sum(count * self._kept(*told, edges) for told, count in kept.items())
+                taken += more / self.speed(column, 0)
             if early:
                 names = self.column_names[column] & self.line.early - self.case.once(self.run)
                 taken += max(_seconds_of(one, names) / self.speed(column, p) for p, one in beside)
             self._seconds[key] = taken
         return self._seconds[key]
 
-    def _kept(self, kind: str, own_bytes: int) -> float:
-        """Seconds of what a patch in turn does more than one beside others."""
+    def _kept(self, kind: str, own_bytes: int, edges: int) -> float:
+        """Seconds of what a patch in turn does more than one beside others: of its edges others have copies."""
         if kind != "moments":
-            return 0.0
+            return edges * self.moving(1) if kind == "halo" else 0.0
         if own_bytes not in self._corrections:
             num, turns = len(self.made.bounds) - 1, self.grid.turns
             self._corrections[own_bytes] = self.correction(own_bytes, num, (turns + 1) // 2 * self.grid.patches)
@@ -112,7 +115,7 @@ class Columns(Layout):
         return {}
 
     @cached_property
-    def _seconds(self) -> dict[tuple[int, PatchWork, bool], float]:
+    def _seconds(self) -> dict[tuple[int, PatchWork, bool, int], float]:
         return {}
 
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
