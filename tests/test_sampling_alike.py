@@ -16,6 +16,7 @@ from tests.row_programs import row_programs
 from tests.test_sample_planner import DiT, UNet
 from tests.test_sampling_text import Joint
 
+OTHER = {"x": noise(2, 3, 40, 4), "text": noise(2, 5, 8)}
 IMAGE = {"x": noise(2, 3, 24, 4), "text": noise(2, 5, 8)}
 MODELS: dict[str, tuple[nn.Module, dict[str, Any], int]] = {
     "U-Net": (UNet(), IMAGE, 2),
@@ -47,3 +48,36 @@ def test_work_is_that_of_a_patch_of_its_own(name: str) -> None:
             found = alike(plan, patch, shared)
             assert found is not None
             assert told(found.work(patch.stop - patch.first, tellers, line._seconds)) == told(written)
+
+
+@pytest.mark.parametrize("name", ["U-Net", "DiT"])
+def test_a_graph_of_all_operations_is_written_at_one_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example, dim = MODELS[name]
+    plans = []
+    for given in (example, OTHER):
+        case = SampleCase(row_programs(model.double(), given, 1, sample={"x": dim}).traced, 2, device("A100-80GB"))
+        plans.append((case, case.rows(2)))
+    (_, plan), (case, other) = plans
+    patch = patches_of(plan, (0, 1, 4, plan.units.count))[1]
+    found = alike(plan, patch, frozenset())
+    assert found is not None
+    monkeypatch.setattr("passes.sampling.alike._form", None)
+    patches = patches_of(other, (0, 2, 7, other.units.count))
+    again = alike(other, patches[1], frozenset(), found.form)
+    assert again is not None
+    written = patch_work(other, patches[1], [patches] * 3, frozenset(), case._seconds)
+    assert told(again.work(5, [patches] * 3, case._seconds)) == told(written)
+
+
+def test_a_form_that_does_not_hold_at_another_size_is_written_anew() -> None:
+    made = []
+    for name in ("U-Net", "DiT"):
+        model, example, dim = MODELS[name]
+        case = SampleCase(row_programs(model.double(), example, 1, sample={"x": dim}).traced, 2, device("A100-80GB"))
+        made.append((case.rows(2), patches_of(case.rows(2), (0, 1, 4, case.rows(2).units.count))[1]))
+    one, other = (alike(plan, patch, frozenset()) for plan, patch in made)
+    assert one is not None
+    assert other is not None
+    again = alike(*made[1], frozenset(), one.form)
+    assert again is not None
+    assert again.form.written == other.form.written

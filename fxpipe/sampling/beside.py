@@ -269,6 +269,6 @@ def attending(items: Sequence[Item], seconds: Mapping[str, float]) -> Sequence[I
         if place in dropped
         else item
         if dropped.isdisjoint(item.reads)
-        else replace(item, reads=tuple(read for read in item.reads if read not in dropped))
+        else item._replace(reads=tuple(read for read in item.reads if read not in dropped))
         for place, item in enumerate(items)
     ]

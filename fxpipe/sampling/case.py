@@ -21,8 +21,8 @@ from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
+from passes.sampling.alike import Alike, Form, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
-from passes.sampling.alike import ends_apart
 from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
@@ -229,7 +229,7 @@ class SampleCase:
             if patch.is_whole:  # the captured graph
                 return graph_work(plan, plan.sized.graph, (), self.seconds(num_samples))
             beside = [patches] * count if not in_turn else _of_turn(plan, patches, index % turns, turns)
-            others = self.found_once(("alike", where), lambda: alike_but_for_units(plan, patch, shared))
+            others = self.found_once(("alike", where), lambda: self._alike(where, plan, patch, shared))
             if others is not None:
                 return others.work(patch.stop - patch.first, beside, self._seconds)
             return patch_work(plan, patch, beside, shared, self._seconds)
@@ -246,6 +246,14 @@ class SampleCase:
             (*key, *of.values(), for_all),
             lambda: with_layers(found, {n: self.layer(*given, *one, for_all) for n, one in of.items()}),
         )
+
+    def _alike(self, where: object, plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Alike | None:
+        """What patches there do; a graph of all operations is written at one size."""
+        known: dict[object, Form] = self.traced.of_all_sizes.setdefault("alike", {})
+        found = alike_but_for_units(plan, patch, shared, known.get(where))
+        if found is not None:
+            known[where] = found.form
+        return found
 
     @_once
     def _shared_text(self, num_samples: int) -> frozenset[str]:

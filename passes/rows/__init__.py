@@ -16,10 +16,14 @@ how       what a patch computes instead      rules, views, stretches, windows, p
 sized     the capture at a batch size
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
+from typing import Any
 
+import torch
 from torch import fx
 
 from fxpipe.capture import Capture
@@ -55,6 +59,21 @@ class RowPlan:
         placeholders = self.sized.graph.find_nodes(op="placeholder")
         return {node.name: node.meta["input"] for node in placeholders if node.meta["kind"] == "input"}
 
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """Of every operation, by name: those of one kind are computed in the same way by any patch."""
+        number, nodes = defaultdict[object, int](count().__next__), self.sized.graph.nodes
+        likes = {
+            n: number[plain_like(n.meta.get("val"), {}), self.states.get(n.name)] for n in nodes if n.op != "output"
+        }
+
+        def kind(node: fx.Node) -> object:
+            found = self.found.get(node.name)
+            how = found and (type(found.how), plain_like(vars(found.how), likes), tuple(found.wants.items()))
+            return node.target, plain_like(node.args, likes), plain_like(node.kwargs, likes), likes[node], how
+
+        return {node.name: number[kind(node)] for node in nodes if node.op == "call_function"}
+
     def __str__(self) -> str:
         each = f"{self.units.count} units of {self.units.each} rows"
         return "\n".join([f"rows: {each}", *self._lines(), *(f"note: {note}" for note in self.notes)])
@@ -73,6 +92,19 @@ class RowPlan:
 
     def _wants(self, name: str) -> Iterable[tuple[Slot, Place]]:
         return self.found[name].wants.items() if name in self.found else ()
+
+
+def plain_like(value: Any, likes: Mapping[fx.Node, object]) -> Any:
+    """Arguments as hashable data; of a node what its value is like."""
+    if isinstance(value, fx.Node):
+        return likes[value]
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple([plain_like(item, likes) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, plain_like(item, likes)) for name, item in value.items()])
+    return value
 
 
 def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int, sized: Sized | None = None) -> RowPlan:

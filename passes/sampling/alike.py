@@ -4,40 +4,93 @@ units 1:5    x = halo(...) [2, 4, 10, 64]    view(x, [2, 512, 8])
 units 1:9    x = halo(...) [2, 4, 18, 64]    view(x, [2, 1024, 8])
 6 units                          14                      768
 
-Operations with equal numbers in both graphs are a class, and take equally long: seconds are asked for once in a class.
+Of captured operations that are computed in the same way by every patch, as those of equal layers are, one is written.
+Which are, a graph of all operations tells once: of an image of another size it is the same, but for its numbers.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from passes.rows import RowPlan
+from passes.rows import RowPlan, plain_like
 from passes.rows.how import Window
-from passes.sampling.patch_graph import patch_graph
+from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch
-from passes.sampling.work import PatchWork, SecondsOf, Tellers, owners_of, value_bytes, work_of
+from passes.sampling.work import PatchWork, SecondsOf, Sent, Tellers, owners_of, sent_of, value_bytes, work_of
 
 _FEW = 8
 """Units of an image of which every patch has its own graph."""
 
 
 @dataclass(frozen=True, eq=False)
+class Form:
+    """The graph of a patch, whatever its numbers. `owners` as of `PatchWork`; `firsts`: of every operation the one, by
+    name, that is like it and written for the first of all captured ones that are `groups`; of values that another patch
+    owns those that are `shared` are read. `captured`: what the captured operations read."""
+
+    graph: fx.Graph
+    owners: Mapping[fx.Node, str]
+    firsts: Mapping[fx.Node, str]
+    groups: tuple[tuple[str, ...], ...]
+    shared: frozenset[str]
+    captured: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def given(self) -> tuple[fx.Node, ...]:
+        return tuple(self.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def written(self) -> Mapping[str, Any]:
+        """What is called for the first of every group."""
+        return {node.name: node.target for node, first in self.firsts.items() if node.name == first}
+
+    @cached_property
+    def targets(self) -> Mapping[str, Any]:
+        return {node.name: node.target for node in self.firsts}
+
+
+class _Made(NamedTuple):
+    """What patches of some units do: the first operations by name, bytes of all values, seconds of all operations."""
+
+    nodes: Mapping[str, fx.Node]
+    sizes: Mapping[fx.Node, int]
+    seconds: Mapping[fx.Node, float]
+
+
+@dataclass(frozen=True, eq=False)
 class Alike:
-    """The graphs of two patches, node by node, with so many `units`."""
+    """The graphs of two patches, with so many `units`: their operations by the names of those that are first in their
+    form."""
 
     plan: RowPlan
     units: tuple[int, int]
-    pairs: tuple[tuple[fx.Node, fx.Node], ...]
+    form: Form
+    pairs: Mapping[str, tuple[fx.Node, fx.Node]]
+    _made: dict[int, _Made] = field(default_factory=dict)
+    _works: dict[object, PatchWork] = field(default_factory=dict)
 
     def work(self, units: int, tellers: Tellers, seconds_of: SecondsOf) -> PatchWork:
-        """Of a patch of so many units, one of these."""
-        graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[int, fx.Node]()
+        """Of a patch of so many units; patches that tell the same, too, have one."""
+        if units not in self._made:
+            self._made[units] = self._at(units, seconds_of)
+        made, known, firsts = self._made[units], dict[object, Sent](), self.form.firsts
+        sent = {name: sent_of(node, tellers, known) for name, node in made.nodes.items() if "exchange" in node.meta}
+        key = units, *sent.values()
+        if key not in self._works:
+            result = self.plan.sized.result.name
+            self._works[key] = work_of(
+                self.form.owners, made.sizes, made.seconds, lambda node: sent[firsts[node]], result
+            )
+        return self._works[key]
+
+    def _at(self, units: int, seconds_of: SecondsOf) -> _Made:
+        graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
         line = _Line(*self.units, units)
 
         def operand(one: fx.Node, two: fx.Node) -> fx.Node:
@@ -46,58 +99,80 @@ class Alike:
                 env[one].meta.update(one.meta, val=line.at(one.meta["val"], two.meta["val"]))
             return env[one]
 
-        for kind, (one, two) in self.classes.items():
+        for name, (one, two) in self.pairs.items():
             arguments = line.at((one.args, dict(one.kwargs)), (two.args, dict(two.kwargs)), operand)
-            made[kind] = graph.create_node("call_function", one.target, *arguments)
-            made[kind].meta.update(one.meta, val=line.at(one.meta["val"], two.meta["val"]))
-        found = seconds_of(graph)
-        of_class = {kind: found.get(node, 0.0) for kind, node in made.items()}
-        seconds = {node: of_class[kind] for node, kind in self.kinds.items()}
-        sizes = {node: line.number(*both) for node, both in self.sizes.items()}
-        return work_of(self.owners, sizes, seconds, tellers, self.plan.sized.result.name)
-
-    @cached_property
-    def owners(self) -> Mapping[fx.Node, str]:
-        return owners_of(self.pairs[0][0].graph, self.plan)
-
-    @cached_property
-    def kinds(self) -> Mapping[fx.Node, int]:
-        """The class of every operation of the first graph, by number."""
-        number = defaultdict[object, int](count().__next__)
-        likes = {one: number[_both(one.meta.get("val"), two.meta.get("val"), {})] for one, two in self.pairs}
-        return {
-            one: number[one.target, _both(one.args, two.args, likes), _both(one.kwargs, two.kwargs, likes), likes[one]]
-            for one, two in self.pairs
-            if one.op == "call_function"
-        }
-
-    @cached_property
-    def classes(self) -> Mapping[int, tuple[fx.Node, fx.Node]]:
-        return {self.kinds[one]: (one, two) for one, two in self.pairs if one in self.kinds}
-
-    @cached_property
-    def sizes(self) -> Mapping[fx.Node, tuple[int, int]]:
-        """Bytes of every value in both graphs."""
-        return {one: (value_bytes(one), value_bytes(two)) for one, two in self.pairs}
+            made[name] = graph.create_node("call_function", one.target, *arguments)
+            made[name].meta.update(one.meta, val=line.at(one.meta["val"], two.meta["val"]))
+        found, firsts = seconds_of(graph), self.form.firsts
+        of_firsts = {name: (value_bytes(node), found.get(node, 0.0)) for name, node in made.items()}
+        of_given = {node: value_bytes(self.plan.sized.nodes[node.name]) for node in self.form.given}
+        sizes = of_given | {node: of_firsts[first][0] for node, first in firsts.items()}
+        return _Made(made, sizes, {node: of_firsts[first][1] for node, first in firsts.items()})
 
 
-def alike(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Alike | None:
-    """What patches do that are where this one is, and own what it owns; None where each has its own graph."""
+def alike(plan: RowPlan, patch: Patch, shared: frozenset[str], known: Form | None = None) -> Alike | None:
+    """What patches do that are where this one is, and own what it owns; None where each has its own graph. `known`: what
+    such a graph was at another size."""
     if plan.units.count < _FEW or patch.is_whole:
         return None
-    units = plan.units.count // 4, plan.units.count // 2
-    one, two = (patch_graph(plan, _like(patch, size), None, shared) for size in units)
-    pairs = tuple(zip(one.nodes, two.nodes, strict=False))
-    if len(one.nodes) != len(two.nodes) or any((a.name, a.target) != (b.name, b.target) for a, b in pairs):
+    if known is not None and known.shared == shared and _holds(plan, known) and (found := _alike(plan, patch, known)):
+        return found
+    return _alike(plan, patch, _form(plan, _like(patch, _units(plan)[0]), shared))
+
+
+def _units(plan: RowPlan) -> tuple[int, int]:
+    return plan.units.count // 4, plan.units.count // 2
+
+
+def _form(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Form:
+    graph = patch_graph(plan, patch, None, shared)
+    owners, number = owners_of(graph, plan), defaultdict[object, int](count().__next__)
+    likes = {node: number[plain_like(node.meta.get("val"), {})] for node in graph.nodes}
+    written: dict[str, list[fx.Node]] = {}
+    for node, owner in owners.items():
+        written.setdefault(owner, []).append(node)
+    groups = dict[object, list[str]]()
+    for owner, nodes in written.items():
+        told = ((n.target, plain_like(n.args, likes), plain_like(n.kwargs, likes), likes[n]) for n in nodes)
+        groups.setdefault((plan.kinds[owner], *told), []).append(owner)
+    firsts = {
+        node: first.name
+        for names in groups.values()
+        for name in names
+        for node, first in zip(written[name], written[names[0]], strict=True)
+    }
+    return Form(graph, owners, firsts, tuple(map(tuple, groups.values())), shared, _reads(plan))
+
+
+def _holds(plan: RowPlan, form: Form) -> bool:
+    """Whether what was alike at another size is so at this one."""
+    kinds = plan.kinds
+    return form.captured == _reads(plan) and all(len({kinds[name] for name in names}) == 1 for names in form.groups)
+
+
+def _reads(plan: RowPlan) -> dict[str, tuple[str, ...]]:
+    nodes = plan.sized.graph.nodes
+    return {node.name: tuple([operand.name for operand in node.all_input_nodes]) for node in nodes}
+
+
+def _alike(plan: RowPlan, patch: Patch, form: Form) -> Alike | None:
+    units, names = _units(plan), tuple(names[0] for names in form.groups)
+    operands = {operand for name in names for operand in plan.sized.nodes[name].all_input_nodes}
+    reads = tuple(n.name for n in operands if n.op == "call_function" and n.name not in names)
+    piece = Piece(frozenset(names), frozenset(), reads, names, form.shared, has_inputs=True)
+    graphs = [patch_graph(plan, _like(patch, size), piece) for size in units]
+    one, two = ({node.name: node for node in graph.nodes if node.op == "call_function"} for graph in graphs)
+    targets = [{name: node.target for name, node in nodes.items()} for nodes in (one, two)]
+    if targets[0] != targets[1] or not form.written.items() <= targets[0].items() <= form.targets.items():
         return None
-    found, line = Alike(plan, units, pairs), _Line(*units, units[0] + 1)
+    pairs, line = {name: (one[name], two[name]) for name in form.written}, _Line(*units, units[0] + 1)
     try:
-        for kind in found.classes.values():
-            a, b = ([node.args, dict(node.kwargs), node.meta["val"]] for node in kind)
+        for both in pairs.values():
+            a, b = ([node.args, dict(node.kwargs), node.meta["val"]] for node in both)
             line.at(a, b)
     except ArithmeticError:
         return None
-    return found
+    return Alike(plan, units, form, pairs)
 
 
 def ends_apart(plan: RowPlan) -> bool:
@@ -142,16 +217,3 @@ class _Line:
         if isinstance(one, list | tuple):
             return type(one)(self.at(a, b, operand) for a, b in zip(one, two, strict=True))
         return self.number(one, two) if type(one) is int else one
-
-
-def _both(one: Any, two: Any, likes: Mapping[fx.Node, object]) -> object:
-    """Both in one, as hashable data; of a node what its value is like."""
-    if isinstance(one, fx.Node):
-        return likes[one]
-    if isinstance(one, torch.Tensor):
-        return tuple(one.shape), tuple(two.shape), one.dtype
-    if isinstance(one, dict):
-        return tuple((name, _both(value, two[name], likes)) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return tuple(_both(a, b, likes) for a, b in zip(one, two, strict=True))
-    return one, two

@@ -54,7 +54,7 @@ class Piece:
 
     `reads` are values of other stages, `returns` those that others read, in their order; the prediction is returned
     after them where it is made here, whole or `own_rows` of it. A patch that does not own what belongs to no row reads
-    what is `shared`.
+    what is `shared`. `has_inputs`: of an input all rows are there.
     """
 
     nodes: frozenset[str]
@@ -63,6 +63,7 @@ class Piece:
     returns: tuple[str, ...]
     shared: frozenset[str] = frozenset()
     own_rows: bool = False
+    has_inputs: bool = False
 
 
 def patch_graph(
@@ -83,7 +84,7 @@ def patch_graph(
     made = None if piece is None else piece.nodes | piece.early
     writer = PatchWriter(
         plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made) if exact else {},
-        has_inputs=piece is None,
+        has_inputs=piece is None or piece.has_inputs,
     )  # fmt: skip
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":

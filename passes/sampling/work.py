@@ -10,9 +10,10 @@ All patches have the same exchanges, so what each tells of them follows from one
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -57,8 +58,7 @@ def received_bytes(told: Iterable[Told]) -> int:
     return max(into.values(), default=0)
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """An operation of the captured one's `name`, or what it tells; `reads` are the places of what was told before."""
 
     name: str
@@ -120,12 +120,14 @@ class PatchWork:
         inside = set(nodes)
         owner: dict[fx.Node, fx.Node] = {}
         last: dict[fx.Node, int] = {}
+        views: dict[object, bool] = {operator.getitem: True}
         for place, node in enumerate(nodes):
-            views = node.target is operator.getitem
-            views = views or (isinstance(node.target, torch._ops.OpOverload) and private.may_alias(node.target))
-            base = node.all_input_nodes[0] if views and node.all_input_nodes else node
-            owner[node] = owner.get(base, base)
-            for operand in (node, *node.all_input_nodes):
+            target, operands = node.target, node.all_input_nodes
+            if target not in views:
+                views[target] = isinstance(target, torch._ops.OpOverload) and private.may_alias(target)
+            base = operands[0] if views[target] and operands else node
+            last[owner.setdefault(node, owner.get(base, base))] = place
+            for operand in operands:
                 last[owner.get(operand, operand)] = place
         level = most = 0
         begun = set[str]()
@@ -157,31 +159,36 @@ def patch_work(
 
 def graph_work(plan: RowPlan, graph: fx.Graph, tellers: Tellers, seconds: Mapping[fx.Node, float]) -> PatchWork:
     """What the graph of a patch does, whose operations take these seconds."""
-    sizes = {node: value_bytes(node) for node in graph.nodes}
-    return work_of(owners_of(graph, plan), sizes, seconds, tellers, plan.sized.result.name)
+    sizes, known = {node: value_bytes(node) for node in graph.nodes}, dict[object, Sent]()
+    sent = partial(sent_of, tellers=tellers, known=known)
+    return work_of(owners_of(graph, plan), sizes, seconds, sent, plan.sized.result.name)
 
 
 def work_of(
     owners: Mapping[fx.Node, str], sizes: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
-    tellers: Tellers, result: str,
+    sent: Callable[[fx.Node], Sent], result: str,
 ) -> PatchWork:  # fmt: skip
-    """What a graph's operations do that take these seconds and bytes; `result` is made last."""
+    """What a graph's operations do that take these seconds and bytes, where in every exchange so much is `sent`; those
+    that take no time and read nothing of others are left out. `result` is made last."""
     places: dict[fx.Node, int] = {}
     unread: set[int] = set()
-    known: dict[object, Sent] = {}
     items: list[Item] = []
+    readers = {reader for node in owners if "exchange" in node.meta for reader in node.users}
     for node, name in owners.items():
         if "exchange" in node.meta:
             places[node] = len(items)
             unread.add(len(items))
             kind, (value,) = node.meta["exchange"].kind, node.all_input_nodes
             own = sizes[node if kind == "moments" else value]  # each patch tells as many moments as there are of all
-            told = Told(kind, _sent(node, tellers, known), own, seconds.get(node, 0.0))
+            told = Told(kind, sent(node), own, seconds.get(node, 0.0))
             items.append(Item(name, 0.0, told))
             continue
-        reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
-        unread.difference_update(reads)
-        items.append(Item(name, seconds.get(node, 0.0), None, reads))
+        taken, reads = seconds.get(node, 0.0), tuple[int, ...]()
+        if node in readers:
+            reads = tuple(places[n] for n in node.all_input_nodes if n in places and places[n] in unread)
+            unread.difference_update(reads)
+        if taken or reads:
+            items.append(Item(name, taken, None, reads))
     items.append(Item(result, 0.0, None, tuple(sorted(unread))))
     return PatchWork(tuple(items), owners, sizes)
 
@@ -206,11 +213,11 @@ def with_layers(work: PatchWork, layers: Mapping[str, PatchWork]) -> PatchWork:
     for item in work.items:
         if item.name not in layers:
             reads = tuple(places[read] for read in item.reads if items[places[read]].told)
-            items.append(replace(item, reads=reads))
+            items.append(item._replace(reads=reads))
         elif item.name not in begun:
             first = len(items)
             for one in layers[item.name].items:
-                items.append(replace(one, name=item.name, reads=tuple(first + read for read in one.reads)))
+                items.append(one._replace(name=item.name, reads=tuple(first + read for read in one.reads)))
             begun.add(item.name)
         places.append(len(items) - 1)
     apart = {name: one.most_alive([*one.owners]) for name, one in layers.items()}
@@ -224,7 +231,7 @@ def value_bytes(node: fx.Node) -> int:
     return sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
 
 
-def _sent(node: fx.Node, tellers: Tellers, known: dict[object, Sent]) -> Sent:
+def sent_of(node: fx.Node, tellers: Tellers, known: dict[object, Sent]) -> Sent:
     """What patches tell each other in an exchange."""
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
