@@ -6,7 +6,7 @@ ranks have different speeds, the slowest of all groups counts for each rank of a
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
@@ -67,10 +67,22 @@ class Columns(Layout):
 
     def items(self, work: PatchWork, stage: Stage) -> list[Item]:
         """A stage's alone; of patches in turn predictions are shown to all, not gathered."""
-        told, places = [item.told for item in work.items], work.places(stage.nodes)
-        if self.in_turn:
-            places = [place for place in places if (one := told[place]) is None or one.kind != "prediction"]
-        return alone(work.items, places)
+        key = work, stage.index
+        if key not in self._items:
+            items, places = work.items, work.places(stage.nodes)
+            if self.in_turn:
+                places = [place for place in places if (one := items[place].told) is None or one.kind != "prediction"]
+            self._items[key] = alone(items, places)
+        return self._items[key]
+
+    @cached_property
+    def _items(self) -> dict[tuple[PatchWork, int], list[Item]]:
+        return {}
+
+    @cached_property
+    def firsts(self) -> dict[int, int]:
+        """Of every column its first stage, by number."""
+        return {stage.column: stage.index for stage in reversed(self.line.stages)}
 
     @cached_property
     def column_names(self) -> list[frozenset[str]]:
@@ -82,8 +94,7 @@ class Columns(Layout):
     def seconds(self, stage: Stage, turn: int, fresh: bool) -> float:
         """Of a cell; a column's first one of a run also computes what is before the patch."""
         work = self.work(turn, fresh)
-        first = min(s.index for s in self.line.stages if s.column == stage.column)
-        early = stage.index == first and turn < self.num_runs
+        early = stage.index == self.firsts[stage.column] and turn < self.num_runs
         patch, later = turn // self.num_runs, self.in_turn and not fresh
         edges = (patch > 0) + (patch < self.grid.turns - 1) if later else 0
         key = stage.index, work, early, edges
@@ -121,8 +132,10 @@ class Columns(Layout):
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
         turns = self.num_runs * (1 if fresh else self.grid.turns)
 
+        between = cache(self.links.between)
+
         def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
-            return self.links.between(stage.column, column, self.work(turn, fresh).bytes_of(value))
+            return between(stage.column, column, self.work(turn, fresh).bytes_of(value))
 
         def shown(stage: Stage, turn: int) -> Busy:
             result = self.work(turn, fresh).bytes_of(self.case.rows(self.run).sized.result.name)
@@ -174,17 +187,18 @@ class Columns(Layout):
             own = of_group if column == self.line.stages[-1].column else 0
             own = own // self.grid.patches if self.in_turn else own
             into.update({(column, patch): results - own for patch in range(self.grid.patches)})
-        for turn in turns:
+        for works, times in Counter(tuple(self.works(turn, fresh).items()) for turn in turns).items():
+            last = works[-1][1]
             for stage in self.line.stages:
                 for patch in range(self.grid.patches):
-                    work = self.works(turn, fresh).get(patch, self.work(turn, fresh))
+                    work = dict(works).get(patch, last)
                     for value in stage.returns:
                         for column in self.line.readers(value):
-                            into[column, patch] += work.bytes_of(value) if column != stage.column else 0
+                            into[column, patch] += times * work.bytes_of(value) if column != stage.column else 0
                 if self.grid.patches > 1:
-                    for told in (item.told for item in self.items(self.work(turn, fresh), stage) if item.told):
+                    for told in (item.told for item in self.items(last, stage) if item.told):
                         for _, target, size in told.sent:
-                            into[stage.column, target] += size
+                            into[stage.column, target] += times * size
         return max(into.values())
 
     def _memory(self) -> list[tuple[int, int]]:
@@ -207,4 +221,4 @@ class Columns(Layout):
 
 
 def _seconds_of(work: PatchWork, names: Collection[str]) -> float:
-    return sum(item.seconds for item in work.items if item.name in names)
+    return sum(work.items[place].seconds for place in work.places(names))

@@ -26,7 +26,11 @@ def paced(
         on_bus: whether what columns send each other is one after another.
         follows: whether a turn's next step begins when its prediction is there, not those of all turns.
     """
-    order = cells(line, num_turns)
+    order, last = cells(line, num_turns), line.stages[-1].index
+    crossing = {
+        stage.index: [(value, c) for value in stage.returns for c in line.readers(value) if c != stage.column]
+        for stage in line.stages
+    }
     free = [0.0] * line.num_columns
     channels: dict[tuple[int, int], float] = {}
     bus: list[tuple[float, float]] = []
@@ -49,13 +53,11 @@ def paced(
             ]
             start = max([start + sum(taken for _, taken in come), *(there for there, _ in come)])
             free[stage.column] = end = start + seconds(stage, turn)
-            for value in stage.returns:
-                for column in line.readers(value):
-                    if column != stage.column:
-                        way, leaves = hop(stage, turn, value, column), max(end, posted[column])
-                        arrived[value, turn, column] = sent((stage.column, column), leaves, way), way.taken
-                        free[stage.column] += way.taken
-            if stage == line.stages[-1]:
+            for value, column in crossing[stage.index]:
+                way, leaves = hop(stage, turn, value, column), max(end, posted[column])
+                arrived[value, turn, column] = sent((stage.column, column), leaves, way), way.taken
+                free[stage.column] += way.taken
+            if stage.index == last:
                 begin[turn] = sent((stage.column, -1), end, shown(stage, turn))
         ends.append(max(begin))
         if not follows:
