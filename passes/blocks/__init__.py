@@ -130,11 +130,15 @@ def _places(nodes: Sequence[fx.Node], moved: Mapping[fx.Node, fx.Node]) -> list[
     born: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     dead: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     barred = [0] * (len(nodes) + 2)
+    sizes: dict[int, tuple[int, bool] | None] = {}  # by the value's id: of many nodes it is one and the same
     for i, node in enumerate(nodes):
+        value = node.meta["val"]
         last = max((position[u] for u in node.users if u in position and not is_size(u.meta["val"])), default=i)
-        size = tensor_bytes(node.meta["val"])
         if last == i:
             continue
+        if id(value) not in sizes:
+            sizes[id(value)] = tensor_bytes(value)
+        size = sizes[id(value)]
         if size is None:
             barred[i + 1] += 1
             barred[last + 1] -= 1

@@ -42,12 +42,17 @@ class Sized:
 
 def at_batch_size(capture: Capture, batch_size: int) -> Sized:
     """The graph for so many samples."""
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[int, Any]()
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return env[value] if value in env else concrete(value.meta["val"], batch_size)
         return concrete(value, batch_size)
+
+    def on_meta(value: Any) -> Any:  # of many nodes it is one and the same
+        if id(value) not in made:
+            made[id(value)] = _on_meta(value, batch_size)
+        return made[id(value)]
 
     for node in capture.graph.nodes:
         if node.op == "output":
@@ -56,7 +61,7 @@ def at_batch_size(capture: Capture, batch_size: int) -> Sized:
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
             target = _FOR_ANY_STRIDES.get(node.target, node.target)
             env[node] = private.create_node(graph, node.op, target, args, kwargs, node.name)
-            env[node].meta.update(node.meta, val=_on_meta(node.meta["val"], batch_size))
+            env[node].meta.update(node.meta, val=on_meta(node.meta["val"]))
     return Sized(graph, capture, batch_size)
 
 
