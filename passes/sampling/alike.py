@@ -111,8 +111,10 @@ class Alike:
 
 
 def alike(plan: RowPlan, patch: Patch, shared: frozenset[str], known: Form | None = None) -> Alike | None:
-    """What patches do that are where this one is, and own what it owns; None where each has its own graph. `known`: what
-    such a graph was at another size."""
+    """What patches do that are where this one is, and own what it owns; None where each has its own graph.
+
+    `known`: what such a graph was at another size.
+    """
     if plan.units.count < _FEW or patch.is_whole:
         return None
     if known is not None and known.shared == shared and _holds(plan, known) and (found := _alike(plan, patch, known)):
