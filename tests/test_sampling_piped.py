@@ -143,9 +143,7 @@ class Tokens(nn.Module):
         return both[:, text.shape[1] :]
 
 
-def by_hand(
-    model: Tokens, x: Tensor, text: Tensor, before: list[Tensor], bounds: Sequence[int], turns: int
-) -> Tensor:
+def by_hand(model: Tokens, x: Tensor, text: Tensor, before: list[Tensor], bounds: Sequence[int], turns: int) -> Tensor:
     """One step, in so many turns: of patches behind what `before` has of them, layer by layer; the text goes first."""
     size, made = text.shape[1], torch.empty_like(x)
     for turn in range(turns):
@@ -388,6 +386,7 @@ def test_refusals(model: nn.Module, how: dict[str, Any], says: str) -> None:
     given: dict[str, Any] = {"example": {"x": noise(1, 12, 4), "text": noise(1, 3, 4)}, "sample": {"x": 1}}
     if isinstance(model, Mean):
         given = {"example": {"x": noise(1, 2, 8, 4)}, "sample": {"x": 2}}
+    world_size = how.get("ranks", how.get("stages", 2))
+    how = {name: value for name, value in how.items() if name != "ranks"}
     with pytest.raises(CompileError, match=says):
-        world_size = how.pop("ranks", how.get("stages", 2))
         fxpipe.compile_sampler(model.double(), world_size, mode="displaced", **given, **how)

@@ -12,9 +12,9 @@ from fxpipe.plan.timeline import human_seconds
 
 @dataclass(frozen=True)
 class Layout:
-    """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows, or with `turns` patches
-    of them in turn. A call has the samples of so many `requests`; what is read of others is displaced after `warmup`, of
-    which the first steps are made by the layout `warm`, where there is one.
+    """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows, or with `turns`
+    patches of them in turn. A call has the samples of so many `requests`; what is read of others is displaced after
+    `warmup`, of which the first steps are made by the layout `warm`, where there is one.
     """
 
     groups: int

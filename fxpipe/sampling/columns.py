@@ -61,9 +61,7 @@ class Columns(Layout):
     def patch_works(self) -> list[dict[int, PatchWork]]:
         """Of patches in turn, turn by turn."""
         count, work = self.grid.turns, partial(self.case.work, self.run, self.made.bounds)
-        return [
-            {place: work(place * count + turn, None, turns=count) for place in self.seen} for turn in range(count)
-        ]
+        return [{place: work(place * count + turn, None, turns=count) for place in self.seen} for turn in range(count)]
 
     def items(self, work: PatchWork, stage: Stage) -> list[Item]:
         """A stage's alone; of patches in turn predictions are shown to all, not gathered."""

@@ -200,7 +200,8 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
     patches = None if request.in_turn else asked
     ranks = request.world_size // request.copies
     grid = grid_for(ranks, case.num_samples, request.cfg, patches, request.stages)
-    if request.in_turn and request.cfg is None and asked and asked % grid.patches:
+    apart = ranks // (request.stages or 1) <= case.num_samples
+    if request.in_turn and request.cfg is None and asked and asked % grid.patches and apart:
         grid = grid_for(ranks, case.num_samples, None, 1, request.stages)
     grid = replace(grid, copies=request.copies)
     if grid.groups == 1 or case.dependent is None:
@@ -278,11 +279,7 @@ def _steady(case: SampleCase, made: Choices, line: Line | None) -> Schedule:
     ranks: list[tuple[Action, ...]] = []
     for start, stop in grid.spans(case.num_samples):
         runs = len(case.runs(start, stop)) if line else 1
-        turns = [
-            (run, patch)
-            for patch in range(grid.turns)
-            for run in range(num_runs, num_runs + runs)
-        ]
+        turns = [(run, patch) for patch in range(grid.turns) for run in range(num_runs, num_runs + runs)]
         order = cells(line, len(turns)) if line else [Cell(_ALL, 0)]
         for column in range(grid.stages):
             own = [(c.stage.index, *turns[c.turn]) for c in order if c.stage.column == column]

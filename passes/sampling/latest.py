@@ -47,9 +47,7 @@ class Latest:
         self.nodes[name] = node
 
 
-def name_of(
-    key: tuple[str, str], stage: int, run: int, src: int | None = None, dst: int | None = None
-) -> str:
+def name_of(key: tuple[str, str], stage: int, run: int, src: int | None = None, dst: int | None = None) -> str:
     """Under which a value of an exchange is kept: of all patches, of one, or of one for another."""
     ends = "" if src is None else f"_of_{src}" + ("" if dst is None else f"_for_{dst}")
     return f"{'_'.join(key)}_{stage}_{run}{ends}"

@@ -121,16 +121,11 @@ class Piped:
         return [self.graph(group, stage, turn) for stage in own for turn in turns]
 
     def told(self, group: int, stage: Stage, run: int, place: int) -> list[Message]:
-        """What all patches read of each other in a stage, as the graphs of this place's patches say.
-
-        Raises:
-            CompileError: these do not exchange the same in the same order.
-        """
+        """What all patches read of each other in a stage, as the graph of this place's first patch says."""
         start, stop = self.groups[group][run]
         if (key := (stage.index, stop - start)) not in self._told:
-            turns = [turn for turn in self.turns(group, place, "displaced") if turn.run == run]
-            graphs = [self.graph(group, stage, turn) for turn in turns]
-            told = messages_of(self.patches(self.plan(group, run)), graphs)
+            first = self.turns(group, place, "displaced")[run]
+            told = messages_of(self.patches(self.plan(group, run)), [self.graph(group, stage, first)])
             self._told[key] = [m for m in told if m.kind != "moments" or self.norms != "separate"]
         return self._told[key]
 
@@ -187,18 +182,16 @@ class Sent:
                     like = held(plan, turn.patch, plan.sized.result.name if name == PREDICTION else name)
                     self._append(src, dst, name, cell.turn, kind, tuple(like.shape), like.dtype)
 
-    def _placed(
-        self, group: int, cell: Cell, messages: Iterable[Message], count: int
-    ) -> list[tuple[Message, Message]]:
+    def _placed(self, group: int, cell: Cell, messages: Iterable[Message], count: int) -> list[tuple[Message, Message]]:
         """Of messages between patches, `count` at each place, those between ranks; what all of a rank's patches read
         goes there once."""
         found = []
         for message in messages:
             src, dst = message.src // count, message.dst // count
             if src != dst and (message.kind == "halo" or message.dst % count == message.src % count):
-                ends = (self.piped.rank(group, cell.stage.column, place) for place in (src, dst))
-                wire = message.value, cell.turn, message.kind, message.shape, message.dtype
-                found.append((message, self._append(*ends, *wire)))
+                src, dst = (self.piped.rank(group, cell.stage.column, place) for place in (src, dst))
+                wire = self._append(src, dst, message.value, cell.turn, message.kind, message.shape, message.dtype)
+                found.append((message, wire))
         return found
 
     def _append(

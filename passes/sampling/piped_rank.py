@@ -20,7 +20,7 @@ from passes.rows.layout import Rows
 from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.exchanges import Exchange
 from passes.sampling.latest import Latest, LatestWriter, name_of, told_name
-from passes.sampling.messages import exchange_nodes, halo_of
+from passes.sampling.messages import exchange_nodes, exchanges_of, halo_of
 from passes.sampling.patch_graph import sum_graph
 from passes.sampling.patches import Patch
 from passes.sampling.piped import Piped, Sent, Turn, returned_names
@@ -127,6 +127,8 @@ class _Written:
         patches = piped.patches(plan)
         if turn.patch.is_whole:
             return CellWriter(plan, patches, turn.patch, (), *rest, lambda message: message)
+        first = piped.turns(self.group, self.place, "displaced")[turn.run]
+        exchanges_of([piped.graph(self.group, cell.stage, first), graph])  # the same in the same order
         told = piped.told(self.group, cell.stage, turn.run, self.place)
         mine = [message for message in told if turn.patch.index in message.channel]
         how: dict[str, Any] = {"latest": self.latest, "stage": cell.stage.index, "run": turn.run, "norms": piped.norms}
@@ -173,29 +175,33 @@ class _Written:
     ) -> Iterable[tuple[str, Callable[[], fx.Node]]]:
         """What this rank's patches tell in one exchange but a gather, by the name it is kept under, and how it is made
         of its band's value."""
-        plan, exchange, ends = self.piped.plan(self.group, turn.run), node.meta["exchange"], (cell.stage.index, turn.run)
-        patches, band = self.piped.patches(plan), turn.patch
-        count, call = self.piped.num_turns, self.rows.call
-        own = patches[self.place * count : (self.place + 1) * count]
+        plan, exchange = self.piped.plan(self.group, turn.run), node.meta["exchange"]
+        patches, band, state = self.piped.patches(plan), turn.patch, exchange.state
+        own = [patch for patch in patches if patch.index // self.piped.num_turns == self.place]
+
+        def name(src: int, dst: int | None = None) -> str:
+            return name_of(exchange.key, cell.stage.index, turn.run, src, dst)
+
         if exchange.kind == "sum":
             for patch in own:
-                name = name_of(exchange.key, *ends, patch.index)
-                yield name, partial(self._part, cell, turn, plan, patch, exchange.name, made)
-        state = exchange.state
-        if exchange.kind == "moments":
+                yield name(patch.index), partial(self._part, cell, turn, plan, patch, exchange.name, made)
+        elif exchange.kind == "moments":
             for patch in own:
-                name = name_of(exchange.key, *ends, patch.index)
-                args = (value, state.dim, patch.stretches(state, band))
-                cut = partial(call, row_ops.cut_rows, args, f"{name}_rows")
-                yield name, lambda cut=cut, name=name: call(row_ops.moments, (cut(), node.args[1]), name)
-        if exchange.kind == "halo":
+                rows = value, state.dim, patch.stretches(state, band)
+                yield name(patch.index), partial(self._moments, rows, node.args[1], name(patch.index))
+        elif exchange.kind == "halo":
             for dst in patches:
-                for src, (start, size) in halo_of(node, dst, patches).items():
-                    if patches[src] in own:
-                        name = name_of(exchange.key, *ends, src, dst.index)
-                        first = patches[src].span(state)[0] - band.span(state)[0]
-                        args = (value, state.dim, first + start, size)
-                        yield name, partial(call, row_ops.edge_rows, args, name)
+                told = halo_of(node, dst, patches)
+                for patch in own:
+                    if (read := told.get(patch.index)) is not None:
+                        first = patch.span(state)[0] - band.span(state)[0] + read[0]
+                        args = value, state.dim, first, read[1]
+                        of_edge = name(patch.index, dst.index)
+                        yield of_edge, partial(self.rows.call, row_ops.edge_rows, args, of_edge)
+
+    def _moments(self, rows: tuple[Any, ...], num_groups: Any, name: str) -> fx.Node:
+        cut = self.rows.call(row_ops.cut_rows, rows, f"{name}_rows")
+        return self.rows.call(row_ops.moments, (cut, num_groups), name)
 
     def _part(
         self, cell: Cell, turn: Turn, plan: RowPlan, patch: Patch, name: str, made: dict[str, fx.Node]
