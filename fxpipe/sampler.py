@@ -304,7 +304,7 @@ class Sampler:
         check_counts(steps=steps)
         if cost_model is not None:
             check_cost_model(cost_model)
-        ops = self.denoiser.lowering.ops(self.step, steps, cost_model)
+        ops = self.denoiser.lowering.ops(self.step, steps, cost_model, network.keeps_sent)
         return timeline(ops, network.require(self.grid.world_size))
 
     def trace(self, path: str | Path, steps: int = 1) -> Path:

@@ -1,7 +1,9 @@
 """Samplers: a denoiser and a whole pipeline spread over ranks, in this process and over gloo."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fxpipe.run.sampling import BoundProgram, SampleRun
 from fxpipe.run.transport import run_ranks
 from tests.distributed import run_processes
 from tests.live_bytes import LiveBytes
+from tests.test_memory import OwnBuffers
 from tests.tiny_pipelines import noise, tiny
 
 _STEPS = 4
@@ -247,9 +250,30 @@ def test_over_gloo_it_is_one_devices(pipe: StableDiffusionPipeline, wanted: Tens
         assert same(second, image(pipe, **call(2)))
 
 
-def test_memory_is_predicted(pipe: StableDiffusionPipeline) -> None:
+class OwnSends(OwnBuffers):
+    """What is sent is let go of at once; or, as by gloo, at the end of the step, of the next where messages cross."""
+
+    _before: Sequence[Tensor] = ()
+
+    def send(self, tensor: Tensor, dst: int, edge: int) -> None:
+        super().send(tensor, dst, edge)
+        if not self._keeps_sent:
+            self._sent.clear()
+
+    def advance(self) -> None:
+        self._before, self._sent = self._sent, []
+        self._transport.advance()
+
+    def flush(self) -> None:
+        self._before, self._sent = [], []
+        self._transport.flush()
+
+
+@pytest.mark.parametrize("keeps_sent", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "displaced"])
+def test_memory_is_predicted(mode: Any, keeps_sent: bool, pipe: StableDiffusionPipeline) -> None:
     """Against the bytes that are really alive on every rank."""
-    sampler = fxpipe.compile_sampler(pipe, 3, example=call(4, 64, 48))
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call(4, 64, 48), patches=3, mode=mode, warmup=1, advance=False)
     args, kwargs = sampler.example
     step = sampler.step
     tensors = step.bind(step.traced.captured.inputs.bind(args, kwargs)[0])
@@ -257,14 +281,16 @@ def test_memory_is_predicted(pipe: StableDiffusionPipeline) -> None:
 
     def rank(transport: Transport) -> int:
         program, live = step.programs[transport.rank], LiveBytes()
-        run, bound = SampleRun(transport), BoundProgram(program, state)
+        run, bound = SampleRun(cast(Transport, OwnSends(transport, keeps_sent))), BoundProgram(program, state)
         live.see([[state[name] for name in program.state], [tensors[name] for name in program.inputs]])
         with live:
-            run.predict(bound, tensors)
+            for form in step.sequence(3):
+                run.predict(bound, tensors, form)
+        run.reset()
         return live.peak
 
     found = run_ranks(3, rank)
-    timeline = sampler.simulate()
+    timeline = sampler.simulate(3, cluster="3xCPU" if keeps_sent else None)
     for measured, predicted in zip(found, timeline.memory, strict=True):
         assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)
 

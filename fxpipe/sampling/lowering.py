@@ -213,14 +213,17 @@ class SampleLowering:
         """The programs of all ranks, in this process alone."""
         return replace(self, plan=plan, observe=lambda name, artefact: None).step(traced, batch_size)
 
-    def ops(self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None) -> StepOps:
-        """What every rank does in so many steps of a call, for how long, and in how many bytes."""
+    def ops(
+        self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None, keeps_sent: bool = False
+    ) -> StepOps:
+        """What every rank does in so many steps of a call, for how long, and in how many bytes; those of what is sent
+        as long as a transport `keeps_sent`."""
         step = step.whole
         rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
         forms = [{"fresh": Form(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
         by = cost_model or self.cost_model
-        return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, self.request.speeds))
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, self.request.speeds), keeps_sent)
 
 
 def _next(plans: Iterator[Proposed], errors: Sequence[CompileError]) -> Proposed:

@@ -52,8 +52,11 @@ class Lowering(Protocol):
         """The programs for so many samples, of this rank of a launch, or of all. Collective over a launch."""
         ...
 
-    def ops(self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None) -> StepOps:
-        """What every rank does in so many steps of a call, for how long, and in how many bytes."""
+    def ops(
+        self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None, keeps_sent: bool = False
+    ) -> StepOps:
+        """What every rank does in so many steps of a call, for how long, and in how many bytes; those of what is sent
+        as long as a transport `keeps_sent`."""
         ...
 
 

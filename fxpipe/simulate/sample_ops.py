@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.plan import ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
+from fxpipe.plan.unroll import ENDS
 from fxpipe.simulate.op_lists import Bytes, Op, StepOps, message_op
 
 SecondsOf = Callable[[Sequence[SampleProgram]], Mapping[fx.Node, float]]
@@ -33,15 +34,17 @@ def sample_ops(
     messages: Sequence[Message],
     inputs: Mapping[str, torch.Tensor],
     seconds_of: SecondsOf,
+    keeps_sent: bool = False,
 ) -> StepOps:
     """The ops of all ranks.
 
     Args:
         inputs: the whole inputs by the programs' names, on the meta device.
         seconds_of: every node of these programs that takes time, its value being in its `meta["val"]`.
+        keeps_sent: as for `alive_bytes`.
     """
     by_edge = {message.edge: message for message in messages}
-    alive = [alive_bytes(program, inputs) for program in programs]
+    alive = [alive_bytes(program, inputs, keeps_sent) for program in programs]
     seconds = seconds_of(programs)
     ranks = [
         [_op(node, by_edge, seconds)._replace(memory=of_rank[node]) for node in program.graph.nodes]
@@ -70,19 +73,19 @@ def _op(node: fx.Node, by_edge: Mapping[int, Message], seconds: Mapping[fx.Node,
     return Op("none")
 
 
-def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor]) -> dict[fx.Node, Bytes]:
+def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor], keeps_sent: bool) -> dict[fx.Node, Bytes]:
     """What every node adds to its rank's memory beside weights and inputs, and what goes after it.
 
-    A value that is sent counts until its last use here, as on NCCL; gloo keeps it to the end of the step, or the next
-    where messages cross: up to what one step sends more, or two. A receive counts from when it is posted. Every node of
-    the program that gives a tensor has its shape and type in `meta["val"]` afterwards.
+    A value that is sent counts until its last use here, as on NCCL; where it `keeps_sent`, as gloo, to the end of the
+    step, or of the next one where something crosses to that. A receive counts from when it is posted. Every node of the
+    program that gives a tensor has its shape and type in `meta["val"]` afterwards.
     """
     meter = _Meter()
     state = {name: torch.empty_like(tensor, device=_META) for name, tensor in program.state.items()}
     likes = {name: inputs[name].to(_META) for name in program.inputs}
     meter.ignore([*state.values(), *likes.values()])
     with meter, torch.no_grad():
-        walk = _Walk(program.graph, state, meter)
+        walk = _Walk(program.graph, state, meter, keeps_sent)
         walk.run(*(likes.get(node.name) for node in program.graph.find_nodes(op="placeholder")))
     for node, (shape, strides, dtype) in walk.values.items():
         node.meta["val"] = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
@@ -92,9 +95,10 @@ def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor]) -> d
 class _Walk(fx.Interpreter):
     """Runs a program on tensors without data."""
 
-    def __init__(self, graph: fx.Graph, state: Mapping[str, torch.Tensor], meter: "_Meter") -> None:
+    def __init__(self, graph: fx.Graph, state: Mapping[str, torch.Tensor], meter: "_Meter", keeps_sent: bool) -> None:
         super().__init__(fx.GraphModule(torch.nn.Module(), fx.Graph()), graph=graph)
-        self.state, self.meter = state, meter
+        self.state, self.meter, self.keeps_sent = state, meter, keeps_sent
+        self.sent, self.sent_before = list[torch.Tensor](), list[torch.Tensor]()
         self.found: dict[fx.Node, Bytes] = {}
         self.values: dict[fx.Node, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._last: tuple[fx.Node, int, int] | None = None
@@ -116,6 +120,8 @@ class _Walk(fx.Interpreter):
         return result
 
     def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if node.target is ops.send and self.keeps_sent:
+            self.sent.append(args[1].contiguous())
         if node.target in (ops.begin, ops.send):
             return None
         if node.target is ops.recv:
@@ -138,6 +144,8 @@ class _Walk(fx.Interpreter):
         node, before, made = self._last
         if not node.users:
             self.env.pop(node, None)
+        if ENDS in node.meta:
+            self.sent, self.sent_before = [], self.sent if node.meta[ENDS] else []
         gone = made - self.meter.now
         self.found[node] = Bytes((("activations", made - before),), (("activations", gone),), (), *[self._most] * 2)
 
