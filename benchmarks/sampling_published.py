@@ -15,8 +15,12 @@ SANA 1.6B: 20 steps with guidance at 4096 x 4096 on 1 to 8 A100 (the same, docs/
 from two on, then rows: the best of each number of devices. These hold the text encoder and the decoder, too, which
 every device runs whole; estimates hold the decoder alone, and are from two devices on 1.2 to 1.6 s less.
 
-But for Flux the device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are fitted to SDXL's
-latencies on one device, its ramp to what two save of one's time; what is left are predictions.
+HunyuanVideo: 50 steps of 129 frames of 1280 x 720 on 1 to 8 H100, H20 and L20 (the same,
+docs/performance/hunyuanvideo.md), attention by heads. These hold the decoder, too, which estimates do not. Devices are
+what their data sheets say; all GPUs have the efficiencies of an A100, and devices of few FLOP/s reach more of them.
+
+But for Flux and HunyuanVideo the device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are
+fitted to SDXL's latencies on one device, its ramp to what two save of one's time; what is left are predictions.
 """
 
 import argparse
@@ -27,6 +31,7 @@ import torch
 from diffusers import (
     AutoencoderDC,
     FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
     PixArtTransformer2DModel,
     SanaTransformer2DModel,
     UNet2DConditionModel,
@@ -65,6 +70,13 @@ PIXART = {
 }
 FLUX = {1024: {(1, "gather"): 6.71, (2, "ulysses"): 4.38, (2, "ring"): 5.31, (4, "ulysses"): 4.24, (4, "ring"): 5.11}}
 SANA = {4096: {1: 17.551, 2: 8.365, 4: 5.599, 8: 3.991}}
+HUNYUAN_VIDEO = {
+    720: {
+        "H100": {1: 1904.08, 2: 925.04, 4: 514.08, 8: 337.58},
+        "H20": {1: 6639.17, 2: 3400.55, 4: 1762.86, 8: 940.97},
+        "L20": {1: 6043.88, 2: 3271.44, 4: 2080.05},
+    }
+}
 _ROWS, _IN_TURN = How("displaced", 4, "corrected", False), How("displaced", 1, "corrected", False)
 
 
@@ -81,8 +93,8 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", type=int, nargs="+", default=[*SDXL, *SANA])
-    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt", "Flux", "SANA"])
+    parser.add_argument("--sides", type=int, nargs="+", default=[*HUNYUAN_VIDEO, *SDXL, *SANA])
+    parser.add_argument("--models", nargs="+", default=["SDXL", "PixArt", "Flux", "SANA", "HunyuanVideo"])
     options = parser.parse_args()
     table = Table(title="seconds of a call", title_justify="left")
     for column in ("model", "side", "way", "published", "estimated", "off by"):
@@ -93,9 +105,10 @@ def main() -> None:
             *(pixart_rows(side) if "PixArt" in options.models and side in PIXART else ()),
             *(flux_rows(side) if "Flux" in options.models and side in FLUX else ()),
             *(sana_rows(side) if "SANA" in options.models and side in SANA else ()),
+            *(video_rows(side) if "HunyuanVideo" in options.models and side in HUNYUAN_VIDEO else ()),
         ]:
             off = f"{row.estimated / row.published - 1:+.1%}"
-            table.add_row(row.model, str(side), row.way, f"{row.published:.3g}", f"{row.estimated:.3g}", off)
+            table.add_row(row.model, str(side), row.way, f"{row.published:.4g}", f"{row.estimated:.4g}", off)
         table.add_section()
     Console(width=100).print(table)
 
@@ -145,6 +158,23 @@ def sana_rows(side: int) -> Iterator[Row]:
         way = Request(ranks, min(ranks, 2), None, None, None, EXACT)
         found = estimate(case, chosen(case, way), Cluster.parse(NVLINK), 20)
         yield Row("SANA", side, f"{ranks} A100", published, found.seconds + decoding)
+
+
+def video_rows(side: int) -> Iterator[Row]:
+    with torch.device("meta"):
+        model = HunyuanVideoTransformer3DModel(guidance_embeds=True).bfloat16()
+        given = {
+            "hidden_states": torch.empty(1, 16, 33, side // 8, side * 16 // 9 // 8), "timestep": torch.empty(1),
+            "encoder_hidden_states": torch.empty(1, 256, 4096), "encoder_attention_mask": torch.empty(1, 256),
+            "pooled_projections": torch.empty(1, 768), "guidance": torch.empty(1),
+        }  # fmt: skip
+    case = traced(model, {name: value.bfloat16() for name, value in given.items()}, 1)
+    for name, of_device in HUNYUAN_VIDEO[side].items():
+        own = SampleCase(case.traced, 1, device(name))
+        for ranks, published in of_device.items():
+            way, cluster = Request(ranks, 1, None, None, ranks, EXACT), Cluster.parse(f"{ranks}x{name}")
+            found = estimate(own, with_attention(own, chosen(own, way), "ulysses", cluster), cluster, 50)
+            yield Row("HunyuanVideo", side, f"{ranks} {name}", published, found.seconds)
 
 
 def sana_decoding(side: int) -> float:
