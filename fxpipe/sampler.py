@@ -209,6 +209,8 @@ class Sampler:
             calibration, plan = self.ranks.of_rank_zero(found)
         assert recorder.step is not None
         self.denoiser.adopt(made_of(self.denoiser, recorder.step, plan, self.ranks))
+        for other in self.others.values():  # as where the plan is loaded
+            other.follow(plan)
         return calibration
 
     def measure(self, call: Call, most: int = 6) -> Quality:

@@ -253,6 +253,22 @@ def test_a_pipeline_of_two_streams() -> None:
     assert psnr(values_of(made), values_of(wanted)) > 200 > min(one.decibels for one in quality.ways)
 
 
+def test_a_second_denoiser_goes_by_the_calibrated_plan_as_where_it_is_loaded() -> None:
+    """Of the same shape; whether its programs were made before or not."""
+    pipe, call = tiny("wan")
+    call = {**call, "output_type": "latent", "num_inference_steps": 6, "latents": call["latents"][..., :8, :8]}
+    call |= {"height": 16, "width": 16}
+    given: dict[str, Any] = {"example": call, "vae": False, "cluster": SLOW}
+    first = fxpipe.compile_sampler(pipe, 2, cfg=1, patches=2, mode="displaced", warmup=1, **given)
+    fast = first.pipeline()
+    before = fast(**call).frames
+    first.calibrate(call, math.inf)
+    found = fast(**call).frames
+    assert first.plan.how.fresh
+    assert not torch.equal(found, before)
+    assert torch.equal(found, fxpipe.compile_sampler(pipe, 2, plan=first.plan, **given).pipeline()(**call).frames)
+
+
 def of_rank() -> tuple[SamplePlan, Tensor, list[float]]:
     sampler = compiled()
     sampler.calibrate(loop, SOME)

@@ -21,6 +21,7 @@ from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.capture.trees import named_leaves
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
+from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.run.ownership import is_released, release, require_new
 from fxpipe.run.ranks import Ranks
 from fxpipe.sampling.step import SampleStep, Traced
@@ -216,6 +217,13 @@ class Spread:
         if (before := self._steps.get(key)) is not None:
             self.ranks.forget(before)
         self._steps[key] = made
+
+    def follow(self, plan: SamplePlan) -> None:
+        """Make the programs of calls that another module's plan is for, if there are such, by it from now on."""
+        lowering: Any = self.lowering
+        self.lowering = replace(lowering, plan=plan)
+        for kind in [kind for kind, step in self._steps.items() if step.plan.fingerprint == plan.fingerprint]:
+            self.ranks.forget(self._steps.pop(kind))
 
     @contextmanager
     def by(self, made: SampleStep) -> Iterator[None]:
