@@ -108,6 +108,8 @@ class DistributedTransport(Collectives):
 
     def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
         assert tensor.is_contiguous(), f"edge {edge}: the caller makes tensors contiguous"
+        while self._sends and self._sends[0][0].is_completed():  # programs of samplers send much within an action
+            del self._sends[0]
         tensor, shape = tensor.detach(), tuple(tensor.shape)
         what = f"{describe(edge, shape, tensor.dtype)} to be received by rank {dst}"
         with self._named(what, dst):
