@@ -2,6 +2,9 @@
 
 displaced   k = put(take(k), k_0); ... h_1 = wait(h of patch 1); k = put(k, k_1); ...     carries k
 fresh       k = linear(h); ...                                                            carries clone(k)
+
+With ranks beside this one k has what these make at the same turn put into it, too; a fresh step is one of bands of rows
+that exchange all, and tell each other what later steps read of single patches.
 """
 
 from collections import ChainMap
@@ -122,8 +125,7 @@ class _Written:
         if self.is_fresh:
             mine = [message for message, _ in within if turn.patch.index in message.channel]
             wires = {message.edge: wire for message, wire in within}
-            place = lambda message: wires[message.edge]  # noqa: E731
-            return CellWriter(plan, piped.bands(plan), turn.patch, mine, *rest, place)
+            return CellWriter(plan, piped.bands(plan), turn.patch, mine, *rest, lambda message: wires[message.edge])
         patches = piped.patches(plan)
         if turn.patch.is_whole:
             return CellWriter(plan, patches, turn.patch, (), *rest, lambda message: message)
