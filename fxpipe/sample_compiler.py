@@ -123,7 +123,8 @@ def compile_sampler(
             (or that of FXPIPE_CACHE), False for none.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out. Where its devices
-            have different speeds ("4xA100*1,1,1,0.5"), so have patches.
+            have different speeds ("4xA100*1,1,1,0.5"), patches have as many rows as these take equally long for; the
+            last ones are left out, and only shown the prediction, where the others are faster without them.
         cost_model: seconds of compute; the cluster's device where left out.
         steps: of a call, for which layouts are compared: the example's `num_inference_steps`, or 50, where left out.
         objective: what is chosen for: "latency", of one call like the example; or "throughput", of many: the samples of
@@ -173,7 +174,7 @@ def compile_sampler(
     by = shared_cost_model(price, world_size)
     how = How(mode, warmup, norms, advance is not False and stages in (None, 1)) if mode == "displaced" else EXACT
     asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
-    asked = replace(asked, speeds=network.speeds[:world_size])
+    asked = replace(asked, speeds=network.speeds[: asked.world_size])
     texts = str(network), priced_name(price, by)
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit, objective)

@@ -307,7 +307,7 @@ class Sampler:
         if cost_model is not None:
             check_cost_model(cost_model)
         ops = self.denoiser.lowering.ops(self.step, steps, cost_model, network.keeps_sent)
-        return timeline(ops, network.require(self.grid.world_size))
+        return timeline(ops, network.require(self.plan.world_size))
 
     def trace(self, path: str | Path, steps: int = 1) -> Path:
         """Write what `simulate` predicts as a Chrome trace, for Perfetto."""

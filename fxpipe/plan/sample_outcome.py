@@ -14,7 +14,7 @@ from fxpipe.plan.timeline import human_seconds
 class Layout:
     """`copies` of `groups` of samples x `stages` x `beside` ranks, each with a patch of the rows, or with `turns`
     patches of them in turn. A call has the samples of so many `requests`; what is read of others is displaced after
-    `warmup`, of which the first steps are made by the layout `warm`, where there is one.
+    `warmup`, of which the first steps are made by the layout `warm`, where there is one. More ranks are `watching`.
     """
 
     groups: int
@@ -26,6 +26,7 @@ class Layout:
     copies: int = 1
     requests: int = 1
     warm: "Layout | None" = None
+    watching: int = 0
 
     def __str__(self) -> str:
         told = [counted(self.groups, "group"), counted(self.stages, "stage")]
@@ -34,6 +35,7 @@ class Layout:
         told.append(counted(self.turns if self.turns > 1 else self.beside, "patch", "es"))
         ends = " in turn" * (self.turns > 1) + ", folded" * self.folded + ", displaced" * (self.warmup is not None)
         ends += f", {self.copies} copies" * (self.copies > 1) + f", {self.requests} requests" * (self.requests > 1)
+        ends += f", {self.watching} watching" * (self.watching > 0)
         return " x ".join(told) + ends + (f", first steps as {self.warm}" if self.warm else "")
 
 
@@ -89,5 +91,6 @@ def _axes(layout: Layout) -> list[str]:
     line = "" if layout.stages == 1 else "folded" if layout.folded else "straight"
     how = "fresh" if layout.warmup is None else f"displaced after {counted(layout.warmup, 'step')}"
     how += f", as {layout.warm}" if layout.warm else ""
+    how += f", {layout.watching} watching" if layout.watching else ""
     numbers = layout.groups, layout.stages, layout.beside, layout.turns
     return [*map(str, numbers), line, how, str(layout.copies)]

@@ -121,6 +121,7 @@ class SamplePlan(SavedPlan):
         cluster, cost_model: what it was made for; a cost model that has no name is "".
         num_samples: of the call; group by group as even as can be.
         copies: how often the groups are there, where fewer ranks than all are the fastest.
+        watching: ranks after those of `staged` that compute nothing, where others are faster without them.
         cut: into how many blocks the call was to be cut, for how many samples.
         staged: blocks of every stage; its ranks group by group, patch by patch where these are beside each other.
         labels: of every stage its share of the work and the modules it begins and ends with.
@@ -158,10 +159,11 @@ class SamplePlan(SavedPlan):
     expects: Expected | None = None
     considered: tuple[str, ...] = ()
     warm: "SamplePlan | None" = None
+    watching: int = 0
 
     @property
     def world_size(self) -> int:
-        return self.staged.world_size
+        return self.staged.world_size + self.watching
 
     @property
     def in_turn(self) -> bool:
@@ -176,7 +178,7 @@ class SamplePlan(SavedPlan):
     def grid(self) -> Grid:
         """Groups, stages and patches on ranks."""
         patches = len(self.staged.stage_ranks[0]) // (self.copies * self.groups)  # beside each other
-        stages, turns = self.world_size // (self.copies * self.groups * patches), self.num_patches // patches
+        stages, turns = self.staged.world_size // (self.copies * self.groups * patches), self.num_patches // patches
         return Grid(self.groups, patches, stages, turns, self.copies)
 
     @property
@@ -219,8 +221,8 @@ _FIRST = re.compile(r"first \d+ steps?: ")
 
 def _head(plan: SamplePlan) -> str:
     return (
-        f"plan: {counted(plan.num_samples, 'sample')} in {_layout(plan)} on {counted(plan.world_size, 'rank')} "
-        f"({plan.staged.schedule})"
+        f"plan: {counted(plan.num_samples, 'sample')} in {_layout(plan)} on {counted(plan.staged.world_size, 'rank')}"
+        f"{f', {plan.watching} more watching' * (plan.watching > 0)} ({plan.staged.schedule})"
     )
 
 
@@ -252,8 +254,8 @@ def _lines(plan: SamplePlan) -> Iterator[str]:
 
 
 _HEAD = re.compile(
-    r"plan: (\d+) samples? in (\d+) groups? x \d+ stages? x \d+ patch(?:es)?(?: x (\d+) copies)? on (\d+) ranks? "
-    rf"\(({'|'.join(ORDERS)})\)"
+    r"plan: (\d+) samples? in (\d+) groups? x \d+ stages? x \d+ patch(?:es)?(?: x (\d+) copies)? on (\d+) ranks?"
+    rf"(?:, (\d+) more watching)? \(({'|'.join(ORDERS)})\)"
 )
 _DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
 _FRESH = re.compile(r"kept fresh: (\w+ \w+(?:, \w+ \w+)*)")
@@ -286,11 +288,12 @@ def _parse(text: str) -> SamplePlan:
     num_rows, unit_rows = read["rows"][0]
     plan = SamplePlan(
         fingerprint, cluster, cost_model, int(head[1]), int(head[2]), int(head[3] or 1),
-        cut, Staged(*read_stages(read), head[5], False, int(head[4])), tuple(label for *_, label in read["stage"]),
+        cut, Staged(*read_stages(read), head[6], False, int(head[4])), tuple(label for *_, label in read["stage"]),
         num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
         replace(read["how"][0], fresh=next(iter(read["fresh"]), ())), next(iter(read["attention"]), ()),
         orders[0], tuple(read["note"]),
         next(iter(read["expects"]), None), tuple(read["considered"]), _parse(warm) if warm else None,
+        int(head[5] or 0),
     )  # fmt: skip
     for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
         if says != line:

@@ -63,7 +63,7 @@ class Candidate:
         warmup = None if self.is_exact else asked.how.warmup
         by = None if made is None or made.warm is None else made.warm.grid
         warm = None if by is None else Layout(by.groups, by.stages, by.patches, copies=by.copies)
-        return Layout(groups, stages, beside, turns, folded, warmup, asked.copies, self.requests, warm)
+        return Layout(groups, stages, beside, turns, folded, warmup, asked.copies, self.requests, warm, asked.watching)
 
     def __str__(self) -> str:
         return str(self.layout)
@@ -125,6 +125,8 @@ class Ranked:
             yield f"{world_size} ranks are predicted to be no faster than one"
         elif chosen.request.copies > 1:
             yield f"{world_size // chosen.request.copies} ranks are predicted to be faster than {world_size}"
+        if more := chosen.request.watching:
+            yield f"{world_size} ranks are predicted to be faster than {world_size + more}, of which the others watch"
         told = counted(steps, "step")
         if chosen.is_exact and few(self.how, steps):
             yield f"a call of {told} has too few after {self.how.warmup} exact ones to be displaced: all are exact"

@@ -100,7 +100,7 @@ def _told(there: Ranked) -> dict[object, str]:
 
 def _way(way: Request, requests: int) -> object:
     """What tells the layouts of one request apart."""
-    return way.cfg, way.stages, way.fold, way.num_patches, way.how, way.copies, requests
+    return way.cfg, way.stages, way.fold, way.num_patches, way.how, way.copies, way.watching, requests
 
 
 def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> list[Candidate]:
@@ -168,6 +168,8 @@ def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> l
     def warmed(one: Candidate) -> Candidate:
         if one.found is None or one.made is None or one.is_exact or one.requests > 1:
             return one
+        if one.request.watching != rows.request.watching:
+            return one
         told = one.found.warmed(by, min(one.request.how.num_warm, setting.steps))
         fits = told.memory_bytes <= max(limit, one.found.memory_bytes)
         if not fits or _SAME * told.seconds >= one.found.seconds:
@@ -190,7 +192,16 @@ def _joined(case: SampleCase, request: Request, setting: Setting) -> Iterator[tu
 
 
 def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
-    """Requests that leave nothing open but bounds: more groups first, then fewer stages, then fewer ranks."""
+    """Requests that leave nothing open but bounds: where speeds differ without the last ranks, too, which watch."""
+    yield from _ways_on(case, request, setting)
+    if request.stages is None and request.patches is None and request.cfg is None and len(set(request.speeds)) > 1:
+        for ranks in range(request.world_size - 1, 0, -1):
+            fewer = replace(request, world_size=ranks, speeds=request.speeds[:ranks])
+            yield from _ways_on(case, replace(fewer, watching=request.world_size - ranks), setting)
+
+
+def _ways_on(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
+    """On all its ranks: more groups first, then fewer stages, then fewer ranks."""
     open_layout = request.stages is None and request.patches is None
     hows = [EXACT, request.how] if open_layout and request.how.mode == "displaced" else [request.how]
     if open_layout and few(request.how, setting.steps):
@@ -226,7 +237,7 @@ def _ways_of(request: Request, stages: int) -> Iterator[Request]:
             rows = replace(request, patches=request.patches or beside)
             for fold in folds:
                 yield replace(rows, stages=stages if stages > 1 else None, fold=fold)
-    elif how.norms != "sync" and (asked or request.patches is None):
+    elif how.norms != "sync" and (asked or request.patches is None) and not request.watching:
         in_turn = replace(request, stages=stages, how=replace(how, advance=False))
         open_turns = [beside * stages, 2 * beside * stages, 4 * beside * stages]
         for patches in [request.patches] if request.patches is not None else open_turns:

@@ -27,7 +27,7 @@ _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 @dataclass(frozen=True)
 class Request:
     """What a user has asked for, None where it is left open; `patches` may be bounds in units. The ranks are so many
-    `copies` of fewer, and have these `speeds`; none where they are equal."""
+    `copies` of fewer, and have these `speeds`; none where they are equal. So many more are `watching`."""
 
     world_size: int
     cfg: int | None
@@ -39,6 +39,7 @@ class Request:
     attention: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     copies: int = 1
     speeds: tuple[float, ...] = ()
+    watching: int = 0
 
     @property
     def in_turn(self) -> bool:
@@ -66,6 +67,7 @@ class Choices:
     attention: tuple[Kind, ...] = ()
     notes: tuple[str, ...] = ()
     warm: "Choices | None" = None
+    watching: int = 0
 
 
 def chosen(case: SampleCase, request: Request) -> Choices:
@@ -82,7 +84,7 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     spans = None
     if order != "rows":
         spans = case.spans(case.run_size(grid), grid.stages, request.fold)
-    return Choices(grid, spans, bounds, text_first, order, request.how)
+    return Choices(grid, spans, bounds, text_first, order, request.how, watching=request.watching)
 
 
 def is_text_first(case: SampleCase, made: Choices) -> bool:
@@ -98,7 +100,8 @@ def choices_of(plan: SamplePlan) -> Choices:
         ends = zip(plan.staged.boundaries, plan.staged.boundaries[1:], plan.columns, strict=False)
         spans = tuple((start, stop, column) for start, stop, column in ends)
     order, warm = plan.staged.schedule, None if plan.warm is None else choices_of(plan.warm)
-    return Choices(plan.grid, spans, plan.bounds, plan.text_first, order, plan.how, plan.attention, warm=warm)
+    told = plan.how, plan.attention
+    return Choices(plan.grid, spans, plan.bounds, plan.text_first, order, *told, warm=warm, watching=plan.watching)
 
 
 def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, Line | None]:
@@ -121,6 +124,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
         case.fingerprint(blocks), cluster, priced, case.num_samples, grid.groups, grid.copies, cut, staged,
         tuple(_labels(blocks, made.spans)), rows.units.rows, rows.units.each, made.bounds,
         made.text_first, made.how, made.attention, _steady(case, made, line), notes, warm=warm,
+        watching=made.watching,
     )  # fmt: skip
     return plan, line
 
@@ -147,7 +151,8 @@ def request_of(plan: SamplePlan) -> Request:
     fold = None if staged is None else plan.staged.num_stages > staged
     patches = plan.num_patches if plan.in_turn else None
     text: Text = "first" if plan.text_first else "all"
-    return Request(plan.world_size, None, staged, fold, patches, replace(plan.how, fresh=()), text)
+    ranks, how = plan.staged.world_size, replace(plan.how, fresh=())
+    return Request(ranks, None, staged, fold, patches, how, text, watching=plan.watching)
 
 
 def require_fresh(plan: SamplePlan | None, made: SamplePlan) -> None:

@@ -34,6 +34,7 @@ from passes.sampling.staged import Staged, staged_programs
 from passes.sampling.stages import Line
 from passes.sampling.times import inputs_of_call
 from passes.sampling.warm import with_warm
+from passes.sampling.watching import only, watched
 
 
 def programs_of(
@@ -44,11 +45,19 @@ def programs_of(
     Raises:
         CompileError: there are none for this plan.
     """
-    programs, messages = _lowered(case, plan, line, device, ranks)
+    size = plan.staged.world_size
+    active = {rank if rank < size else 0 for rank in ranks}
+    programs, messages = _lowered(case, plan, line, device, active)
     if plan.warm is not None:
-        programs, messages = with_warm((programs, messages), _lowered(case, plan.warm, None, device, ranks))
+        programs, messages = with_warm((programs, messages), _lowered(case, plan.warm, None, device, active))
         require_sequence(programs, messages, ("warm", "warm", "fresh", "displaced", _last(messages)))
-    return with_once(programs, inputs_of_call(case.rows(case.num_samples), case.traced.rows)), messages
+    rows = case.rows(case.num_samples)
+    programs = with_once(programs, inputs_of_call(rows, case.traced.rows))
+    if plan.watching:
+        like = rows.sized.result.meta["val"]
+        programs, messages = only(watched((programs, messages), size, plan.watching, like, device), ranks)
+        _require(programs, messages)
+    return tuple(programs), messages
 
 
 def _lowered(

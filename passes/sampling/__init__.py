@@ -13,4 +13,5 @@ staged        stages on ranks, samples one after the other, exact (staged_rank)
 once          what conditions alone decide, out of every form                text     whose text in one sequence is
 piped         stages on ranks, patches one after the other (piped_rank)      latest, shared   what patches know
 work          what a patch computes and tells, for estimates                 alike    patches that differ in size alone
+warm          first steps in another layout                                  watching ranks that are shown the result
 """

@@ -40,7 +40,7 @@ def grouped(
         patches: ranks of a group: group g's patch p is on rank g * patches + p.
     """
     edges = 1 + max((m.edge for _, of_forms in groups for of in of_forms.values() for m in of), default=-1)
-    results = [_result(programs[0].graph).meta["val"] for programs, _ in groups]
+    results = [result_of(programs[0].graph).meta["val"] for programs, _ in groups]
     shared = _predictions(results, patches, len(groups) * edges)
     places = [_Place(group * patches, group * edges, span) for group, span in enumerate(spans)]
     programs = tuple(
@@ -123,7 +123,7 @@ def _predictions(results: Sequence[torch.Tensor], patches: int, first_edge: int)
     return tuple(found)
 
 
-def _result(graph: fx.Graph) -> fx.Node:
+def result_of(graph: fx.Graph) -> fx.Node:
     """What a form predicts; it may return what it carries beside."""
     (output,) = graph.find_nodes(op="output")
     result = output.args[0]
@@ -163,7 +163,7 @@ class _MovedForm:
         for node in self.alone.nodes:
             if node.op == "output":
                 carries = node.args[0][1:] if isinstance(node.args[0], tuple) else ()
-                whole = self._joined(self.env[_result(self.alone)])
+                whole = self._joined(self.env[result_of(self.alone)])
                 rest = fx.map_arg(carries, self.env.__getitem__)
                 self.graph.output((whole, *rest) if carries else whole)
                 break
@@ -197,7 +197,7 @@ class _MovedForm:
 
     def _joined(self, own: fx.Node) -> fx.Node:
         """The prediction for all samples."""
-        value = _result(self.alone).meta["val"]
+        value = result_of(self.alone).meta["val"]
         (transport, *_) = self.graph.find_nodes(op="placeholder")
         for message in self.shared:
             if message.src == self.rank:

@@ -1,0 +1,85 @@
+"""Ranks that watch where devices are so slow that others are faster without them."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpipe.cluster import Cluster
+from fxpipe.plan.sample_plan import SamplePlan
+from fxpipe.sampler import Sampler
+from fxpipe.sampling.choosing import ranked
+from tests.denoisers import noise
+from tests.distributed import run_processes
+from tests.test_sample_planner import MODELS, STEPS, asked, compiled
+from tests.test_sampling_piped import equal
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["exact", "displaced"])
+def test_a_device_that_is_far_slower_watches(name: str, mode: str) -> None:
+    made = compiled(name, 4, cluster="4xA100*1,1,1,0.02", mode=mode)
+    assert made.plan.watching >= 1
+    assert made.plan.world_size == 4
+    assert any("of which the others watch" in note for note in made.plan.notes)
+    assert made.verify().ok
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
+    last = made.step.programs[-1]
+    assert (last.state, last.inputs) == ({}, ())
+    assert SamplePlan.parse(str(made.plan)) == made.plan == SamplePlan.from_dict(made.plan.as_dict())
+    again = compiled(name, 4, plan=made.plan, cluster=None)
+    assert again.plan == made.plan
+    assert again.verify().ok
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("speeds", ["1,1,1,0.5", "1,1,0.3,0.3", "1,0.6,0.1,0.1", "1,1,1,0.01"])
+def test_no_call_is_slower_than_on_the_first_device_alone(name: str, speeds: str) -> None:
+    made = compiled(name, 4, mode="displaced")
+    case, request, setting = asked(made)
+    cluster = Cluster.parse(f"4xA100*{speeds}")
+    request = replace(request, speeds=cluster.speeds)
+    for steps in (1, 4, 12):
+        found = ranked(case, request, replace(setting, cluster=cluster, steps=steps))
+        assert found.best.seconds <= 1.01 * found.alone_seconds
+
+
+def test_equal_devices_all_work() -> None:
+    case, request, setting = asked(compiled("DiT", 4))
+    assert all(not one.request.watching for one in ranked(case, request, setting).candidates)
+
+
+# -- steps of a displaced call
+
+
+@cache
+def displaced(world_size: int) -> Sampler:
+    made = compiled("DiT", 2, mode="displaced", cfg=1, patches=2, advance=True)
+    return made if world_size == 2 else compiled("DiT", 3, plan=replace(made.plan, watching=1), cluster=None)
+
+
+def called(sampler: Sampler) -> list[Tensor]:
+    """Of two calls."""
+    x, text, found = noise(2, 3, 16, 8), noise(2, 5, 8), list[Tensor]()
+    for call in range(2):
+        with sampler.call():
+            found += [sampler.predict(x=x + 0.1 * (step + call) * x.cos(), text=text) for step in range(4)]
+    return found
+
+
+def launched() -> list[Tensor]:
+    sampler = displaced(3)
+    found = called(sampler)
+    sampler.close()
+    return found
+
+
+def test_who_watches_has_what_the_others_have_bit_for_bit() -> None:
+    wanted = called(displaced(2))
+    assert not torch.equal(wanted[-1], wanted[0])
+    assert equal(called(displaced(3)), wanted)
+    for found in run_processes(3, launched):
+        assert equal(found, wanted)
