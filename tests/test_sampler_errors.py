@@ -62,8 +62,8 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     "no ranks": (Denoiser(), 0, {}, "world_size must be a positive integer, got 0"),
     "more ranks than rows": (Denoiser(), 13, {"cfg": 1}, "13 patches of 12 units .* use 12 patches or fewer"),
     "ranks left over": (Denoiser(), 4, {"cfg": 3}, "cfg=3 can't be world_size=4 ranks"),
-    "displaced stages of several ranks": (
-        Denoiser(), 8, {"cfg": 2, "stages": 2, "mode": "displaced"}, "a rank each: cfg=2 x stages=2 can't be 8 ranks",
+    "ranks left over of displaced stages": (
+        Denoiser(), 8, {"cfg": 3, "stages": 2, "mode": "displaced"}, "cfg=3 x stages=2 can't be world_size=8 ranks",
     ),
     "more groups than samples": (Denoiser(), 4, {"cfg": 4}, "cfg=4 groups of samples, but a call has 2; use cfg=2"),
     "random numbers": (

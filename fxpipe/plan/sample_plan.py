@@ -178,6 +178,11 @@ class SamplePlan(SavedPlan):
     def grid(self) -> Grid:
         """Groups, stages and patches on ranks."""
         patches = len(self.staged.stage_ranks[0]) // (self.copies * self.groups)  # beside each other
+        if not patches:
+            raise CompileError(
+                f"stage 0 has ranks {list(self.staged.stage_ranks[0])} for {self.copies} x {self.groups} groups "
+                "of samples; every group of every copy needs one, and all as many"
+            )
         stages, turns = self.staged.world_size // (self.copies * self.groups * patches), self.num_patches // patches
         return Grid(self.groups, patches, stages, turns, self.copies)
 
