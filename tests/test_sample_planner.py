@@ -16,10 +16,11 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.sampler import Sampler
+from fxpipe.sampling import bounds
 from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.choosing import ranked
+from fxpipe.sampling.choosing import ranked, ways
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import Request, chosen, planned
 
@@ -147,6 +148,44 @@ def test_the_choice_is_that_of_trying_all(name: str, mode: str, world_size: int,
     assert one.is_exact == wins
     assert one.seconds <= 1.01 * (exact if wins else min(seconds.values()))
     assert seconds[replace(one.request, fold=bool(one.request.fold) if one.request.stages else None)] == one.seconds
+
+
+class Wide(nn.Module):
+    """Little work, and a prediction that is most of what travels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 64), nn.Linear(64, 512)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        return self.outer(self.inner(x).tanh().sin())  # type: ignore[no-any-return]
+
+
+def require_bounds(case: SampleCase, request: Request, cluster: str, setting: Setting) -> set[tuple[int, int]]:
+    """What a layout takes at least is no more than what it takes; ranks beside each other and turns of all layouts."""
+    setting, found = replace(setting, cluster=Cluster.parse(cluster)), set[tuple[int, int]]()
+    for way in ways(case, request, setting):
+        with suppress(CompileError):
+            made = with_attention(case, chosen(case, way), "auto", setting.cluster)
+            for steps in (1, 7):
+                most = estimate(case, made, setting.cluster, steps).seconds * (1 + 1e-9)
+                assert bounds.least_seconds(case, way, steps) <= most, way
+                assert bounds.least_seconds_of_work(case, way, setting.cluster, steps) <= most, way
+            found.add((made.grid.patches, made.grid.turns))
+    return found
+
+
+@pytest.mark.parametrize("cluster", ["4xA100", "4xL40-PCIe", "4x1xA100+Ethernet-10"])
+def test_bounds_are_no_more_than_estimates(cluster: str) -> None:
+    for name in MODELS:
+        case, request, setting = asked(compiled(name, mode="displaced"))
+        for on in (DEVICE, A100):
+            beside = require_bounds(SampleCase(case.traced, 2, on), request, cluster, setting)
+            assert any(patches > 1 < turns for patches, turns in beside)
+    example = {"x": torch.zeros(1, 64, 8).double(), "text": TEXT[:1]}
+    wide = fxpipe.compile_sampler(Wide().double(), 4, example=example, sample={"x": 1}, mode="displaced", warmup=1)
+    case, request, setting = asked(wide)
+    assert any(patches > 1 < turns for patches, turns in require_bounds(case.of(1), request, cluster, setting))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -80,22 +80,20 @@ def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, step
     size, (start, stop), links = case.run_size(grid), grid.spans(case.num_samples)[0], Links(cluster, grid)
     runs = len(case.runs(start, stop))
     turns = (len(bounds) - 1) // grid.patches
-    through = _through(case, size, case.work(size, bounds[::turns], 0, False), links, shown=way.in_turn)
+    through = _through(case, size, case.work(size, bounds[::turns], 0, False), links, way.in_turn)
     exact = through * (1 + (runs - 1) / grid.stages) / fastest
     if not way.in_turn:
         return steps * exact
     warm = min(way.how.warmup, steps)
     works = Counter(case.work(size, bounds, turn, None, turns=turns) for turn in range(turns))
-    each = sum(count * _through(case, size, work, links, in_turn=True, shown=True) for work, count in works.items())
+    each = sum(count * _through(case, size, work, links, in_turn=True) for work, count in works.items())
     steady = runs * each / grid.stages / fastest
     return _fresh_seconds(warm, exact, fresh) + (steps - warm) * steady
 
 
-def _through(
-    case: SampleCase, num_samples: int, work: PatchWork, links: Links, in_turn: bool = False, shown: bool = False
-) -> float:
+def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links, in_turn: bool) -> float:
     """Seconds of a run through all stages, of what depends on the patch; none of them cuts an operation from what it
-    reads of others. A prediction that is `shown` to all is not gathered."""
+    reads of others. Patches in turn gather keys and values, and show the prediction to all instead of gathering it."""
     late, beside = case.late(num_samples), links.grid.patches
     is_open = beside > 1 and not in_turn
     items = attending(work.items, case.attention_seconds(num_samples, beside) if is_open else {})
@@ -104,7 +102,7 @@ def _through(
     for name, places in groupby(range(len(items)), key=lambda place: items[place].name):
         if name not in late:
             continue
-        own = [place for place in places if not (shown and (one := items[place].told) and one.kind == "prediction")]
+        own = [place for place in places if not (in_turn and (one := items[place].told) and one.kind == "prediction")]
         if any(items[place].told for place in own):
             parts = alone(items, own)
             total += min(together([parts], links, column, lambda told: True).seconds for column in columns)

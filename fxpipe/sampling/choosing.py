@@ -168,7 +168,7 @@ def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> l
     def warmed(one: Candidate) -> Candidate:
         if one.found is None or one.made is None or one.is_exact or one.requests > 1:
             return one
-        if one.request.watching != rows.request.watching:
+        if one.request.watching != rows.request.watching:  # other ranks
             return one
         told = one.found.warmed(by, min(one.request.how.num_warm, setting.steps))
         fits = told.memory_bytes <= max(limit, one.found.memory_bytes)
@@ -215,7 +215,7 @@ def _ways_on(case: SampleCase, request: Request, setting: Setting) -> Iterator[R
                 columns = [request.stages] if request.stages else [s for s in every if ranks // groups % s == 0]
                 for stages in columns:
                     way = replace(request, cfg=groups, how=how, copies=times)
-                    yield from _ways_of(way, stages)
+                    yield from _ways_of(case, way, stages)
 
 
 def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
@@ -225,7 +225,7 @@ def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
     return [groups for groups in range(case.num_samples, 0, -1) if ranks % groups == 0]
 
 
-def _ways_of(request: Request, stages: int) -> Iterator[Request]:
+def _ways_of(case: SampleCase, request: Request, stages: int) -> Iterator[Request]:
     """With so many groups and stages; one stage is none unless it was asked for, on ranks without any beside them."""
     how, groups, asked = request.how, request.cfg or 1, request.stages is not None
     beside, rest = divmod(request.world_size // request.copies, groups * stages)
@@ -239,8 +239,12 @@ def _ways_of(request: Request, stages: int) -> Iterator[Request]:
                 yield replace(rows, stages=stages if stages > 1 else None, fold=fold)
     elif how.norms != "sync" and (asked or request.patches is None) and not request.watching:
         in_turn = replace(request, stages=stages, how=replace(how, advance=False))
-        open_turns = [beside * stages, 2 * beside * stages, 4 * beside * stages]
-        for patches in [request.patches] if request.patches is not None else open_turns:
+        turns = [stages, 2 * stages, 4 * stages]
+        if asked:  # with fewer units than that, too
+            most = case.rows(case.num_samples).units.count // beside
+            turns = [*dict.fromkeys(max(min(times, most), 1) for times in turns)]
+        open_patches = [beside * times for times in turns]
+        for patches in [request.patches] if request.patches is not None else open_patches:
             for fold in folds:
                 yield replace(in_turn, patches=patches, fold=fold)
 

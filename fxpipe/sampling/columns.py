@@ -91,11 +91,10 @@ class Columns(Layout):
 
     def seconds(self, stage: Stage, turn: int, fresh: bool) -> float:
         """Of a cell; a column's first one of a run also computes what is before the patch."""
-        work = self.work(turn, fresh)
         early = stage.index == self.firsts[stage.column] and turn < self.num_runs
         patch, later = turn // self.num_runs, self.in_turn and not fresh
         edges = (patch > 0) + (patch < self.grid.turns - 1) if later else 0
-        key = stage.index, work, early, edges
+        key = stage.index, *self.works(turn, fresh).values(), early, later, edges
         if key not in self._seconds:
             beside, column = [*self.works(turn, fresh).items()], stage.column
             each = [[at_speed(item, self.speed(column, p)) for item in self.items(one, stage)] for p, one in beside]
@@ -112,7 +111,7 @@ class Columns(Layout):
 
     def _kept(self, kind: str, own_bytes: int, edges: int) -> float:
         """Seconds of what a patch in turn does more than one beside others: of its edges others have copies."""
-        if kind != "moments":
+        if kind != "moments" or self.grid.turns == 1:
             return edges * self.moving(1) if kind == "halo" else 0.0
         if own_bytes not in self._corrections:
             num, turns = len(self.made.bounds) - 1, self.grid.turns
@@ -124,7 +123,7 @@ class Columns(Layout):
         return {}
 
     @cached_property
-    def _seconds(self) -> dict[tuple[int, PatchWork, bool, int], float]:
+    def _seconds(self) -> dict[tuple[object, ...], float]:
         return {}
 
     def ends(self, num_steps: int, fresh: bool) -> list[float]:

@@ -229,8 +229,8 @@ def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int
         count = request.num_patches or grid.patches * max(min(2 * grid.stages, rows.units.count // grid.patches), 1)
         if count % grid.patches:
             raise CompileError(
-                f"{count} patches pass through stages of {grid.patches} ranks each, which all have as many of them; "
-                f"use patches={count // grid.patches * grid.patches or grid.patches}"
+                f"{counted(count, 'patch', 'es')} in turn pass through stages of {grid.patches} ranks each, which all "
+                f"have as many of them; use patches={count // grid.patches * grid.patches or grid.patches}"
             )
     require_units(rows, count)
     beside = grid.stages == 1 and not request.in_turn and count > 1
