@@ -18,6 +18,7 @@ from passes.sampling.messages import halo_of
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import all_own, patches_of
 from passes.sampling.text import shared_text, text_graph
+from passes.sampling.times import late_values
 from tests.row_programs import RowPrograms
 
 Run = Generator[tuple[fx.Node, Tensor], Tensor, Tensor]
@@ -32,7 +33,7 @@ class Lockstep:
         self.graphs = [patch_graph(programs.rows, patch) for patch in self.patches]
         if programs.step.plan.text_first:
             self.patches = patches_of(programs.rows, programs.bounds, "first")
-            shared = shared_text(programs.rows, programs.traced.rows)
+            shared = shared_text(programs.rows, late_values(programs.rows.sized, programs.traced.rows))
             made = [text_graph(programs.rows, shared, self.patches, patch.index) for patch in self.patches]
             self.graphs = [graph for graph in made if graph is not None]
             assert len(self.graphs) == len(self.patches)

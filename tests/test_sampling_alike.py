@@ -9,7 +9,6 @@ from cost_models.devices import device
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.alike import alike
 from passes.sampling.patches import patches_of
-from passes.sampling.text import shared_text
 from passes.sampling.work import PatchWork, patch_work
 from tests.denoisers import noise
 from tests.row_programs import row_programs
@@ -43,7 +42,7 @@ def test_work_is_that_of_a_patch_of_its_own(name: str) -> None:
         patches = patches_of(plan, bounds, "first" if own.has_text(2) else "all")
         tellers = [patches] * len(patches)
         for patch in patches:
-            shared = frozenset[str]() if patch.owns else shared_text(plan, traced.rows)
+            shared = frozenset[str]() if patch.owns else own.shared_text(2)
             written = patch_work(plan, patch, tellers, shared, own._seconds)
             found = alike(plan, patch, shared)
             assert found is not None

@@ -14,7 +14,8 @@ from fxpipe.sampler import Sampler
 from passes.sampling.messages import exchange_nodes, messages_of
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
-from passes.sampling.text import balanced_bounds
+from passes.sampling.text import balanced_bounds, shared_text
+from passes.sampling.times import late_values
 from tests.denoisers import noise, small
 from tests.lockstep import Lockstep
 from tests.row_programs import row_programs
@@ -111,4 +112,5 @@ def test_the_first_patch_is_smaller_by_its_text() -> None:
         example = {"x": noise(2, 8, 4), "text": noise(2, tokens, 4)}
         plan = row_programs(Joint(False).double(), example, 1, sample={"x": 1}).rows
         seconds = {node.name: 1.0 for node in plan.sized.graph.nodes if node.target is torch.ops.aten.linear.default}
-        assert balanced_bounds(plan, {"x": 1}, seconds, 3) == bounds
+        shared = shared_text(plan, late_values(plan.sized, ["x"]))
+        assert balanced_bounds(plan, shared, seconds, 3) == bounds

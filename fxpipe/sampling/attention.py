@@ -84,7 +84,7 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence
     """The fastest of every layer by itself; then one of all that can be of it, where that is nearly as fast."""
     speeds = patch_speeds(speeds, made.grid)
     plan, patches = _patches(case, made)
-    links, known = Links(cluster, made.grid), dict[object, dict[Kind, float]]()
+    links, known = case.links(cluster, made.grid), dict[object, dict[Kind, float]]()
     taken: list[dict[Kind, float]] = []
     for node in layers(plan):
         key = alike(plan, node)

@@ -16,7 +16,6 @@ from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import Buckets, Passed, Waits, begun, together
 from fxpipe.sampling.layout import Estimate, Layout, of_bytes
-from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP, filled
 from passes.sampling.work import Item, PatchWork, Told, received_bytes
@@ -39,13 +38,13 @@ class Pace:
 
 def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, speeds: Sequence[float] = ()) -> Estimate:
     """Of a call of so many steps, by the slowest copy; `speeds` are of all ranks."""
-    grid, links, known = made.grid, Links(cluster, made.grid), dict[object, Pace]()
+    grid, links, known = made.grid, case.links(cluster, made.grid), dict[object, Pace]()
     sizes = [stop - start for start, stop in grid.spans(case.num_samples)]
 
     def pace(group: int) -> Pace:
         size, own = sizes[group % grid.groups], tuple(speeds[group * grid.patches :][: grid.patches])
         if (size, own) not in known:
-            shares = [other / size for other in sizes]
+            shares = [other / size for other in sizes] if len({*sizes}) > 1 else ()
             known[size, own] = Beside(case, made, cluster, own, size, shares).pace(steps)
         return known[size, own]
 

@@ -77,7 +77,7 @@ def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, step
     if way.stages is None:
         made = Choices(grid, None, bounds, text_first, "rows", way.how)
         return Beside(case, made, cluster).least_seconds(steps, fresh * fastest) / fastest
-    size, (start, stop), links = case.run_size(grid), grid.spans(case.num_samples)[0], Links(cluster, grid)
+    size, (start, stop), links = case.run_size(grid), grid.spans(case.num_samples)[0], case.links(cluster, grid)
     runs = len(case.runs(start, stop))
     turns = (len(bounds) - 1) // grid.patches
     through = _through(case, size, case.work(size, bounds[::turns], 0, False), links, way.in_turn)
@@ -97,15 +97,17 @@ def _through(case: SampleCase, num_samples: int, work: PatchWork, links: Links, 
     late, beside = case.late(num_samples), links.grid.patches
     is_open = beside > 1 and not in_turn
     items = attending(work.items, case.attention_seconds(num_samples, beside) if is_open else {})
-    total = 0.0
-    columns = range(links.grid.stages if beside > 1 else 1)
+    columns, known, total = range(links.grid.stages if beside > 1 else 1), dict[object, float](), 0.0
     for name, places in groupby(range(len(items)), key=lambda place: items[place].name):
         if name not in late:
             continue
         own = [place for place in places if not (in_turn and (one := items[place].told) and one.kind == "prediction")]
         if any(items[place].told for place in own):
             parts = alone(items, own)
-            total += min(together([parts], links, column, lambda told: True).seconds for column in columns)
+            alike = tuple((s, told and (told.seconds, id(told.sent)), reads) for _, s, told, reads in parts)
+            if alike not in known:
+                known[alike] = min(together([parts], links, column, lambda told: True).seconds for column in columns)
+            total += known[alike]
         else:
             total += sum(items[place].seconds for place in own)
     return total

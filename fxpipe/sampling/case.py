@@ -12,11 +12,13 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.costs.polynomials import Floats
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import Kind
+from fxpipe.sampling.links import Links
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
@@ -30,7 +32,7 @@ from passes.sampling.patches import Patch, even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
 from passes.sampling.text import alike as exchange_alike
 from passes.sampling.text import has_text, one_of_every_sort, shared_text, text_graph
-from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call
+from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call, late_values
 from passes.sampling.work import PatchWork, Tellers, graph_work, patch_work, value_bytes, with_layers
 
 T = TypeVar("T")
@@ -43,6 +45,20 @@ def _once(method: Callable[["SampleCase", *Ts], T]) -> Callable[["SampleCase", *
     @wraps(method)
     def known(case: "SampleCase", *args: *Ts) -> T:
         return case.found_once((method.__name__, *args), lambda: method(case, *args))
+
+    return known
+
+
+def _of_all_sizes(method: Callable[["SampleCase", int], T]) -> Callable[["SampleCase", int], T]:
+    """What a method finds of one number of samples holds for all, and at every size of the image."""
+
+    @wraps(method)
+    def known(case: "SampleCase", num_samples: int) -> T:
+        of_all = case.traced.of_all_sizes
+        if method.__name__ not in of_all:
+            of_all[method.__name__] = method(case, num_samples)
+        found: T = of_all[method.__name__]
+        return found
 
     return known
 
@@ -128,7 +144,8 @@ class SampleCase:
     @_once
     def blocks(self, num_samples: int, count: int) -> LateBlocks:
         """What depends on the patch of so many samples, as about so many blocks, from which stages are made."""
-        return late_blocks(self.rows(num_samples), self.traced.rows, self.node_seconds(num_samples), count)
+        given = self.traced.rows, self.late(num_samples), self.node_seconds(num_samples)
+        return late_blocks(self.rows(num_samples), *given, count)
 
     @_once
     def spans(self, num_samples: int, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
@@ -147,18 +164,17 @@ class SampleCase:
     def step_seconds(self, num_samples: int) -> tuple[Floats, Floats]:
         """Of all operations that are done in every step; of those on text alone, which one patch may have for all."""
         once = self.once(num_samples)
-        of_text = self._shared_text(num_samples) if self.has_text(num_samples) else frozenset[str]()
+        of_text = self.shared_text(num_samples) if self.has_text(num_samples) else frozenset[str]()
         found = {name: s for name, s in self.node_seconds(num_samples).items() if name not in once}
         return (
             np.array([s for name, s in found.items() if name not in of_text]),
             np.array([s for name, s in found.items() if name in of_text]),
         )
 
-    @_once
+    @_of_all_sizes
     def late(self, num_samples: int) -> frozenset[str]:
-        """The operations that depend on the patch."""
-        found = binding_times(self.rows(num_samples).sized, dict.fromkeys(self.traced.rows, PATCH))
-        return frozenset(name for name, time in found.items() if time == PATCH)
+        """The values that depend on the patch."""
+        return late_values(self.rows(num_samples).sized, self.traced.rows)
 
     def attention_seconds(self, num_samples: int, parts: int) -> dict[str, float]:
         """Of every layer of attention what one of so many patches takes at least, of whatever kind it is."""
@@ -196,7 +212,7 @@ class SampleCase:
         def made() -> fx.Graph | None:
             plan = self.rows(num_samples)
             patches = patches_of(plan, bounds, "first")
-            return text_graph(plan, self._shared_text(num_samples), patches, index, kinds)
+            return text_graph(plan, self.shared_text(num_samples), patches, index, kinds)
 
         return self.found_once(("text", num_samples, tuple(bounds), index, kinds), made)
 
@@ -225,7 +241,7 @@ class SampleCase:
         key = "work", where, patch.stop - patch.first, text_first, told
 
         def read() -> PatchWork:
-            shared = frozenset[str]() if patch.owns else self._shared_text(num_samples)
+            shared = frozenset[str]() if patch.owns else self.shared_text(num_samples)
             if patch.is_whole:  # the captured graph
                 return graph_work(plan, plan.sized.graph, (), self.seconds(num_samples))
             beside = [patches] * count if not in_turn else _of_turn(plan, patches, index % turns, turns)
@@ -256,8 +272,9 @@ class SampleCase:
         return found
 
     @_once
-    def _shared_text(self, num_samples: int) -> frozenset[str]:
-        return shared_text(self.rows(num_samples), self.traced.rows)
+    def shared_text(self, num_samples: int) -> frozenset[str]:
+        """What is the first patch's where that has the text alone."""
+        return shared_text(self.rows(num_samples), self.late(num_samples))
 
     def layer(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind,
@@ -286,7 +303,7 @@ class SampleCase:
         """The inputs that are taken to stay as they are in a call."""
         return inputs_of_call(self.rows(self.num_samples), self.traced.rows)
 
-    @_once
+    @_of_all_sizes
     def once(self, num_samples: int) -> frozenset[str]:
         """The operations that depend on a call's conditions alone, and are computed once in it."""
         plan = self.rows(num_samples)
@@ -300,6 +317,11 @@ class SampleCase:
         return sum(
             value_bytes(nodes[name]) for name in once if any(user.name not in once for user in nodes[name].users)
         )
+
+    @_once
+    def links(self, cluster: Cluster, grid: Grid, shares: tuple[float, ...] = ()) -> Links:
+        """A cluster's, as a grid's ranks use them; of what one group's patches tell those of each send `shares`."""
+        return Links(cluster, grid, shares)
 
     def needed(self, num_samples: int, names: Collection[str], early: frozenset[str]) -> frozenset[str]:
         """The operations among `early` that these need."""

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from math import gcd, inf, prod
-from operator import attrgetter
+from math import gcd, inf, prod, sqrt
+from operator import attrgetter, itemgetter
 
 from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError
@@ -38,8 +38,7 @@ _EXACT_WINS, _SAME = 1.05, 1.01
 """An exact layout may take so many times as long as the fastest; the first of layouts that are alike is taken."""
 _NEAR, _FAR = 1.6, 1.15
 """Of calls of which one is up to so many times as large, the best layout for one took at most so many times as long as
-the best for the other: in all of 480 pairs of SDXL and Flux, 4 to 16 devices, four clusters, ten sizes. Of twice as
-large ones in 99 % of 760, and up to 4 % were lost."""
+the best for the other, and no more than the root of how many times as large."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,10 @@ class _Known:
     asked: tuple[object, ...]
     ranked: Ranked
 
-    def is_near(self, shape: tuple[int, ...]) -> bool:
+    def times(self, shape: tuple[int, ...]) -> float:
+        """How many times as large one call is as the other."""
         own, other = prod(self.shape), prod(shape)
-        return shape != self.shape and max(own, other) <= _NEAR * min(own, other)
+        return max(own, other) / min(own, other)
 
 
 @held_collector()
@@ -64,16 +64,19 @@ def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = Fa
     """
     known: list[_Known] = case.traced.of_all_sizes.setdefault("ranked", [])
     shape, asked = case.result_shape, (case.num_samples, request, setting, case.cost_model)
-    for near in (one for one in known if one.asked == asked and one.is_near(shape) and not anew):
+    others = [] if anew else [one for one in known if one.asked == asked and one.shape != shape]
+    near = min(others, key=lambda one: one.times(shape), default=None)
+    if near is not None and (times := near.times(shape)) <= _NEAR:
         with suppress(CompileError):
-            return replace(_ranked(case, request, setting, _told(near.ranked)), narrowed=True)
-    found = _ranked(case, request, setting, {})
+            found = _narrowed(case, request, setting, _told(near.ranked, min(sqrt(times), _FAR)))
+            return replace(_ranked(case, request, setting, found), narrowed=True)
+    found = _ranked(case, request, setting, _found(case, request, setting))
     known.append(_Known(shape, asked, found))
     return found
 
 
-def _ranked(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> Ranked:
-    found = _warmed(case, _found(case, request, setting, told), setting)
+def _ranked(case: SampleCase, request: Request, setting: Setting, looked_at: Sequence[Candidate]) -> Ranked:
+    found = _warmed(case, looked_at, setting)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
@@ -86,15 +89,16 @@ def _ranked(case: SampleCase, request: Request, setting: Setting, told: Mapping[
     return Ranked((best, *others), case.num_samples, alone, setting, request.how)
 
 
-def _told(there: Ranked) -> dict[object, str]:
-    """By another call, why a layout need not be looked at; nothing of those that were not far from the best."""
-    found: dict[object, str] = {}
+def _told(there: Ranked, most: float) -> dict[object, str | None]:
+    """By another call, why a layout need not be looked at: one that took more than so many times as long as the best.
+    Of others nothing, and None of those that were not looked at there."""
+    found: dict[object, str | None] = {}
     warm = _fastest_rows(there.candidates)
     for one in there.candidates:
         least = 0.0 if one.least_seconds is None else one.least_seconds / one.requests
-        longer = (one.seconds if one.found else least) / there.best.seconds - 1 if there.best.seconds else 0.0
-        far = longer > _FAR - 1 and one is not warm
-        found[_way(one.request, one.requests)] = f"at another size {longer:.1%} longer" if far else ""
+        times = (one.seconds if one.found else least) / there.best.seconds if there.best.seconds else 1.0
+        why = f"at another size {times - 1:.1%} longer" if times > most and one is not warm else ""
+        found[_way(one.request, one.requests)] = why or ("" if one.found else None)
     return found
 
 
@@ -103,19 +107,36 @@ def _way(way: Request, requests: int) -> object:
     return way.cfg, way.stages, way.fold, way.num_patches, way.how, way.copies, way.watching, requests
 
 
-def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str]) -> list[Candidate]:
-    """All candidates; those that cannot be the best by what they take at least are not looked at, nor those of which
-    another call has `told` why."""
+def _narrowed(
+    case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str | None]
+) -> list[Candidate]:
+    """All candidates; those of which another call has `told` why are not looked at."""
+    found, open_ones = list[Candidate](), list[tuple[bool, int, SampleCase, Request]]()
+    for requests, of_requests in _joined(case, request, setting):
+        for way in ways(of_requests, request, setting):
+            if why := told.get(key := _way(way, requests)):
+                found.append(Candidate(way, requests, why=why))
+            elif key in told:  # else it is like another
+                open_ones.append((why is None, requests, of_requests, way))
+    best, limit = inf, _limit(case, setting)
+    for was_not, requests, of_requests, way in sorted(open_ones, key=itemgetter(0)):
+        least = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps, 0.0) if was_not else 0.0
+        if least / requests > _EXACT_WINS * best:
+            found.append(_slower(way, requests, least, best))
+        elif one := _looked_at(of_requests, way, setting, requests, found):
+            found.append(one)
+            if one.found and one.found.memory_bytes <= limit:
+                best = min(best, one.seconds)
+    return found
+
+
+def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candidate]:
+    """All candidates; those that cannot be the best by what they take at least are not looked at."""
     best, best_rows, found, open_ones = inf, inf, list[Candidate](), []
     for requests, of_requests in _joined(case, request, setting):
         own = [*ways(of_requests, request, setting)]
         fresh = min((bounds.least_seconds(of_requests, way, 1) for way in own if _may_warm(way)), default=inf)
         for place, way in enumerate(own):
-            why = told.get(_way(way, requests))
-            if why:
-                found.append(Candidate(way, requests, why=why))
-            if why or (told and why is None):  # None: one that is like another
-                continue
             least = bounds.least_seconds(of_requests, way, setting.steps, fresh) / requests
             open_ones.append((least, place, requests, False, of_requests, way, fresh))
     heapify(open_ones)
@@ -123,8 +144,7 @@ def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[o
     while open_ones:
         least, place, requests, refined, of_requests, way, fresh = heappop(open_ones)
         if least > _EXACT_WINS * (best_rows if _may_warm(way) and request.how.warmup > 1 else best):
-            why = f"at least {least / best - 1:.1%} longer"
-            found.append(Candidate(way, requests, why=why, least_seconds=least * requests))
+            found.append(_slower(way, requests, least * requests, best))
             continue
         if not refined:
             seconds = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps, fresh) / requests
@@ -138,6 +158,11 @@ def _found(case: SampleCase, request: Request, setting: Setting, told: Mapping[o
             best = min(best, one.seconds)
             best_rows = min(best_rows, one.seconds) if _may_warm(way) else best_rows
     return found
+
+
+def _slower(way: Request, requests: int, least_seconds: float, best: float) -> Candidate:
+    why = f"at least {least_seconds / requests / best - 1:.1%} longer"
+    return Candidate(way, requests, why=why, least_seconds=least_seconds)
 
 
 def _limit(case: SampleCase, setting: Setting) -> float:

@@ -9,7 +9,6 @@ import torch
 from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops, row_ops
 from fxpipe.sampling.case import SampleCase
-from fxpipe.sampling.links import Links
 from fxpipe.sampling.planning import Choices
 from fxpipe.sampling.seconds import own_seconds
 
@@ -38,7 +37,7 @@ class Layout:
 
     def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, shares: Sequence[float] = ()) -> None:
         self.case, self.made, self.grid = case, made, made.grid
-        self.links = Links(cluster, self.grid, shares)
+        self.links = case.links(cluster, self.grid, tuple(shares))
         self.size = case.group_size(self.grid)
 
     def moving(self, num_bytes: float) -> float:

@@ -237,7 +237,7 @@ def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int
     if beside and request.text == "first" and case.has_text(size):
         if case.may_give_text(size):
             speeds = patch_speeds(request.speeds, grid)
-            return given or balanced_bounds(rows, case.traced.rows, case.node_seconds(size), count, speeds), True
+            return given or balanced_bounds(rows, case.shared_text(size), case.node_seconds(size), count, speeds), True
     if request.speeds and not request.in_turn:
         return given or shared_bounds(rows.units.count, patch_speeds(request.speeds, grid)), False
     return given or even_bounds(rows.units.count, count), False

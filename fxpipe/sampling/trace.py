@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,12 +47,18 @@ class Tracing:
 
         A single sample is traced as two, since a graph of one holds for one alone; as it is where that fails, or is
         something else. Where there is no graph for any number of samples, some inputs may have several rows to each.
+        Where sizes are free the graph is that with free sizes at the call's own, so that it is one program at all.
 
         Raises:
             CaptureError: the module cannot be captured as one graph.
             CompileError: where its rows are is not known.
         """
-        free = self.sizes == "any" and num_free < _MOST_FREE
+        found = self._found(module, args, kwargs, free=self.sizes == "any" and num_free < _MOST_FREE)
+        if not isinstance(found.any_size, AnySize):
+            return found
+        return replace(self.resized(found, args, kwargs), any_size=found.any_size)
+
+    def _found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: bool) -> Traced:
         inputs, tensors = describe(module, args, kwargs, None)
         if inputs.batch_size == 1:
             with suppress(FxpipeError):

@@ -21,7 +21,6 @@ from fxpipe.plan.block_graph import Block
 from passes.blocks import blocks
 from passes.blocks.freeze import Freeze
 from passes.rows import RowPlan
-from passes.sampling.times import PATCH, binding_times
 
 _BLOCKS = 8  # for every column, from which stages are made
 _SLACKS = (1.15, 1.4, 2.0, inf)  # of the mean load: the busiest column has no more, if that can be
@@ -78,24 +77,26 @@ def num_blocks(columns: int) -> int:
     return max(_BLOCKS * columns, 2)
 
 
-def late_blocks(plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], count: int) -> LateBlocks:
+def late_blocks(
+    plan: RowPlan, sample: Mapping[str, int], late_values: frozenset[str], node_seconds: Mapping[str, float], count: int
+) -> LateBlocks:
     """Cut a denoiser into about so many blocks of equal time.
 
     Args:
         sample: the inputs that have rows.
+        late_values: what depends on the patch.
         node_seconds: of every operation, by its name.
 
     Raises:
         CompileError: nothing of it depends on the patch.
     """
-    times = binding_times(plan.sized, dict.fromkeys(sample, PATCH))
-    late = [n.name for n in plan.sized.graph.nodes if n.op == "call_function" and times[n.name] == PATCH]
+    calls = [node.name for node in plan.sized.graph.nodes if node.op == "call_function"]
+    late = [name for name in calls if name in late_values]
     if plan.sized.result.name not in late:
         raise CompileError(f"the prediction is not made of {', '.join(sample)}: there are no stages; leave stages open")
     cut = blocks(plan.sized.capture, Freeze(tuple(late), (), frozenset(), ()), node_seconds, count)
     seconds = tuple(sum(node_seconds.get(name, 0.0) for name in block.nodes) for block in cut)
-    early = frozenset(n.name for n in plan.sized.graph.nodes if n.op == "call_function") - set(late)
-    return LateBlocks(plan.sized.nodes, cut, seconds, early)
+    return LateBlocks(plan.sized.nodes, cut, seconds, frozenset(calls).difference(late))
 
 
 def stage_spans(late: LateBlocks, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:

@@ -22,7 +22,6 @@ from passes.sampling.messages import exchange_nodes
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, even_bounds, shared_bounds
 from passes.sampling.shared import shared_values
-from passes.sampling.times import PATCH, binding_times
 
 Text = Literal["first", "all"]
 
@@ -59,12 +58,12 @@ def alike(graphs: Sequence[fx.Graph]) -> bool:
 
 
 def balanced_bounds(
-    plan: RowPlan, sample: Mapping[str, int], node_seconds: Mapping[str, float], num_patches: int,
+    plan: RowPlan, shared: frozenset[str], node_seconds: Mapping[str, float], num_patches: int,
     speeds: Sequence[float] = (),
 ) -> tuple[int, ...]:  # fmt: skip
     """Bounds of even patches but the first, whose text and rows take about as long as the rows of another; by the
-    `speeds` of their ranks where these are given."""
-    shared, count, text, rows = shared_text(plan, sample), plan.units.count, 0.0, 0.0
+    `speeds` of their ranks where these are given. `shared`: what the first one alone makes."""
+    count, text, rows = plan.units.count, 0.0, 0.0
     for name, seconds in node_seconds.items():
         state = plan.states[name]
         part = float(name in shared)
@@ -83,7 +82,6 @@ def balanced_bounds(
     return (0, *(first + bound for bound in even_bounds(count - first, num_patches - 1)))
 
 
-def shared_text(plan: RowPlan, sample: Mapping[str, int]) -> frozenset[str]:
-    """What is the first patch's where that has the text alone."""
-    times = binding_times(plan.sized, dict.fromkeys(sample, PATCH))
-    return shared_values(plan, frozenset(name for name, time in times.items() if time < PATCH))
+def shared_text(plan: RowPlan, late: frozenset[str]) -> frozenset[str]:
+    """What is the first patch's where that has the text alone; `late` is what depends on the patch."""
+    return shared_values(plan, frozenset(plan.sized.nodes) - late)

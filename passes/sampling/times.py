@@ -18,6 +18,12 @@ def inputs_of_call(plan: RowPlan, sample: Collection[str]) -> frozenset[str]:
     return frozenset(name for name, argument in known if argument not in sample and nodes[name].meta["val"].ndim > 1)
 
 
+def late_values(sized: Sized, sample: Collection[str]) -> frozenset[str]:
+    """The names of values that are known with the patch; `sample`: the inputs that have rows."""
+    times = binding_times(sized, dict.fromkeys(sample, PATCH))
+    return frozenset(name for name, time in times.items() if time == PATCH)
+
+
 def binding_times(sized: Sized, of_inputs: Mapping[str, int]) -> dict[str, int]:
     """The time of every value, by its node's name.
 
