@@ -20,6 +20,7 @@ from torch import fx
 
 from passes.rows import RowPlan, plain_like
 from passes.rows.how import Window
+from passes.sampling.lives import Lives
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch
 from passes.sampling.work import PatchWork, SecondsOf, Sent, Tellers, owners_of, sent_of, value_bytes, work_of
@@ -30,12 +31,12 @@ _FEW = 8
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """The graph of a patch, whatever its numbers. `owners` as of `PatchWork`; `firsts`: of every operation the one, by
+    """The graph of a patch, whatever its numbers. `lives` as of `PatchWork`; `firsts`: of every operation the one, by
     name, that is like it and written for the first of all captured ones that are `groups`; of values that another patch
     owns those that are `shared` are read. `captured`: what the captured operations read."""
 
     graph: fx.Graph
-    owners: Mapping[fx.Node, str]
+    lives: Lives
     firsts: Mapping[fx.Node, str]
     groups: tuple[tuple[str, ...], ...]
     shared: frozenset[str]
@@ -85,7 +86,7 @@ class Alike:
         if key not in self._works:
             result = self.plan.sized.result.name
             self._works[key] = work_of(
-                self.form.owners, made.sizes, made.seconds, lambda node: sent[firsts[node]], result
+                self.form.lives, made.sizes, made.seconds, lambda node: sent[firsts[node]], result
             )
         return self._works[key]
 
@@ -143,7 +144,7 @@ def _form(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Form:
         for name in names
         for node, first in zip(written[name], written[names[0]], strict=True)
     }
-    return Form(graph, owners, firsts, tuple(map(tuple, groups.values())), shared, _reads(plan))
+    return Form(graph, Lives(owners), firsts, tuple(map(tuple, groups.values())), shared, _reads(plan))
 
 
 def _holds(plan: RowPlan, form: Form) -> bool:

@@ -7,7 +7,6 @@ o = attention(q, k_whole, v)     Item(o, its seconds, reads the gather)
 All patches have the same exchanges, so what each tells of them follows from one patch's graph.
 """
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fxpipe.capture import private
 from passes.rows import RowPlan
 from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
+from passes.sampling.lives import Lives
 from passes.sampling.messages import sent_by
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch
@@ -69,14 +68,18 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PatchWork:
-    """All that one patch does, in order. `owners`: the captured operation that every node of a graph stands for, or is
-    written for; `sizes`: bytes of every node's value. `apart`: layers that other graphs do, and what these hold at
-    once."""
+    """All that one patch does, in order. `lives`: of the nodes of its graph; `sizes`: bytes of every node's value.
+    `apart`: layers that other graphs do, and what these hold at once."""
 
     items: tuple[Item, ...]
-    owners: Mapping[fx.Node, str]
+    lives: Lives
     sizes: Mapping[fx.Node, int]
     apart: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def owners(self) -> Mapping[fx.Node, str]:
+        """The captured operation that every node stands for, or is written for."""
+        return self.lives.owners
 
     def bytes_of(self, name: str) -> int:
         """Of a captured value as this patch has it; 0 where it has it not."""
@@ -102,50 +105,12 @@ class PatchWork:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
         at once, what is gathered for them included."""
         if names not in self._held:
-            self._held[names] = self._held_bytes(names)
+            self._held[names] = self.lives.held_bytes(names, self.sizes, self.apart)
         return self._held[names]
 
     @cached_property
     def _held(self) -> dict[frozenset[str], tuple[int, int]]:
         return {}
-
-    def _held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
-        own = [n for n, owner in self.owners.items() if owner in names]
-        read = {operand for node in own for operand in node.all_input_nodes if operand.op == "placeholder"}
-        weights = sum(self.sizes[n] for n in read if n.meta["kind"] not in ("input", "read"))
-        return weights, self.most_alive(own)
-
-    def most_alive(self, nodes: Sequence[fx.Node]) -> int:
-        """The most bytes that the results of these nodes hold at once; views hold what they show."""
-        inside = set(nodes)
-        owner: dict[fx.Node, fx.Node] = {}
-        last: dict[fx.Node, int] = {}
-        views: dict[object, bool] = {operator.getitem: True}
-        for place, node in enumerate(nodes):
-            target, operands = node.target, node.all_input_nodes
-            if target not in views:
-                views[target] = isinstance(target, torch._ops.OpOverload) and private.may_alias(target)
-            base = operands[0] if views[target] and operands else node
-            last[owner.setdefault(node, owner.get(base, base))] = place
-            for operand in operands:
-                last[owner.get(operand, operand)] = place
-        level = most = 0
-        begun = set[str]()
-        ends: dict[int, list[fx.Node]] = {}
-        for node, place in last.items():
-            ends.setdefault(place, []).append(node)
-        for place, node in enumerate(nodes):
-            size = self.sizes[node] if owner[node] is node else 0
-            level += size
-            # what has come is there until the whole is made of it
-            parts = "exchange" in node.meta and node.meta["exchange"].kind != "ring"
-            if self.owners[node] not in self.apart:
-                most = max(most, level + size * parts)
-            elif self.owners[node] not in begun:
-                most = max(most, level - size + self.apart[self.owners[node]])
-                begun.add(self.owners[node])
-            level -= sum(self.sizes[gone] for gone in ends.get(place, ()) if gone in inside)
-        return most
 
 
 def patch_work(
@@ -161,16 +126,16 @@ def graph_work(plan: RowPlan, graph: fx.Graph, tellers: Tellers, seconds: Mappin
     """What the graph of a patch does, whose operations take these seconds."""
     sizes, known = {node: value_bytes(node) for node in graph.nodes}, dict[object, Sent]()
     sent = partial(sent_of, tellers=tellers, known=known)
-    return work_of(owners_of(graph, plan), sizes, seconds, sent, plan.sized.result.name)
+    return work_of(Lives(owners_of(graph, plan)), sizes, seconds, sent, plan.sized.result.name)
 
 
 def work_of(
-    owners: Mapping[fx.Node, str], sizes: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
+    lives: Lives, sizes: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
     sent: Callable[[fx.Node], Sent], result: str,
 ) -> PatchWork:  # fmt: skip
     """What a graph's operations do that take these seconds and bytes, where in every exchange so much is `sent`; those
     that take no time and read nothing of others are left out. `result` is made last."""
-    places: dict[fx.Node, int] = {}
+    owners, places = lives.owners, dict[fx.Node, int]()
     unread: set[int] = set()
     items: list[Item] = []
     readers = {reader for node in owners if "exchange" in node.meta for reader in node.users}
@@ -190,7 +155,7 @@ def work_of(
         if taken or reads:
             items.append(Item(name, taken, None, reads))
     items.append(Item(result, 0.0, None, tuple(sorted(unread))))
-    return PatchWork(tuple(items), owners, sizes)
+    return PatchWork(tuple(items), lives, sizes)
 
 
 def owners_of(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
@@ -220,8 +185,8 @@ def with_layers(work: PatchWork, layers: Mapping[str, PatchWork]) -> PatchWork:
                 items.append(one._replace(name=item.name, reads=tuple(first + read for read in one.reads)))
             begun.add(item.name)
         places.append(len(items) - 1)
-    apart = {name: one.most_alive([*one.owners]) for name, one in layers.items()}
-    return PatchWork(tuple(items), work.owners, work.sizes, apart)
+    apart = {name: one.held_bytes(frozenset(one.owners.values()))[1] for name, one in layers.items()}
+    return PatchWork(tuple(items), work.lives, work.sizes, apart)
 
 
 def value_bytes(node: fx.Node) -> int:
