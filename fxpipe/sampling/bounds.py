@@ -15,6 +15,7 @@ keys and values of exact attention, whose kind is not known yet. Of stages, mess
 """
 
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 from math import inf
 
@@ -67,7 +68,12 @@ def _patch_seconds(case: SampleCase, num_samples: int, parts: int) -> float:
 
 
 def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int, fresh: float = inf) -> float:
-    """The same, from the work of its patches; 0 of a layout that cannot be."""
+    """The same, from the work of its patches; 0 of a layout that cannot be. Of a folded line it is that of any."""
+    one = replace(way, fold=None), cluster, steps, fresh
+    return case.found_once(("least seconds", case.num_samples, *one), lambda: _least_seconds_of_work(case, *one))
+
+
+def _least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int, fresh: float) -> float:
     try:
         grid = grid_of(case, way)
         bounds, text_first = bounds_of(case, way, grid)

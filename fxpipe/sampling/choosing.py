@@ -38,7 +38,9 @@ _EXACT_WINS, _SAME = 1.05, 1.01
 """An exact layout may take so many times as long as the fastest; the first of layouts that are alike is taken."""
 _NEAR, _FAR = 1.6, 1.15
 """Of calls of which one is up to so many times as large, the best layout for one took at most so many times as long as
-the best for the other, and no more than the root of how many times as large."""
+the best for the other, and no more than the root of how many times as large: in 559 of 560 pairs of SDXL and Flux, 4 to
+16 devices, four clusters, ten sizes; in the other it was 1.119 where the root is 1.118. Of twice as large ones the best
+took up to 1.4 times as long."""
 
 
 @dataclass(frozen=True)

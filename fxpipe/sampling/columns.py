@@ -140,8 +140,12 @@ class Columns(Layout):
                 return self.links.to_all(stage.column, result)
             return self.links.to_columns(stage.column, self.result_bytes(self.run))
 
+        known = dict[tuple[int, int], float]()
+
         def seconds(stage: Stage, turn: int) -> float:
-            return self.seconds(stage, turn, fresh)
+            if (stage.index, turn) not in known:
+                known[stage.index, turn] = self.seconds(stage, turn, fresh)
+            return known[stage.index, turn]
 
         return paced(self.line, turns, num_steps, seconds, hop, shown, self.links.are_bus, not fresh)
 

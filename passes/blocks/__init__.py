@@ -12,10 +12,11 @@ freeze   what trains, what only feeds that     line    the backbone's operations
 adopt    light frozen work moves to its block  skips   what crosses between blocks (paths: names as people read them)
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import inf, sqrt
+from itertools import accumulate, pairwise
+from math import sqrt
 
 import torch
 from torch import fx
@@ -175,8 +176,8 @@ def _costs(
 def cheapest_cuts(costs: Sequence[float], seconds: Sequence[float], limit: float) -> list[int]:
     """The cuts with the least cost in all, such that no run exceeds the limit by more than a fifth of it.
 
-    A piece that alone exceeds the limit may share a run with as much more. Shortest path over the cuts, from each back
-    to those its run could have begun at.
+    A piece that alone exceeds the limit may share a run with as much more. Shortest path over the cuts: the starts that
+    a run may have, which move on with its end, are kept in a line as long as none after them costs less.
 
     Args:
         costs: of a cut before every piece but the first.
@@ -191,19 +192,22 @@ def cheapest_cuts(costs: Sequence[float], seconds: Sequence[float], limit: float
     cuts = [min(range(end, start, -1), key=lambda cut: costs[cut - 1]) for start, end in pairwise(busy)]
     firsts = [0, *cuts, len(seconds)]
     taken = [seconds[place] for place in busy]
-    best = [0.0] + [inf] * len(taken)
-    came = [0] * len(best)
-    for stop in range(1, len(best)):
-        run = largest = 0.0
-        for start in range(stop - 1, -1, -1):
-            run += taken[start]
-            if taken[start] > largest:
-                largest = taken[start]
-            if start < stop - 1 and run > max(limit, largest) + _SLACK * limit:
-                break
-            cost = best[start] + (costs[firsts[start] - 1] if start else 0.0)
-            if cost < best[stop]:
-                best[stop], came[stop] = cost, start
+    ends, paid = [0.0, *accumulate(taken)], [0.0]  # paid: up to every cut, with it
+    came, cheapest, largest, first = [0], deque[int](), deque[int](), 0
+    for last in range(len(taken)):
+        while cheapest and paid[cheapest[-1]] >= paid[last]:
+            cheapest.pop()
+        while largest and taken[largest[-1]] <= taken[last]:
+            largest.pop()
+        cheapest.append(last)
+        largest.append(last)
+        while first < last and ends[last + 1] - ends[first] > max(limit, taken[largest[0]]) + _SLACK * limit:
+            first += 1
+            for starts in (cheapest, largest):
+                if starts[0] < first:
+                    starts.popleft()
+        came.append(cheapest[0])
+        paid.append(paid[cheapest[0]] + (costs[firsts[last + 1] - 1] if last + 1 < len(taken) else 0.0))
     chosen = [len(taken)]
     while chosen[-1]:
         chosen.append(came[chosen[-1]])

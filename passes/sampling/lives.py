@@ -51,6 +51,11 @@ class Lives:
         return int(most[own].max(initial=0))
 
     @cached_property
+    def readers(self) -> frozenset[fx.Node]:
+        """Those that read what comes of others."""
+        return frozenset(reader for node in self.owners if "exchange" in node.meta for reader in node.users)
+
+    @cached_property
     def _numbers(self) -> dict[fx.Node, int]:
         return {node: place for place, node in enumerate(self.owners)}
 

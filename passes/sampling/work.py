@@ -135,10 +135,9 @@ def work_of(
 ) -> PatchWork:  # fmt: skip
     """What a graph's operations do that take these seconds and bytes, where in every exchange so much is `sent`; those
     that take no time and read nothing of others are left out. `result` is made last."""
-    owners, places = lives.owners, dict[fx.Node, int]()
+    owners, readers, places = lives.owners, lives.readers, dict[fx.Node, int]()
     unread: set[int] = set()
     items: list[Item] = []
-    readers = {reader for node in owners if "exchange" in node.meta for reader in node.users}
     for node, name in owners.items():
         if "exchange" in node.meta:
             places[node] = len(items)
