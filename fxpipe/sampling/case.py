@@ -318,10 +318,9 @@ class SampleCase:
             value_bytes(nodes[name]) for name in once if any(user.name not in once for user in nodes[name].users)
         )
 
-    @_once
     def links(self, cluster: Cluster, grid: Grid, shares: tuple[float, ...] = ()) -> Links:
         """A cluster's, as a grid's ranks use them; of what one group's patches tell those of each send `shares`."""
-        return Links(cluster, grid, shares)
+        return self.found_once(("links", cluster, grid, shares), lambda: Links(cluster, grid, shares))
 
     def needed(self, num_samples: int, names: Collection[str], early: frozenset[str]) -> frozenset[str]:
         """The operations among `early` that these need."""

@@ -70,8 +70,8 @@ def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = Fa
     near = min(others, key=lambda one: one.times(shape), default=None)
     if near is not None and (times := near.times(shape)) <= _NEAR:
         with suppress(CompileError):
-            found = _narrowed(case, request, setting, _told(near.ranked, min(sqrt(times), _FAR)))
-            return replace(_ranked(case, request, setting, found), narrowed=True)
+            looked_at = _narrowed(case, request, setting, _told(near.ranked, min(sqrt(times), _FAR)))
+            return replace(_ranked(case, request, setting, looked_at), narrowed=True)
     found = _ranked(case, request, setting, _found(case, request, setting))
     known.append(_Known(shape, asked, found))
     return found
@@ -99,8 +99,9 @@ def _told(there: Ranked, most: float) -> dict[object, str | None]:
     for one in there.candidates:
         least = 0.0 if one.least_seconds is None else one.least_seconds / one.requests
         times = (one.seconds if one.found else least) / there.best.seconds if there.best.seconds else 1.0
-        why = f"at another size {times - 1:.1%} longer" if times > most and one is not warm else ""
-        found[_way(one.request, one.requests)] = why or ("" if one.found else None)
+        far = f"at another size {'' if one.found else 'at least '}{times - 1:.1%} longer"
+        near = "" if one.found else None
+        found[_way(one.request, one.requests)] = far if times > most and one is not warm else near
     return found
 
 

@@ -16,7 +16,7 @@ from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.settings import require_stateless
 from fxpipe.collector import held_collector
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows.sized import at_batch_size, require_shapes
@@ -56,7 +56,10 @@ class Tracing:
         found = self._found(module, args, kwargs, free=self.sizes == "any" and num_free < _MOST_FREE)
         if not isinstance(found.any_size, AnySize):
             return found
-        return replace(self.resized(found, args, kwargs), any_size=found.any_size)
+        try:
+            return replace(self.resized(found, args, kwargs), any_size=found.any_size)
+        except CompileError as error:  # nor does it hold at other sizes
+            return replace(found, any_size=str(error))
 
     def _found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: bool) -> Traced:
         inputs, tensors = describe(module, args, kwargs, None)

@@ -31,9 +31,10 @@ class Lives:
     ) -> tuple[int, int]:
         """Of the operations of these captured ones alone: bytes of the model's tensors that they read, and the most
         that their results hold at once; the ones `apart` are done elsewhere, and hold so many there."""
-        own = np.fromiter(map(names.__contains__, self.owners.values()), bool, len(self.owners))
-        read = {tensor for reader, tensor in self._weights if own[reader]}
-        return sum(sizes[tensor] for tensor in read), self._most(own, sizes, {n: apart[n] for n in apart if n in names})
+        own = [owner in names for owner in self.owners.values()]
+        weights = {tensor for reader, tensor in self._weights if own[reader]}
+        apart = {name: size for name, size in apart.items() if name in names}
+        return sum(map(sizes.__getitem__, weights)), self._most(np.array(own, bool), sizes, apart)
 
     def _most(self, own: npt.NDArray[np.bool_], sizes: Mapping[fx.Node, int], apart: Mapping[str, int]) -> int:
         of_all = np.fromiter(map(sizes.__getitem__, self.owners), np.int64, len(own))
@@ -62,7 +63,7 @@ class Lives:
     @cached_property
     def _bases(self) -> Ints:
         """Of every operation the one whose memory its result is, its own or what it is a view of; -1 of an input's."""
-        found, views = list[int](), {operator.getitem: True}
+        found, views = list[int](), dict[object, bool]({operator.getitem: True})
         for place, node in enumerate(self.owners):
             target, operands = node.target, node.all_input_nodes
             if target not in views:
