@@ -103,6 +103,16 @@ def test_estimates_are_what_is_simulated(name: str) -> None:
     assert SamplePlan.parse(str(made.plan)) == made.plan == SamplePlan.from_dict(made.plan.as_dict())
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bounds", [(0, 1, 8), (0, 7, 8)])
+def test_estimates_of_stages_see_every_patch_of_uneven_bounds(name: str, bounds: tuple[int, ...]) -> None:
+    made = compiled(name, stages=2, cfg=1, patches=bounds)
+    timeline, told = made.simulate(STEPS), made.plan.expects
+    assert told is not None
+    assert told.seconds == pytest.approx(timeline.makespan_seconds, rel=0.1)
+    assert told.memory_bytes >= max(timeline.peak_bytes)
+
+
 def asked(made: Sampler) -> tuple[SampleCase, Request, Setting]:
     """What was to be chosen, of the example's call."""
     lowering: Any = made.denoiser.lowering

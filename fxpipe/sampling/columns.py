@@ -1,11 +1,12 @@
 """Columns of ranks, samples or patches one after the other through them: cells of the line, hops between them.
 
-Of equal patches beside each other in a column the first one says what all take. Where a copy's
-ranks have different speeds, the slowest of all groups counts for each rank of a group.
+Of equal patches beside each other in a column the first one says what all take; where bounds are uneven, each is seen,
+and values that cross and memory are those of the one with the most rows. Where a copy's ranks have different speeds,
+the slowest of all groups counts for each rank of a group.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, cached_property, partial
 
 from fxpipe.cluster import Cluster
@@ -17,6 +18,7 @@ from fxpipe.sampling.layout import Estimate, Layout
 from fxpipe.sampling.links import Busy
 from fxpipe.sampling.paced import paced
 from fxpipe.sampling.planning import Choices, seen_patches
+from passes.sampling.patches import even_bounds
 from passes.sampling.stages import Stage, line_of, num_blocks
 from passes.sampling.work import Item, PatchWork
 
@@ -30,7 +32,8 @@ class Columns(Layout):
         assert made.spans is not None
         places = self.grid.stages * self.grid.patches
         self.speeds = [min(speeds[place::places]) for place in range(places)] if speeds else [1.0] * places
-        self.seen = seen_patches(made, self.speeds[: self.grid.patches]) if speeds else (0,)
+        alike = not speeds and made.bounds == even_bounds(made.bounds[-1], len(made.bounds) - 1)
+        self.seen = (0,) if alike else seen_patches(made, self.speeds[: self.grid.patches])
         self.run = case.run_size(self.grid)
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
         self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
@@ -42,7 +45,8 @@ class Columns(Layout):
         return self.fresh_works if fresh or not self.in_turn else self.patch_works[turn // self.num_runs]
 
     def work(self, turn: int, fresh: bool) -> PatchWork:
-        return [*self.works(turn, fresh).values()][-1]
+        """Of the patch with the most rows."""
+        return self._largest(self.works(turn, fresh))
 
     @cached_property
     def fresh_works(self) -> dict[int, PatchWork]:
@@ -52,7 +56,11 @@ class Columns(Layout):
 
     @cached_property
     def fresh_work(self) -> PatchWork:
-        return [*self.fresh_works.values()][-1]
+        return self._largest(self.fresh_works)
+
+    def _largest(self, works: Mapping[int, PatchWork]) -> PatchWork:
+        name = self.case.rows(self.run).sized.result.name
+        return max(works.values(), key=lambda work: work.bytes_of(name))
 
     def speed(self, column: int, patch: int) -> float:
         return self.speeds[column * self.grid.patches + patch]
