@@ -161,6 +161,16 @@ def test_one_trace_serves_every_batch_size() -> None:
     torch.testing.assert_close(alone.of_samples(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_a_value_and_a_number_are_of_two_kinds() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return x * scale + x * 0 + x * 1 + x * 2
+
+    kinds = plan_of(Scaled(), {"x": torch.randn(2, 3, 8, 4), "scale": torch.ones(2, 1, 1, 1)}, {"x": 2}).kinds
+    products = [kind for name, kind in kinds.items() if name.startswith("mul")]
+    assert len(set(products)) == len(products) == 4
+
+
 def test_what_would_need_all_rows_in_one_unit_is_gathered() -> None:
     torch.manual_seed(0)
     model, x = nn.Conv2d(2, 3, 8, stride=8).double(), torch.randn(2, 2, 8, 16, dtype=torch.float64)

@@ -95,9 +95,9 @@ class RowPlan:
 
 
 def plain_like(value: Any, likes: Mapping[fx.Node, object]) -> Any:
-    """Arguments as hashable data; of a node what its value is like."""
+    """Arguments as hashable data; of a node what its value is like, which is no number among arguments."""
     if isinstance(value, fx.Node):
-        return likes[value]
+        return fx.Node, likes[value]
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, list | tuple):
