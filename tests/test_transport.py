@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +226,44 @@ def test_the_first_failure_ends_every_rank_and_keeps_its_cause() -> None:
     with pytest.raises(RunError, match=r"^rank 2 failed in 2F0: ZeroDivisionError: no samples$") as caught:
         run_ranks(4, rank_main)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+class _Sent:
+    """A send of a communicator, which tells when it has arrived."""
+
+    def __init__(self) -> None:
+        self.has_arrived = False
+
+    def is_completed(self) -> bool:
+        return self.has_arrived
+
+
+def test_what_is_sent_is_let_go_as_it_arrives_within_an_action() -> None:
+    transport, works = DistributedTransport.__new__(DistributedTransport), list[_Sent]()
+    transport.rank, transport._sends, transport._sent_bytes = 0, [], {}
+
+    def send(tensor: torch.Tensor, dst: int, edge: int, tag: int) -> _Sent:
+        works.append(_Sent())
+        return works[-1]
+
+    transport._grouped = SimpleNamespace(send=send)  # type: ignore[assignment]
+
+    def sent(count: int) -> None:
+        for _ in range(count):
+            transport.send(torch.zeros(3), 1, len(works))
+
+    sent(3)
+    assert len(transport._sends) == 3
+    works[0].has_arrived = works[1].has_arrived = True
+    sent(1)
+    assert [work for work, *_ in transport._sends] == works[2:]
+    works[3].has_arrived = True  # what comes later is held until what was sent before it is there
+    sent(1)
+    assert [work for work, *_ in transport._sends] == works[2:]
+    works[2].has_arrived = True
+    sent(1)
+    assert [work for work, *_ in transport._sends] == works[4:]
+    assert transport.sent_bytes() == {(0, 1): 6 * 12}
 
 
 def test_ranks_compute_with_one_thread_and_the_setting_returns() -> None:
