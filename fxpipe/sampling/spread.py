@@ -255,8 +255,12 @@ class Spread:
 
     def release(self, rank: int) -> int:
         """Let go of what no program of this rank reads, of all kinds of calls so far; how many bytes that frees."""
-        read = {name for step in self._steps.values() for name in step.program(rank).state}
-        return release(self.module, read) if self._steps and self.whole is None else 0
+        self._forget_other_weights()
+        if not self._steps or self.whole is not None:
+            return 0
+        freed = release(self.module, {name for step in self._steps.values() for name in step.program(rank).state})
+        self._settings = settings_of(self.module, self._named)  # with the hooks that tell of it
+        return freed
 
     def _forget_other_weights(self) -> None:
         """Tensors that were put in place of others are read from now on; others by name, shape or type are another
