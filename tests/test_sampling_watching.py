@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.cluster import Cluster
+from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.choosing import ranked
 from tests.denoisers import noise
 from tests.distributed import run_processes
-from tests.test_sample_planner import MODELS, STEPS, asked, compiled
+from tests.test_sample_planner import MODELS, STEPS, asked, compiled, model
 from tests.test_sampling_piped import equal
 
 
@@ -70,16 +71,48 @@ def called(sampler: Sampler) -> list[Tensor]:
     return found
 
 
-def launched() -> list[Tensor]:
+def launched() -> tuple[list[Tensor], int, bool]:
+    """A rank's predictions, the bytes that it lets go of, and whether it goes on as before."""
     sampler = displaced(3)
-    found = called(sampler)
+    found, freed = called(sampler), sampler.release()
+    goes_on = equal(called(sampler), found)
     sampler.close()
-    return found
+    return found, freed, goes_on
 
 
 def test_who_watches_has_what_the_others_have_bit_for_bit() -> None:
     wanted = called(displaced(2))
     assert not torch.equal(wanted[-1], wanted[0])
     assert equal(called(displaced(3)), wanted)
-    for found in run_processes(3, launched):
-        assert equal(found, wanted)
+    ranks = run_processes(3, launched)
+    assert all(equal(found, wanted) for found, *_ in ranks)
+    weights = sum(parameter.nbytes for parameter in model("DiT").parameters())
+    assert [(freed, goes_on) for _, freed, goes_on in ranks] == [(0, True), (0, True), (weights, True)]
+
+
+# -- other calls, and plans
+
+
+@pytest.mark.parametrize("speeds", ["1,0.5,0.01,0.01", "1,0.01,0.01,0.01"])
+def test_by_a_plan_with_a_rank_that_watches_more_may_watch_at_another_size(speeds: str) -> None:
+    made = compiled("DiT", 4, cluster=f"4xA100*{speeds}", sizes="any").plan
+    watching = compiled("DiT", 3, cluster="8xA100", cfg=1, patches=3).plan
+    watching = replace(watching, watching=1, cluster=made.cluster)
+    again = compiled("DiT", 4, plan=watching, cluster=None, sizes="any")
+    call = {"x": noise(2, 3, 16, 12), "text": noise(2, 5, 8)}
+    plan = again.denoiser.step((), call).plan
+    assert plan.world_size == 4
+    assert plan.watching == made.watching > 1
+    assert again.verify(**call).ok
+
+
+def test_who_cannot_watch_is_refused() -> None:
+    in_turn = compiled("DiT", 2, cluster="8xA100", mode="displaced", stages=2).plan
+    with pytest.raises(CompileError, match=r"1 ranks watching \(patches in turn\)"):
+        compiled("DiT", 3, plan=replace(in_turn, watching=1), cluster=None)
+    data = displaced(3).plan.as_dict()
+    for watching in (-1, "1", 1.0, True, None):
+        with pytest.raises(CompileError, match=r"watching is .*, no number of ranks"):
+            SamplePlan.from_dict({**data, "watching": watching})
+    del data["watching"]
+    assert SamplePlan.from_dict(data) == displaced(2).plan

@@ -212,10 +212,14 @@ class SamplePlan(SavedPlan):
     def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         if (data["format"], data["kind"]) != (FORMAT, "sampling"):
             raise ValueError(f"its format is {data['format']!r}, its kind {data['kind']!r}")
+        watching = data.get("watching", 0)  # of ranks that watch older files say nothing
+        if type(watching) is not int or watching < 0:
+            raise ValueError(f"watching is {watching!r}, no number of ranks")
         return {
             "how": How(**{**data["how"], "fresh": tuple(data["how"].get("fresh", ()))}),
             "expects": None if data["expects"] is None else Expected(**data["expects"]),
             "warm": None if data.get("warm") is None else cls.from_dict(data["warm"]),
+            "watching": watching,
             **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
         }
 

@@ -225,7 +225,8 @@ def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Reque
     if request.stages is None and request.patches is None and request.cfg is None and len(set(request.speeds)) > 1:
         for ranks in range(request.world_size - 1, 0, -1):
             fewer = replace(request, world_size=ranks, speeds=request.speeds[:ranks])
-            yield from _ways_on(case, replace(fewer, watching=request.world_size - ranks), setting)
+            watching = request.watching + request.world_size - ranks
+            yield from _ways_on(case, replace(fewer, watching=watching), setting)
 
 
 def _ways_on(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:

@@ -115,6 +115,7 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     rows = case.rows(case.group_size(grid))
     patches_of(rows, made.bounds)
     _require_turns(made)
+    _require_watching(made)
     boundaries = (0, *(stop for _, stop, _ in made.spans)) if made.spans else (0, 1)
     ranks = [list(_ranks(grid, column)) for column in ([s.column for s in line.stages] if line else [0])]
     staged = Staged(boundaries, tuple(map(tuple, ranks)), made.order, False, grid.world_size)
@@ -136,6 +137,15 @@ def _require_turns(made: Choices) -> None:
         raise CompileError(
             f"the plan has {counted(count, 'patch', 'es')} for {counted(beside, 'rank')} beside each other "
             f"({made.order}); give every rank one, of {IN_TURN} as many as the others"
+        )
+
+
+def _require_watching(made: Choices) -> None:
+    """Refuse ranks that cannot watch: of patches in turn a prediction comes piece by piece, to ranks of stages."""
+    if made.watching < 0 or (made.watching and made.order == IN_TURN):
+        raise CompileError(
+            f"the plan has {made.watching} ranks watching ({made.order}); they are none or more, and none where there "
+            f"are {IN_TURN}: leave them out"
         )
 
 
