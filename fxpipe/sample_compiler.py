@@ -173,7 +173,8 @@ def compile_sampler(
     price = priced(cost_model, known.cost_model if known else "", network)
     by = shared_cost_model(price, world_size)
     how = How(mode, warmup, norms, advance is not False and stages in (None, 1)) if mode == "displaced" else EXACT
-    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, patches, how, text, attention)
+    cut = tuple(patches) if isinstance(patches, Sequence) else patches
+    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, cut, how, text, attention)
     asked = replace(asked, speeds=network.speeds[: asked.world_size])
     texts = str(network), priced_name(price, by)
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
