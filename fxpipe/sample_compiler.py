@@ -187,7 +187,7 @@ def compile_sampler(
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae is not False and name is not None else None
-    image = Request(world_size, None, None, None, None, EXACT)
+    image = Request(world_size, None, None, None, None, EXACT, speeds=asked.speeds)
     of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None, setting=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -98,6 +99,17 @@ def test_compiling_leaves_the_pipeline_as_it_is(shared: Shared) -> None:
     assert dict(pipe.config) == config
     assert [module.training for module in pipe.unet.modules()] == modes
     assert [parameter.requires_grad for parameter in pipe.unet.parameters()] == gradients
+
+
+def test_rows_that_are_decoded_go_by_the_speed_of_their_ranks() -> None:
+    pipe, call = tiny("sd/small")
+    sampler = fxpipe.compile_sampler(pipe, 2, example=call, cluster="2xA100*1,0.4", cfg=1, patches=2)
+    assert error(sample(sampler.pipeline(), call), sample(pipe, call)) <= 1e-10
+    assert sampler.decoder is not None
+    config = pipe.vae.config
+    plan = sampler.decoder.step((noise(1, config.latent_channels, 8, 8),), {}).plan
+    first, second = (stop - start for start, stop in pairwise(plan.bounds))
+    assert 0 < second <= 0.5 * first
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
