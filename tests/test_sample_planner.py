@@ -113,6 +113,13 @@ def test_estimates_of_stages_see_every_patch_of_uneven_bounds(name: str, bounds:
     assert told.memory_bytes >= max(timeline.peak_bytes)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patch_goes_on_when_all_its_samples_are_predicted(name: str) -> None:
+    made = compiled(name, stages=2, cfg=1, patches=2, mode="displaced")
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.06)
+
+
 def asked(made: Sampler) -> tuple[SampleCase, Request, Setting]:
     """What was to be chosen, of the example's call."""
     lowering: Any = made.denoiser.lowering

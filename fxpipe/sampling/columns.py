@@ -135,7 +135,7 @@ class Columns(Layout):
         return {}
 
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
-        turns = self.num_runs * (1 if fresh else self.grid.turns)
+        turns, follows = self.num_runs * (1 if fresh else self.grid.turns), 0 if fresh else self.num_runs
 
         between = cache(self.links.between)
 
@@ -155,7 +155,7 @@ class Columns(Layout):
                 known[stage.index, turn] = self.seconds(stage, turn, fresh)
             return known[stage.index, turn]
 
-        return paced(self.line, turns, num_steps, seconds, hop, shown, self.links.are_bus, not fresh)
+        return paced(self.line, turns, num_steps, seconds, hop, shown, self.links.are_bus, follows)
 
     def estimate(self, steps: int) -> Estimate:
         once = self.case.once(self.run)

@@ -1,6 +1,6 @@
 """A clock of stages, through which samples or patches follow each other.
 
-stage 0  |0|1|2|   |0|1|2|            a turn's next step begins when its prediction is back, and its column free
+stage 0  |0|1|2|   |0|1|2|            a patch's next step begins when its prediction is back, and its column free
 stage 1    |0|1|2|   |0|1|2|
 """
 
@@ -15,7 +15,7 @@ from passes.sampling.stages import Line, Stage
 def paced(
     line: Line, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
     hop: Callable[[Stage, int, str, int], Busy], shown: Callable[[Stage, int], Busy],
-    on_bus: bool, follows: bool,
+    on_bus: bool, follows: int,
 ) -> list[float]:  # fmt: skip
     """When each of some steps ends.
 
@@ -24,7 +24,8 @@ def paced(
         hop: of a stage's value, at a turn, to a column.
         shown: the prediction of a turn, to all ranks.
         on_bus: whether what columns send each other is one after another.
-        follows: whether a turn's next step begins when its prediction is there, not those of all turns.
+        follows: so many turns, samples of one patch, begin the next step when their predictions are there; all turns
+            when all are, where it is 0.
     """
     order, last = cells(line, num_turns), line.stages[-1].index
     crossing = {
@@ -60,8 +61,11 @@ def paced(
             if stage.index == last:
                 begin[turn] = sent((stage.column, -1), end, shown(stage, turn))
         ends.append(max(begin))
+        for first in range(0, num_turns, follows or num_turns):
+            of_patch = slice(first, first + (follows or num_turns))
+            begin[of_patch] = [max(begin[of_patch])] * len(begin[of_patch])
         if not follows:
-            begin, free = [ends[-1]] * num_turns, [ends[-1]] * line.num_columns
+            free = [ends[-1]] * line.num_columns
     return ends
 
 
