@@ -298,3 +298,16 @@ def test_another_size_is_planned_by_what_was_near_the_best(name: str, mode: str)
         if near:
             assert any(one.why.startswith("at another size") for one in found.candidates)
             assert sum(bool(one.found) for one in found.candidates) <= sum(bool(one.found) for one in anew.candidates)
+
+
+def test_patches_that_another_size_has_no_units_for_are_looked_at() -> None:
+    """8 units on 2 ranks beside each other are up to 8 patches in turn, 10 are up to 10."""
+    made = compiled("DiT", mode="displaced", stages=2, cfg=1, sizes="any")
+    case, request, setting = asked(made)
+    lowering: Any = made.denoiser.lowering
+    call = {"x": torch.zeros(2, 3, 20, 8, dtype=X.dtype), "text": TEXT}
+    other = SampleCase(lowering.resized(case.traced, (), call), 2, case.cost_model)
+    found, anew = ranked(other, request, setting), ranked(other, request, setting, anew=True)
+    assert found.narrowed
+    assert {one.request.num_patches for one in found.candidates} == {4, 8, 10}
+    assert found.best.made == anew.best.made

@@ -113,13 +113,14 @@ def _way(way: Request, requests: int) -> object:
 def _narrowed(
     case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str | None]
 ) -> list[Candidate]:
-    """All candidates; those of which another call has `told` why are not looked at."""
+    """All candidates; those of which another call has `told` why are not looked at. Of some it knows nothing, as where
+    it has too few units."""
     found, open_ones = list[Candidate](), list[tuple[bool, int, SampleCase, Request]]()
     for requests, of_requests in _joined(case, request, setting):
         for way in ways(of_requests, request, setting):
             if why := told.get(key := _way(way, requests)):
                 found.append(Candidate(way, requests, why=why))
-            elif key in told:  # else it is like another
+            elif key in told or _way(replace(way, fold=False), requests) not in told:  # else it has nothing to fold
                 open_ones.append((why is None, requests, of_requests, way))
     best, limit = inf, _limit(case, setting)
     for was_not, requests, of_requests, way in sorted(open_ones, key=itemgetter(0)):
