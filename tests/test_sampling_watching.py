@@ -108,7 +108,7 @@ def test_by_a_plan_with_a_rank_that_watches_more_may_watch_at_another_size(speed
 
 def test_who_cannot_watch_is_refused() -> None:
     in_turn = compiled("DiT", 2, cluster="8xA100", mode="displaced", stages=2).plan
-    with pytest.raises(CompileError, match=r"1 ranks watching \(patches in turn\)"):
+    with pytest.raises(CompileError, match=r"1 rank watching \(patches in turn\)"):
         compiled("DiT", 3, plan=replace(in_turn, watching=1), cluster=None)
     data = displaced(3).plan.as_dict()
     for watching in (-1, "1", 1.0, True, None):

@@ -144,8 +144,8 @@ def _require_watching(made: Choices) -> None:
     """Refuse ranks that cannot watch: of patches in turn a prediction comes piece by piece, to ranks of stages."""
     if made.watching < 0 or (made.watching and made.order == IN_TURN):
         raise CompileError(
-            f"the plan has {made.watching} ranks watching ({made.order}); they are none or more, and none where there "
-            f"are {IN_TURN}: leave them out"
+            f"the plan has {counted(made.watching, 'rank')} watching ({made.order}); they are none or more, and none "
+            f"where there are {IN_TURN}: leave them out"
         )
 
 
