@@ -17,7 +17,7 @@ every device runs whole; estimates hold the decoder alone, and are from two devi
 
 HunyuanVideo: 50 steps of 129 frames of 1280 x 720 on 1 to 8 H100, H20 and L20 (the same,
 docs/performance/hunyuanvideo.md), attention by heads. These hold the decoder, too, which estimates do not. Devices are
-what their data sheets say; all GPUs have the efficiencies of an A100, and devices of few FLOP/s reach more of them.
+what their data sheets say, with an A100's efficiencies, carried over as `cost_models.devices` says.
 
 But for Flux and HunyuanVideo the device computes as under CUDA graphs, which DistriFusion uses. Its efficiencies are
 fitted to SDXL's latencies on one device, its ramp to what two save of one's time; what is left are predictions.

@@ -11,7 +11,7 @@ import builtins
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -32,7 +32,7 @@ _NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fx
 def sizes_read_plainly() -> Iterator[None]:
     """Inside, modules of models and of their libraries see free sizes as integers, and their text as a number's."""
     with ExitStack() as stack:
-        stack.enter_context(_in_users_modules("isinstance", _isinstance))
+        stack.enter_context(_in_users_modules({"isinstance": _isinstance}))
         for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
             stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
         yield
@@ -45,23 +45,23 @@ def builtins_watched(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("__mul__", "__rmul__"):
             stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
-        stack.enter_context(_in_users_modules("len", _len))
-        stack.enter_context(_in_users_modules("next", _next_but_of(model)))
-        for name in ("max", "min"):  # which export gives to torch.maximum, a tensor as its only argument
-            stack.enter_context(_in_users_modules(name, partial(_of_entries, name)))
+        # Export gives max and min of a tensor, their only argument, to torch.maximum.
+        of_entries = {name: partial(_of_entries, name) for name in ("max", "min")}
+        stack.enter_context(_in_users_modules({"len": _len, "next": _next_but_of(model), **of_entries}))
         yield
 
 
 @contextmanager
-def _in_users_modules(name: str, function: Any) -> Iterator[None]:
-    """A builtin, another one inside, but where a module has its own."""
-    shadowed = [vars(one) for path, one in list(sys.modules.items()) if _of_users(path, one) and name not in vars(one)]
+def _in_users_modules(functions: Mapping[str, Any]) -> Iterator[None]:
+    """Builtins by name, other ones inside, but where a module has its own."""
+    modules = [vars(one) for path, one in list(sys.modules.items()) if _of_users(path, one)]
+    shadowed = [(names, name) for names in modules for name in functions if name not in names]
     try:
-        for names in shadowed:
-            names[name] = function
+        for names, name in shadowed:
+            names[name] = functions[name]
         yield
     finally:
-        for names in shadowed:
+        for names, name in shadowed:
             names.pop(name, None)
 
 
@@ -75,7 +75,7 @@ def decisions_noted() -> Iterator[None]:
 
 
 def _of_users(name: str, module: Any) -> bool:
-    return isinstance(module, types.ModuleType) and name.partition(".")[0] not in _NOT_USERS
+    return name.partition(".")[0] not in _NOT_USERS and isinstance(module, types.ModuleType)
 
 
 def _len(value: Any) -> Any:
