@@ -335,8 +335,9 @@ class SampleCase:
 
     def fingerprint(self, blocks: LateBlocks | None) -> str:
         """Of the call's graph with its sizes, the inputs that have rows, and the blocks: plans hold for no other."""
-        sized = self.rows(self.num_samples).sized
-        text = [graph_fingerprint(sized.graph), str(self.num_samples), str(dict(self.traced.rows))]
+        graph = self.rows(self.num_samples).sized.graph
+        of_graph = self.found_once(("fingerprint", self.num_samples), lambda: graph_fingerprint(graph))
+        text = [of_graph, str(self.num_samples), str(dict(self.traced.rows))]
         text += [" ".join(block.nodes) for block in blocks.blocks] if blocks else []
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
 
