@@ -48,6 +48,14 @@ def test_no_call_is_slower_than_on_the_first_device_alone(name: str, speeds: str
         assert found.best.seconds <= 1.01 * found.alone_seconds
 
 
+def test_it_is_sent_the_prediction() -> None:
+    made = compiled("DiT", 2, cluster="2xA100*1,0.02", mode="exact")
+    (prediction,) = made.traffic().channels.values()
+    assert made.plan.watching == 1
+    assert made.plan.expects is not None
+    assert made.plan.expects.wire_bytes == prediction > 0
+
+
 def test_equal_devices_all_work() -> None:
     case, request, setting = asked(compiled("DiT", 4))
     assert all(not one.request.watching for one in ranked(case, request, setting).candidates)

@@ -52,7 +52,7 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
     results = [layout.result_bytes(size) for size in sizes]
     shown = links.of_groups(results)
     joined = layout.moving(sum(results)) if grid.groups > 1 else 0.0
-    seconds, received, fresh = 0.0, 0, 0.0
+    seconds, received, fresh = 0.0, sum(results) if made.watching else 0, 0.0
     for copy in range(grid.copies if speeds else 1):
         groups = [pace(copy * grid.groups + group) for group in range(grid.groups)]
         begun = [group.once for group in groups]
