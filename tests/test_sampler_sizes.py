@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -213,6 +214,10 @@ def by_text(x: Tensor, net: Forward) -> Tensor:
     return x * TABLE.get(f"{x.shape[2]}", 1.0)
 
 
+def by_text_of_a_form(x: Tensor, net: Forward) -> Tensor:
+    return x * TABLE.get(f"{x.shape[2]:d}", 1.0)
+
+
 def by_sizes(x: Tensor, net: Forward) -> Tensor:
     return x * WIDTHS.get(tuple(x.shape[2:]), 1.0)  # type: ignore[call-overload, no-any-return]
 
@@ -223,6 +228,10 @@ def tensor_of_sizes(x: Tensor, net: Forward) -> Tensor:
 
 def root(x: Tensor, net: Forward) -> Tensor:
     return x / math.sqrt(x.shape[2] * x.shape[3])
+
+
+def numpys_root(x: Tensor, net: Forward) -> Tensor:
+    return x / numpy.sqrt(x.shape[2] / x.shape[3]) + numpy.maximum(x.shape[2] * 0.1, 0.5)
 
 
 def fraction(x: Tensor, net: Forward) -> Tensor:
@@ -248,10 +257,10 @@ def lists(x: Tensor, net: Forward) -> Tensor:
 
 
 WAYS = (
-    branch, branch_of_integers, branch_of_types, by_text, by_sizes, tensor_of_sizes, root, fraction, plain_tensor, kept,
-    squares, lists,
+    branch, branch_of_integers, branch_of_types, by_text, by_text_of_a_form, by_sizes, tensor_of_sizes, root,
+    numpys_root, fraction, plain_tensor, kept, squares, lists,
 )  # fmt: skip
-FREE = {branch, branch_of_integers, root, fraction, plain_tensor, kept, squares}
+FREE = {branch, branch_of_integers, root, numpys_root, fraction, plain_tensor, kept, squares}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, SlicedAttnProcessor
@@ -141,6 +142,39 @@ class Counted(nn.Module):
 def test_lengths_of_tensors_are_their_sizes() -> None:
     x = torch.randn(7, 2, 2, dtype=torch.float64)
     program = fxpipe.compile(Counted().double(), 2, example_inputs=(x,), microbatches=3, schedule="1f1b")
+    assert program.verify(x).ok
+
+
+def by_numpys_root(layer: nn.Module, x: Tensor) -> Tensor:
+    """Normalised as EDM2's layers are (Karras et al., 2024, training/networks_edm2.py)."""
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    return layer(x / torch.add(1e-4, norm, alpha=numpy.sqrt(norm.numel() / x.numel())))  # type: ignore[no-any-return]
+
+
+def in_strata(layer: nn.Module, x: Tensor) -> Tensor:
+    starts = torch.linspace(0, 1, x.shape[0] + 1)[:-1]
+    return layer(x) * (starts + torch.rand(x.shape[0]) / x.shape[0])[:, None]  # type: ignore[no-any-return]
+
+
+def with_text(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    print(f"{x.shape[0]:4d} samples, {x.shape[0] / 2:.1f} a half, mean {y.mean():.3f}, {y.mean().item():.3f}, {y}")
+    return y * float(f"{torch.ones(2)[1]:.1f}")
+
+
+class Through(nn.Module):
+    def __init__(self, middle: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.middle, self.first, self.last = middle, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.last, torch.tanh(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize("middle", [by_numpys_root, in_strata, with_text])
+def test_numpy_and_text_are_given_free_sizes(middle: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    x = torch.randn(5, 4, dtype=torch.float64)
+    program = fxpipe.compile(Through(middle).double(), 2, example_inputs=(x,), microbatches=2, schedule="1f1b")
     assert program.verify(x).ok
 
 

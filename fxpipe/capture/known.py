@@ -84,10 +84,20 @@ def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
         return func(value, *args)
 
 
-KNOWN: Table = dict.fromkeys(
-    (
-        torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__,
-        torch.Tensor.__index__,
+def _formatted(func: Any, tensor: torch.Tensor, form: str) -> Any:
+    """The text of a number; of one that is not known, that of the tensor, as without a form."""
+    if not form or tensor.ndim:
+        return func(tensor, form)
+    return str(tensor) if value_of(tensor) is None else _read(func, tensor, form)
+
+
+KNOWN: Table = {
+    **dict.fromkeys(
+        (
+            torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__,
+            torch.Tensor.__float__, torch.Tensor.__index__,
+        ),
+        _read,
     ),
-    _read,
-)  # fmt: skip
+    torch.Tensor.__format__: _formatted,
+}  # fmt: skip

@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain, count, islice
@@ -190,6 +190,21 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
+
+
+@contextmanager
+def added(kind: type, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes that a class does not have, inside."""
+    names = [
+        name for name in attributes if not hasattr(kind, name) or getattr(kind, name) is getattr(object, name, None)
+    ]
+    for name in names:
+        setattr(kind, name, attributes[name])
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(kind, name)
 
 
 def traced_node(tensor: torch.Tensor) -> fx.Node | None:

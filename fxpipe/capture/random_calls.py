@@ -2,6 +2,7 @@
 
     bernoulli(p)               ->   rand(shape) < p
     multinomial(p, 1)          ->   searchsorted(cumsum(p) / sum(p), rand(shape))
+    x.random_(1, 9)            ->   x.copy_(randint(1, 9, shape)), as no graph's text can name that operation
     lstm(x, dropout=0.1)       ->   a layer at a time, with dropout between
 
 A compiled program and the uncompiled model beside it (`program.verify`) both draw so, and draw the same numbers.
@@ -41,6 +42,12 @@ def _multinomial(func: Any, input: torch.Tensor, num_samples: int, replacement: 
     sums = input.cumsum(-1)
     uniform = torch.rand((*input.shape[:-1], num_samples), dtype=input.dtype, device=input.device)
     return torch.searchsorted(sums / sums[..., -1:], uniform, right=True)
+
+
+def _random(func: Any, input: torch.Tensor, *bounds: int, **options: Any) -> torch.Tensor:
+    if len(bounds) != 2:
+        return func(input, *bounds, **options)  # type: ignore[no-any-return]
+    return input.copy_(torch.randint(*bounds, input.shape, device=input.device, **options))
 
 
 def _dirichlet(func: Any, concentration: torch.Tensor) -> torch.Tensor:
@@ -105,6 +112,7 @@ RANDOM_CALLS: Table = {
     torch.normal: _normal,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
+    torch.Tensor.random_: _random,
     torch._sample_dirichlet: _dirichlet,
     F.rrelu: _rrelu,
     F.rrelu_: functools.partial(_rrelu, inplace=True),

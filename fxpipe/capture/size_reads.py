@@ -3,11 +3,14 @@
 isinstance(height, int)     True, as without a trace
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
+np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of that name
+print(f"{batch / 2:.1f}")   its text, as without a form
 torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
 """
 
 import builtins
+import math
 import operator
 import sys
 import types
@@ -16,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
+import numpy
 import sympy
 import torch
 from torch import nn
@@ -35,6 +39,7 @@ def sizes_read_plainly() -> Iterator[None]:
         stack.enter_context(_in_users_modules({"isinstance": _isinstance}))
         for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
             stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
+            stack.enter_context(private.added(kind, {"__format__": _text(object.__format__, read)}))
         yield
 
 
@@ -43,6 +48,8 @@ def builtins_watched(model: nn.Module) -> Iterator[None]:
     """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them; what
     is repeated a free number of times is a `Repeated`; iterators that the model keeps have no next."""
     with ExitStack() as stack:
+        for kind in (torch.SymInt, torch.SymFloat):
+            stack.enter_context(private.added(kind, _NUMBERS))
         for name in ("__mul__", "__rmul__"):
             stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
         # Export gives max and min of a tensor, their only argument, to torch.maximum.
@@ -145,9 +152,20 @@ def _isinstance(value: Any, kinds: Any) -> bool:
     return builtins.isinstance(value, kinds) or (kind in _LIKE and builtins.isinstance(_LIKE[kind], kinds))
 
 
+def _as_number(function: Callable[..., float]) -> Callable[..., float]:
+    return lambda size, *others: function(size, *others)  # which binds the size, as functions of C do not
+
+
+_NUMBERS: dict[str, Any] = {
+    "__format__": lambda size, form: str(size),
+    **{name: _as_number(getattr(math, name)) for name in dir(math) if isinstance(getattr(numpy, name, 0), numpy.ufunc)},
+}
+"""What free sizes have no methods for: numpy asks what is no number of its own for a method of its function's name."""
+
+
 def _text(original: Any, read: Any) -> Any:
-    def text(size: Any) -> str:
-        return original(size) if _is_ours(sys._getframe(1)) else repr(read(size))
+    def text(size: Any, *form: str) -> str:
+        return original(size, *form) if _is_ours(sys._getframe(1)) else format(read(size), *form)
 
     return text
 

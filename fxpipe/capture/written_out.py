@@ -4,6 +4,7 @@ are, written with others.
     embedding_bag(ids, w)          ->   embedding(ids, w).mean(1)
     take_along_dim(x, i, 1)        ->   gather(x, 1, i)
     tensor([[0, 1]] * batch)       ->   tensor([0, 1]).repeat(batch, 1)
+    linspace(0, 1, batch + 1)      ->   where(i < half, i * step, 1 - (batch - i) * step), of i = arange(batch + 1)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
     pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from fxpipe.capture.calls import Table
 from fxpipe.capture.size_reads import Repeated
+from fxpipe.capture.sizes import is_symbolic
 
 
 def _take_along_dim(func: Any, input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -134,7 +136,18 @@ def _tensor(func: Any, data: Any, **options: Any) -> torch.Tensor:
     return row.repeat(data.count, *[1] * row.ndim)  # type: ignore[no-any-return]
 
 
+def _linspace(func: Any, start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
+    """From both ends to the middle, as torch's own."""
+    kind = options.get("dtype") or torch.get_default_dtype()
+    if not is_symbolic(steps) or not kind.is_floating_point or options.get("out") is not None:
+        return func(start, end, steps, **options)  # type: ignore[no-any-return]
+    places = torch.arange(steps, **{**options, "dtype": kind})
+    step = (end - start) / torch.sym_max(steps - 1, 1)
+    return torch.where(places < (steps + 1) // 2, start + step * places, end - step * (steps - 1 - places))
+
+
 WRITTEN_OUT: Table = {
+    torch.linspace: _linspace,
     torch.tensor: _tensor,
     torch.as_tensor: _tensor,
     torch.take_along_dim: _take_along_dim,
