@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.capture.inputs import call_of
@@ -195,5 +196,22 @@ def test_a_rank_that_raises_in_process_is_named() -> None:
         raise ArithmeticError("planted")
 
     getattr(module, name).forward = broken
-    with pytest.raises(fxpipe.RunError, match=r"rank 1 failed in \d[FB]\d: ArithmeticError: planted"):
+    with pytest.raises(fxpipe.RunError, match=r"rank 1 failed in \d[FB]\d: ArithmeticError: planted$"):
         engine.step(program.model.example_inputs(5))
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.labels, self.last = nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.labels(y)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_an_operation_that_fails_is_named_with_what_it_reads() -> None:
+    given = {"x": torch.randn(4, 4), "y": torch.arange(4)}
+    program = fxpipe.compile(Labelled(), 2, example_inputs=given, microbatches=2, schedule="1f1b")
+    says = r"failed in \dF1: IndexError: index out of range in self, in embedding of labels\.weight \[5, 4\], y \[2\]$"
+    with pytest.raises(fxpipe.RunError, match=says):
+        program.local_engine().step(given | {"y": torch.arange(2, 6)})

@@ -11,6 +11,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.transport import Channel, Pending, T, Transport
+from fxpipe.run.faults import place_of
 from fxpipe.run.transport.mailboxes import MESSAGES, NUMBERS, OBJECTS, Mail, Mailboxes
 
 MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
@@ -20,7 +21,8 @@ GRACE_SECONDS = 10.0  # how long a rank that computes may go on after another ra
 def failure_text(rank: int, action: str, error: BaseException) -> str:
     """The sentence by which every rank reports the rank that failed first."""
     parts = ["" if isinstance(error, RunError) else type(error).__name__, str(error)]
-    return f"rank {rank} failed in {action}: {': '.join(filter(None, parts))}"
+    place = place_of(error)
+    return f"rank {rank} failed in {action}: {': '.join(filter(None, parts))}" + (f", in {place}" if place else "")
 
 
 def describe(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -1,0 +1,36 @@
+"""Where in a rank's graphs an operation has failed, in words: of its inputs and weights by their names.
+
+embedding = torch.ops.aten.embedding.default(emb_weight, y)   ->   embedding of emb.weight [5, 6], y [2]
+"""
+
+import linecache
+import traceback
+from types import FrameType
+
+import torch
+from torch import fx
+
+from fxpipe.capture import private
+
+
+def place_of(error: BaseException) -> str:
+    """Empty where it was no operation of torch's that failed."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        graph = getattr(frame.f_locals.get("self"), "graph", None)
+        if isinstance(graph, fx.Graph):
+            name = linecache.getline(frame.f_code.co_filename, line).partition(" = ")[0].strip()
+            node = next((node for node in graph.nodes if node.name == name), None)
+            return "" if node is None or not isinstance(node.target, torch._ops.OpOverload) else _told(node, frame)
+    return ""
+
+
+def _told(node: fx.Node, frame: FrameType) -> str:
+    given = [(one, frame.f_locals.get(one.name)) for one in node.all_input_nodes]
+    tensors = [
+        f"{one.target if one.op == 'get_attr' else one.name} {list(value.shape)}"
+        for one, value in given
+        if isinstance(value, torch.Tensor)
+    ]
+    return (
+        f"{private.packet_name(node.target)} of {', '.join(tensors)}" if tensors else private.packet_name(node.target)
+    )
