@@ -618,7 +618,7 @@ def test_what_is_made_like_a_value_has_no_gradient_of_it() -> None:
 def test_hooks_on_parameters_and_modules_are_refused() -> None:
     step = Step(lambda s, h, y: h)
     handle = step.a.weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(CaptureError, match=r"parameter a.weight: a gradient hook"):
+    with pytest.raises(CaptureError, match=r"parameter a.weight: a gradient hook.*change .grad after each step"):
         captured(step, batch())
     handle.remove()
     step.a.register_full_backward_hook(lambda *arguments: None)
@@ -677,6 +677,13 @@ def test_a_loss_that_is_nothing_is_judged_beside_gradients(loss: float, ok: bool
     gradients = {"weight": torch.ones(2)}
     report = compare(torch.tensor(loss), gradients, (torch.tensor(-1e-17), gradients, 0), 0, 1e-10)
     assert report.ok is ok
+
+
+def test_a_loss_that_one_device_has_no_number_for_is_told_as_such() -> None:
+    for loss in (1.0, torch.nan):
+        report = planted(loss=loss, their_loss=torch.nan)
+        assert not report.ok
+        assert re.fullmatch(r"NOT EXACT: loss .* against nan on one device, which is no number; .*", str(report))
 
 
 def test_a_tolerance_says_what_widens_it() -> None:

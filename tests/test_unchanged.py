@@ -172,7 +172,7 @@ def test_a_buffer_that_is_read_for_batches_of_one_shape_alone_keeps_its_value(ba
         engine.step(other)
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated in favor of", "ignore:.*forward sets its attribute 'weight'")
+@pytest.mark.filterwarnings("ignore:.*deprecated in favor of")
 def test_weights_that_every_forward_computes_are_no_change(
     batch: tuple[Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:

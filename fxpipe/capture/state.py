@@ -20,6 +20,8 @@ from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder, holders_of, is_opaq
 
 _LIBRARY = "transformers."
 """Its modules note what they have installed at their first call, and compute alike in the next."""
+_HOOKS = "torch.nn.utils."
+"""Its hooks compute a module's weight before each of its calls: `weight_norm`, `spectral_norm`."""
 _ABSENT = object()
 
 
@@ -87,7 +89,7 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
     moves, read = private.moving_values([*inputs, *weights], replaced)
     caches = {one.holder.owner for one in changed if any(not moves(tensor) for tensor in _tensors(one.after))}
     for one in changed:
-        if one.holder.owner not in caches and not _is_of(model, one, _LIBRARY):
+        if one.holder.owner not in caches and not _is_of(model, one, _LIBRARY) and not _is_hooks(model, one):
             is_read = any(tensor is other for tensor in _tensors(one.before) for other in read)
             found.append(replace(one, is_read=is_read))
 
@@ -123,6 +125,11 @@ def _shown(value: Any) -> str:
 
 def _is_of(model: nn.Module, written: Written, library: str) -> bool:
     return type(model.get_submodule(written.holder.owner)).__module__.startswith(library)
+
+
+def _is_hooks(model: nn.Module, written: Written) -> bool:
+    hooks = model.get_submodule(written.holder.owner)._forward_pre_hooks.values()
+    return any(type(h).__module__.startswith(_HOOKS) and getattr(h, "name", None) == written.key for h in hooks)
 
 
 def _is_other(before: Any, after: Any, weights: set[int]) -> bool:

@@ -149,7 +149,9 @@ def refuse_outside(model: nn.Module) -> None:
             raise CaptureError(f"module {name or '(the model itself)'}: a backward hook cannot be captured; remove it")
     for name, parameter in model.named_parameters():
         if private.has_gradient_hooks(parameter):
-            raise CaptureError(f"parameter {name}: a gradient hook cannot be captured; remove it")
+            raise CaptureError(
+                f"parameter {name}: a gradient hook cannot be captured; remove it, and change .grad after each step"
+            )
 
 
 @contextmanager
