@@ -397,6 +397,19 @@ def test_no_grad_and_autocast_inside_autocast() -> None:
     assert (False, ("cpu", torch.bfloat16, False)) in marks
 
 
+@pytest.mark.parametrize(
+    "same", [Tensor.double, Tensor.cpu, Tensor.positive, lambda h: h.type_as(h), lambda h: h.flatten(1), Tensor.detach]
+)
+def test_what_gives_back_its_operand_under_no_grad_leaves_that_its_gradient(same: Callable[[Tensor], Tensor]) -> None:
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(h)
+        with torch.no_grad():
+            noted = same(h).sin()
+        return s.a(h) * noted
+
+    exact(Step(middle), batch(), microbatches=2, schedule="1f1b")
+
+
 def test_surroundings_of_compile_do_not_matter() -> None:
     with torch.no_grad():
         exact(Step(lambda s, h, y: h * 2), batch())

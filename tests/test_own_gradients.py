@@ -145,6 +145,9 @@ EXACT: dict[str, Middle] = {
     "of rows, by embedding": lookup(lambda zeros, ids, grad: aten.embedding_dense_backward(grad, ids, 4, -1, False)),
     "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
     "weights that it is not given": lambda s, h, y: h + called(y, s.a),
+    "again, of what a cast leaves": lambda s, h, y: checkpointed(
+        lambda x: F.silu(s.a(x.double())), h, *s.a.parameters()
+    ),
     "again": lambda s, h, y: checkpointed(lambda x: F.silu(s.a(x)), h, *s.a.parameters()),
 }
 

@@ -33,7 +33,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.export import _trace
-from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -244,6 +244,29 @@ def moving_values(
         if drawn or any(held is one for one in constants) or any(one in moving for one in node.all_input_nodes):
             moving.add(node)
     return lambda tensor: traced_node(tensor) in moving, read
+
+
+@contextmanager
+def same_values_kept() -> Iterator[None]:
+    """Inside, what gives back its operand itself under no_grad, as `x.float()` of float32 does, makes no new value.
+
+    A trace takes the operand for that operation's result from then on, and with it its gradient away.
+    """
+    original: Any = proxy_tensor.set_proxy_slot
+
+    def put(value: Any, tracer: Any, proxy: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not torch.is_grad_enabled():
+            known, made = get_proxy_slot(value, tracer, None), proxy.proxy.node
+            if known is not None and known.proxy.node in made.all_input_nodes and not _writes(made.target):
+                return
+        original(value, tracer, proxy)
+
+    with replaced(proxy_tensor, "set_proxy_slot", put):
+        yield
+
+
+def _writes(target: Any) -> bool:
+    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
 
 
 @contextmanager

@@ -46,6 +46,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.inference_without_gradients())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(private.user_frames())
+        stack.enter_context(private.same_values_kept())
         stack.enter_context(private.plain_regions())
         stack.enter_context(private.plain_checkpoints())
         # Distributions look at their arguments' values, to raise errors only.
