@@ -188,7 +188,8 @@ class Program:
         return StepResult(*engine.run(tensors, step), engine.gather_outputs() or {})
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
-        own = self.step.inputs.signature.parameters
+        inputs = self.step.inputs  # of which some may be by name alone, **batch
+        own = {*inputs.signature.parameters, *(leaf.name.partition(".")[0] for leaf in inputs.leaves)}
         seed, step = (0 if name in own else kwargs.pop(name, 0) for name in ("seed", "step"))
         return seed, step
 

@@ -74,6 +74,15 @@ def test_the_first_of_inputs_by_name_has_the_batch() -> None:
     assert describe(ByName(), (), {"x": noise(6, 4), "factor": noise(1)}, None)[0].batch_size == 6
 
 
+class Warmed(Small):
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.run(batch["x"]).square().mean() * (batch["step"] / 10).clamp(max=1.0)
+
+
+def test_an_input_by_name_is_none_of_verifications_own() -> None:
+    exact(Warmed(), {"x": noise(6, 4), "step": torch.tensor(3)}, microbatches=2)
+
+
 def when(test: Callable[[int], bool]) -> Middle:
     return lambda s, h, y: h * 2 if test(h.shape[0]) else h * 3
 
