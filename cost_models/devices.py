@@ -25,16 +25,19 @@ from fxpipe.errors import CompileError
 # of an eager step under autocast, where an operator is often two kernels, the operator's and a cast's.
 _CONVOLUTION, _MATRIX, _ATTENTION, _MEMORY = 0.65, 0.5, 0.35, 0.85
 _LAUNCH_SECONDS, _RAMP_SECONDS = 10e-6, 20e-6
-# Of tensor cores a kernel reaches at most this part, that of the best matrix products on an A100 (the same, section 1:
-# 80 to 90 %). The rest of its time goes to other work, such as a softmax, and is as much longer or shorter as that is
-# to products: 16 to 1 on an A100 (the same, section 3.1), 3.4 to 1 on an H20, which so reaches more of its peak.
+# On other GPUs they are assumed: carried over by what a kernel does beside products, such as a softmax. Tensor cores
+# are taken to reach this part of their peak at most, as an A100's do in the best matrix products (Dao, section 1: 80 to
+# 90 %), and the rest of a kernel's time to be that of its other work, which costs 16 times as much on an A100 (Dao,
+# section 3.1) and 3.4 times on an H20, so that an H20 reaches more of its peak. H20 and L20 suggested it: HunyuanVideo
+# takes as much of their peaks (`benchmarks/sampling_published.py`). The ratio at half precision stands for all types,
+# and no GPU is taken to reach less than an A100.
 _PRODUCTS_ALONE, _A100_RATIO = 0.9, 312 / 19.5
 
 
 def _reached(efficiency: float, ratio: float) -> float:
     """An A100's efficiency on a GPU whose tensor cores compute so many times as fast as the rest of it."""
     other = 1 / efficiency - 1 / _PRODUCTS_ALONE
-    return 1 / (1 / _PRODUCTS_ALONE + other * ratio / _A100_RATIO)
+    return 1 / (1 / _PRODUCTS_ALONE + other * min(ratio / _A100_RATIO, 1.0))
 
 
 def _gpu(

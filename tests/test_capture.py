@@ -705,7 +705,7 @@ def test_a_loss_that_one_device_has_no_number_for_is_told_as_such() -> None:
     for loss in (1.0, torch.nan):
         report = planted(loss=loss, their_loss=torch.nan)
         assert not report.ok
-        assert re.fullmatch(r"NOT EXACT: loss .* against nan on one device, which is no number; .*", str(report))
+        assert re.fullmatch(r"NOT EXACT: loss .* against nan on one device, which is not finite; .*", str(report))
 
 
 def test_a_tolerance_says_what_widens_it() -> None:

@@ -48,7 +48,7 @@ EXACT: dict[str, tuple[Middle, int]] = {
     "noise in place": (lambda s, h, y: h + torch.empty_like(h).normal_(0, 0.1), 1),
     "timesteps": (lambda s, h, y: h * torch.randint(0, 10, (h.shape[0],))[:, None], 1),
     "timesteps in place": (lambda s, h, y: h * torch.LongTensor(h.shape[0]).random_(2, 9)[:, None], 1),
-    "whole numbers in place": (lambda s, h, y: h * torch.empty_like(h).random_(5).random_(1, 5), 2),
+    "whole numbers in place": (lambda s, h, y: h * torch.empty_like(h).random_(5).random_(1, to=5), 2),
     "randint_like": (lambda s, h, y: h + torch.randint_like(y, 5), 1),
     "stochastic depth": (lambda s, h, y: torch.where(torch.rand(h.shape[0], 1) < 0.3, 0.0, h), 1),
     "one number for all samples": (lambda s, h, y: h * torch.rand(()), 1),

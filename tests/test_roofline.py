@@ -50,10 +50,10 @@ def test_more_of_a_peak_is_reached_where_the_rest_of_a_gpu_is_fast_beside_its_te
     for large in (product, attended):
         reached = {  # of the peaks of their data sheets
             name: 10**16 / seconds_of(device(name), large, 1).forward / peak
-            for name, peak in {"B200": 2250e12, "A100-80GB": 312e12, "H20": 148e12, "L20": 119.5e12}.items()
+            for name, peak in {"A100-80GB": 312e12, "H20": 148e12, "L20": 119.5e12, "B200": 2250e12}.items()
         }
-        assert [*reached] == sorted(reached, key=lambda name: reached[name])
-        assert reached["L20"] < 0.9
+        assert reached["A100-80GB"] < reached["H20"] < reached["L20"] < 0.9
+        assert reached["B200"] == pytest.approx(reached["A100-80GB"], rel=0.01)  # no less, whatever its ratio
     # HunyuanVideo, most of it attention, takes an H20 3.5 times as long as an H100 (benchmarks/sampling_published.py),
     # whose peak is 6.7 times as high: 1.9 times as much of it is reached.
     assert 1.6 < device("H20").attention_efficiency / device("H100").attention_efficiency < 2.1  # type: ignore[operator]

@@ -190,6 +190,31 @@ def test_weights_that_every_forward_computes_are_no_change(
     assert not caplog.records
 
 
+class ReadBefore(nn.Module):
+    """Reads of a weight what the call before has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.last.weight.detach().norm()
+        return (self.last(torch.tanh(self.first(x))) * size).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated in favor of")
+def test_a_weight_that_is_read_before_its_hook_computes_it_is_state(batch: tuple[Tensor]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = ReadBefore()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        model(*batch)
+    with pytest.raises(CaptureError, match="weight"):
+        engine_of(model)
+
+
 def test_a_model_that_is_compiled_again_goes_on_with_its_optimizer(batch: tuple[Tensor]) -> None:
     def trained(compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -148,17 +148,18 @@ def test_lengths_of_tensors_are_their_sizes() -> None:
 def by_numpys_root(layer: nn.Module, x: Tensor) -> Tensor:
     """Normalised as EDM2's layers are (Karras et al., 2024, training/networks_edm2.py)."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    return layer(x / torch.add(1e-4, norm, alpha=numpy.sqrt(norm.numel() / x.numel())))  # type: ignore[no-any-return]
+    scale = numpy.sqrt(norm.numel() / x.numel()) * numpy.arctan(x.shape[1] / norm.numel())
+    return layer(x / torch.add(1e-4, norm, alpha=scale))  # type: ignore[no-any-return]
 
 
 def in_strata(layer: nn.Module, x: Tensor) -> Tensor:
-    starts = torch.linspace(0, 1, x.shape[0] + 1)[:-1]
+    starts = torch.linspace(0, 1, x.shape[0] + 1)[:-1] + torch.linspace(0.1, 1e3, x.shape[0])
     return layer(x) * (starts + torch.rand(x.shape[0]) / x.shape[0])[:, None]  # type: ignore[no-any-return]
 
 
 def with_text(layer: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = layer(x)
-    print(f"{x.shape[0]:4d} samples, {x.shape[0] / 2:.1f} a half, mean {y.mean():.3f}, {y.mean().item():.3f}, {y}")
+    print(f"mean {y.mean():.3f}, {y.mean().item():.3f}, {y}")
     return y * float(f"{torch.ones(2)[1]:.1f}")
 
 
@@ -176,6 +177,18 @@ def test_numpy_and_text_are_given_free_sizes(middle: Callable[[nn.Module, Tensor
     x = torch.randn(5, 4, dtype=torch.float64)
     program = fxpipe.compile(Through(middle).double(), 2, example_inputs=(x,), microbatches=2, schedule="1f1b")
     assert program.verify(x).ok
+
+
+@pytest.mark.parametrize("form", ["{:d}", "{:4d}"])
+def test_what_is_decided_by_a_text_of_a_size_holds_for_that_size(form: str) -> None:
+    def looked_up(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) * {form.format(5): 3.0}.get(form.format(x.shape[0]), 1.0)  # type: ignore[no-any-return]
+
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model = Through(looked_up).double()
+    assert fxpipe.compile(model, 2, example_inputs=(x,), microbatches=1, schedule="1f1b").verify(x).ok
+    with pytest.raises(CompileError, match="only batches of 5, in one micro-batch"):
+        fxpipe.compile(model, 2, example_inputs=(x,), microbatches=2, schedule="1f1b")
 
 
 class Grouped(nn.Module):

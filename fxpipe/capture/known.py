@@ -85,7 +85,7 @@ def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
 
 
 def _formatted(func: Any, tensor: torch.Tensor, form: str) -> Any:
-    """The text of a number; of one that is not known, that of the tensor, as without a form."""
+    """The text of a number; of one that is not known, that of the tensor, as without a form, for logs to print."""
     if not form or tensor.ndim:
         return func(tensor, form)
     return str(tensor) if value_of(tensor) is None else _read(func, tensor, form)

@@ -44,10 +44,12 @@ def _multinomial(func: Any, input: torch.Tensor, num_samples: int, replacement: 
     return torch.searchsorted(sums / sums[..., -1:], uniform, right=True)
 
 
-def _random(func: Any, input: torch.Tensor, *bounds: int, **options: Any) -> torch.Tensor:
-    if len(bounds) != 2:
+def _random(func: Any, input: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
+    named = {"from": None, "to": None, **dict(zip(("from", "to"), bounds, strict=False)), **options}
+    first, to = named.pop("from"), named.pop("to")
+    if first is None or to is None:
         return func(input, *bounds, **options)  # type: ignore[no-any-return]
-    return input.copy_(torch.randint(*bounds, input.shape, device=input.device, **options))
+    return input.copy_(torch.randint(first, to, input.shape, device=input.device, **named))
 
 
 def _dirichlet(func: Any, concentration: torch.Tensor) -> torch.Tensor:

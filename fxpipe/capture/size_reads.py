@@ -4,7 +4,7 @@ isinstance(height, int)     True, as without a trace
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
 np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of that name
-print(f"{batch / 2:.1f}")   its text, as without a form
+tables[f"{batch:d}"]        its text with a form: this number from here on, in training, too
 torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
 """
@@ -156,11 +156,24 @@ def _as_number(function: Callable[..., float]) -> Callable[..., float]:
     return lambda size, *others: function(size, *others)  # which binds the size, as functions of C do not
 
 
+def _formatted(size: Any, form: str) -> str:
+    if not form or private_sizes.depends_on_values(size):  # those for logs to print
+        return str(size)
+    return format(float(size) if isinstance(size, torch.SymFloat) else int(size), form)
+
+
+def _numpys(name: str) -> str:
+    """What numpy calls its function of that name, `arctan` of `atan`; empty where it has none."""
+    found = getattr(numpy, name, None)
+    return found.__name__ if isinstance(found, numpy.ufunc) else ""
+
+
 _NUMBERS: dict[str, Any] = {
-    "__format__": lambda size, form: str(size),
-    **{name: _as_number(getattr(math, name)) for name in dir(math) if isinstance(getattr(numpy, name, 0), numpy.ufunc)},
+    "__format__": lambda size, form: _formatted(size, form),
+    **{_numpys(name): _as_number(getattr(math, name)) for name in dir(math) if _numpys(name)},
 }
-"""What free sizes have no methods for: numpy asks what is no number of its own for a method of its function's name."""
+"""What free sizes have no methods for: numpy asks what is no number of its own for a method of its function's name.
+Sizes that are asked for a text with a form are numbers from here on, as it may decide something."""
 
 
 def _text(original: Any, read: Any) -> Any:

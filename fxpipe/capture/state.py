@@ -89,8 +89,10 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
     moves, read = private.moving_values([*inputs, *weights], replaced)
     caches = {one.holder.owner for one in changed if any(not moves(tensor) for tensor in _tensors(one.after))}
     for one in changed:
-        if one.holder.owner not in caches and not _is_of(model, one, _LIBRARY) and not _is_hooks(model, one):
-            is_read = any(tensor is other for tensor in _tensors(one.before) for other in read)
+        if one.holder.owner in caches or _is_of(model, one, _LIBRARY):
+            continue
+        is_read = any(tensor is other for tensor in _tensors(one.before) for other in read)
+        if is_read or not _is_hooks(model, one):
             found.append(replace(one, is_read=is_read))
 
 
@@ -129,7 +131,12 @@ def _is_of(model: nn.Module, written: Written, library: str) -> bool:
 
 def _is_hooks(model: nn.Module, written: Written) -> bool:
     hooks = model.get_submodule(written.holder.owner)._forward_pre_hooks.values()
-    return any(type(h).__module__.startswith(_HOOKS) and getattr(h, "name", None) == written.key for h in hooks)
+    return any(type(h).__module__.startswith(_HOOKS) and _name_of(h) == written.key for h in hooks)
+
+
+def _name_of(hook: Any) -> str | None:
+    """Of the weight that a hook of torch's computes; those of pruning call it otherwise."""
+    return getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
 
 
 def _is_other(before: Any, after: Any, weights: set[int]) -> bool:

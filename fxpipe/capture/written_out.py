@@ -137,13 +137,15 @@ def _tensor(func: Any, data: Any, **options: Any) -> torch.Tensor:
 
 
 def _linspace(func: Any, start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
-    """From both ends to the middle, as torch's own."""
+    """From both ends to the middle, as torch's own: a step of the kind, times and plus which is rounded once."""
     kind = options.get("dtype") or torch.get_default_dtype()
     if not is_symbolic(steps) or not kind.is_floating_point or options.get("out") is not None:
         return func(start, end, steps, **options)  # type: ignore[no-any-return]
-    places = torch.arange(steps, **{**options, "dtype": kind})
-    step = (end - start) / torch.sym_max(steps - 1, 1)
-    return torch.where(places < (steps + 1) // 2, start + step * places, end - step * (steps - 1 - places))
+    places = torch.arange(steps, **{**options, "dtype": torch.float64})
+    first, last = (torch.as_tensor(one, dtype=kind, device=places.device) for one in (start, end))
+    step = ((last - first) / torch.sym_max(steps - 1, 1)).double()
+    upwards, downwards = first.double() + step * places, last.double() - step * (steps - 1 - places)
+    return torch.where(places < torch.sym_max(steps // 2, 1), upwards, downwards).to(kind)
 
 
 WRITTEN_OUT: Table = {

@@ -14,12 +14,14 @@ from fxpipe.capture import private
 
 
 def place_of(error: BaseException) -> str:
-    """Empty where it was no operation of torch's that failed."""
+    """Empty where it was no operation of torch's that failed, or a device's that may have failed long before."""
+    if isinstance(error, torch.AcceleratorError):
+        return ""
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
-        graph = getattr(frame.f_locals.get("self"), "graph", None)
-        if isinstance(graph, fx.Graph):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, fx.GraphModule):
             name = linecache.getline(frame.f_code.co_filename, line).partition(" = ")[0].strip()
-            node = next((node for node in graph.nodes if node.name == name), None)
+            node = next((node for node in owner.graph.nodes if node.name == name), None)
             return "" if node is None or not isinstance(node.target, torch._ops.OpOverload) else _told(node, frame)
     return ""
 

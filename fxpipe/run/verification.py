@@ -97,7 +97,7 @@ class Verification:
             return self._by_nearness(self.nearness)
         losses = f"loss {self.loss:.12g} against {self.reference_loss:.12g} on one device"
         if not math.isfinite(self.reference_loss):
-            return f"NOT EXACT: {losses}, which is no number; verify with weights and a batch for which it is"
+            return f"NOT EXACT: {losses}, which is not finite; verify with weights and a batch for which it is"
         verdict = "exact" if self.ok else "NOT EXACT"
         others = f"{len(self.outputs)} outputs within {_largest(self.outputs.values()):.1e}, " if self.outputs else ""
         lines = [
