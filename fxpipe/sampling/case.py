@@ -333,11 +333,13 @@ class SampleCase:
                     todo.append(operand)
         return frozenset(found)
 
+    @_once
+    def _of_graph(self, num_samples: int) -> str:
+        return graph_fingerprint(self.rows(num_samples).sized.graph)
+
     def fingerprint(self, blocks: LateBlocks | None) -> str:
         """Of the call's graph with its sizes, the inputs that have rows, and the blocks: plans hold for no other."""
-        graph = self.rows(self.num_samples).sized.graph
-        of_graph = self.found_once(("fingerprint", self.num_samples), lambda: graph_fingerprint(graph))
-        text = [of_graph, str(self.num_samples), str(dict(self.traced.rows))]
+        text = [self._of_graph(self.num_samples), str(self.num_samples), str(dict(self.traced.rows))]
         text += [" ".join(block.nodes) for block in blocks.blocks] if blocks else []
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]
 
