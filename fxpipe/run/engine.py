@@ -194,6 +194,11 @@ class Engine(Training):
             self._agree("sync_model" if dst is None else "gather_state_dict", {"dst or trainable_only": (dst, asked)})
             self._shared.bring(range(self._plan.world_size) if dst is None else [dst])
 
+    def _bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        with told(self._transport):
+            self._agree("sync_model", {"average": [(name, len(tensors)) for name, tensors in averages.items()]})
+            self._shared.bring_averages(averages)
+
     def _released(self) -> int:
         with told(self._transport):
             self._agree("release", {})

@@ -87,6 +87,9 @@ class EngineBase:
     def _bring(self, dst: int | None, *asked: object) -> None:
         """Collective: all trained values into the model of one rank, or of all."""
 
+    def _bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Collective: averages of what other ranks train, to all."""
+
     def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
         """Collective: of the whole model's gradients."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]

@@ -65,7 +65,7 @@ def owners(parameter: nn.Parameter) -> tuple[int, ...]:
     return found
 
 
-def outdate(parameters: Iterable[nn.Parameter]) -> None:
+def outdate(parameters: Iterable[torch.Tensor]) -> None:
     """Other ranks have trained them."""
     for parameter in parameters:
         if _outdated.get(parameter) != version(parameter):
@@ -135,7 +135,12 @@ def watch(model: nn.Module, rank: int) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     if elsewhere := [p for p in foreign if p.requires_grad]:
         trained_in_parts(trained, elsewhere)
-    _watch(model, {id(p) for p in foreign})
+    watch_outdated(model, foreign)
+
+
+def watch_outdated(model: nn.Module, outdated: Iterable[torch.Tensor]) -> None:
+    """The same, where these are or may be outdated."""
+    _watch(model, {id(tensor) for tensor in outdated})
 
 
 def _watch(model: nn.Module, outdated: Collection[int]) -> None:
@@ -158,6 +163,10 @@ def as_is() -> Iterator[None]:
         _as_is.reset(token)
 
 
+def uses_as_is() -> bool:
+    return _as_is.get()
+
+
 def require_new(module: nn.Module, *_: object, or_released: bool = False) -> None:
     """Raises RunError where parameters of a module are outdated, or released; a hook of modules, too."""
     if not _outdated or _as_is.get():
@@ -173,5 +182,5 @@ def require_new(module: nn.Module, *_: object, or_released: bool = False) -> Non
         raise RunError(
             f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, or "
             "released here, and are not here yet; before the model is sampled from or saved, call engine.sync_model() "
-            "on every rank, or engine.gather_state_dict()"
+            "on every rank, engine.sync_model(average) for averages of weights, or engine.gather_state_dict()"
         )

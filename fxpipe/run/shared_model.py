@@ -17,6 +17,7 @@ from torch import nn
 
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import everyones
+from fxpipe.run.averages import watch_averages
 from fxpipe.run.ownership import (
     claim,
     empty,
@@ -64,6 +65,7 @@ class SharedModel:
         self._shared_out = [self.parameters[name] for name in shared_out]
         self.hold(held, refreshed)
         watch(model, self._rank)
+        watch_averages()
 
     def hold(self, held: Collection[str], refreshed: Collection[str]) -> None:
         """Collective: this rank reads these from now on; they are new here."""
@@ -130,6 +132,12 @@ class SharedModel:
         self._copy(self._to(dict.fromkeys(self.parameters, tuple(ranks))))
         if self._rank in ranks:
             renew(self.parameters.values())
+
+    def bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Collective: what was averaged of parameters, by their names, from their owners to all ranks."""
+        routes = self._to(dict.fromkeys(averages, range(self._transport.world_size)))
+        copies = [(tensor, src, dst) for name, src, dst in routes for tensor in averages[name]]
+        self._transport.copy_values(copies, "averages of what other ranks train")
 
     def norms(self, norm_type: float) -> list[torch.Tensor]:
         """Collective: of every gradient of the model, in the order of its parameters, each counted once."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpipe.errors import CompileError, RunError
 from fxpipe.run.engine_base import EngineBase
+from fxpipe.run.saves.weight_names import WeightNames
 from fxpipe.run.shared_model import state_copy
 
 
@@ -41,13 +42,30 @@ class TrainedModel(EngineBase, ABC):
         torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), max_norm, total)
         return total
 
-    def sync_model(self) -> None:
+    def sync_model(self, *averages: Any) -> None:
         """Collective: bring into the model, on every rank, what other ranks have trained; to sample from it there.
 
         Until then a rank's model holds what it trains itself; the rest is as it was at the start, or at the last call.
+        So do averages of weights that a rank updates by its model.
+
+        Args:
+            averages: of weights, into which the same is brought: what has a tensor for each parameter of the model, or
+                of one of its modules, in its `state_dict()`, by name or as a list in their order; or such a list.
+
+        Raises:
+            RunError: an average has no such tensors.
         """
         self._require_open("sync_model")
+        names = WeightNames(self._model)
+        found = [names.by_parameter(average) for average in averages]
+        for average, tensors in zip(averages, found, strict=True):
+            if not tensors:
+                raise RunError(
+                    f"{type(average).__name__} has no tensor for each parameter of the model, or of one of its modules"
+                )
         self._bring(None)
+        for tensors in found:
+            self._bring_averages(tensors)
 
     def release(self) -> int:
         """Collective: let go of the weights that this rank neither trains nor reads; returns how many bytes they had.

@@ -15,8 +15,9 @@ from torch import nn
 
 from fxpipe.run.saves.optimizers import optimizer_state
 from fxpipe.run.saves.parts import tensor_sum
-from fxpipe.run.saves.run import Run, Stateful, named_state
-from fxpipe.run.saves.values import encode, numbered
+from fxpipe.run.saves.run import Run, Stateful, named_state, state_of
+from fxpipe.run.saves.values import encode
+from fxpipe.run.saves.weight_names import WeightNames
 
 
 def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -37,35 +38,22 @@ def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], d
 
 
 def _sections(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    named = dict(run.model.named_parameters())
-    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    known = WeightNames(run.model)
     taken: set[str] = set()
 
     def keep(key: str, name: str, tensor: torch.Tensor) -> str:
         while key in taken:  # of two paths that read alike
             key += "'"
         taken.add(key)
-        parameter = named.get(name.removeprefix("_orig_mod.").removeprefix("module."))
-        if parameter is None or parameter.shape != tensor.shape or run.writes(parameter):
+        parameter = known.parameter(name, tensor)
+        if parameter is None or run.writes(parameter):
             tensors[key] = tensor
         return key
 
-    def names(items: list[Any]) -> list[str]:
-        """Those of parameters for a list with a tensor for each, as averages of weights are."""
-        for of in (named, trainable):
-            if len(items) == len(of) and all(map(_is_like, items, of.values())):
-                return list(of)
-        return numbered(items)
-
     found = {}
     for section, value in run.sections.items():
-        stateful = isinstance(value, Stateful)
         found[section] = {
-            "type": type(value).__name__ if stateful else "",
-            "state": encode(value.state_dict() if stateful else value, section, keep, names),
+            "type": type(value).__name__ if isinstance(value, Stateful) else "",
+            "state": encode(state_of(value), section, keep, known.of),
         }
     return found
-
-
-def _is_like(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -96,3 +96,9 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
             raise RunError(f"{name} of state_dict() is no parameter or buffer of the model: save it through extra")
         found.setdefault(id(value), (name, value))
     return dict(found.values())
+
+
+def state_of(value: Any) -> Any:
+    """As it is on this rank, which may have old values of what others train."""
+    with as_is():
+        return value.state_dict() if isinstance(value, Stateful) else value

@@ -17,15 +17,19 @@ from fxpipe.errors import RunError
 
 Keep = Callable[[str, str, torch.Tensor], str]
 """Takes a tensor by a proposed key and the name it has in the mapping or list that holds it; the key it is kept by."""
-Names = Callable[[list[Any]], list[str]]
-"""Names of a list's items."""
+Names = Callable[[list[Any], list[str]], list[str]]
+"""Names of the items of a list, or of a mapping, for what they are called: numbers, or keys."""
 
 
 def numbered(items: list[Any]) -> list[str]:
     return [str(number) for number in range(len(items))]
 
 
-def encode(value: Any, key: str, keep: Keep, names: Names = numbered, name: str = "") -> Any:
+def as_called(items: list[Any], called: list[str]) -> list[str]:
+    return called
+
+
+def encode(value: Any, key: str, keep: Keep, names: Names = as_called, name: str = "") -> Any:
     """What `json.dumps` takes; `key` says where the value is.
 
     Raises:
@@ -45,13 +49,13 @@ def encode(value: Any, key: str, keep: Keep, names: Names = numbered, name: str 
     if isinstance(value, np.ndarray):
         return {"array": keep(key, name, torch.from_numpy(value.copy()))}
     if isinstance(value, list):
-        return each(value, names(value))
+        return each(value, names(value, numbered(value)))
     if isinstance(value, tuple):
         return {"tuple": each(list(value), numbered(list(value)))}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "mapping"
         keys = [encode(one, f"{key}, a key", keep) for one in value]
-        items = each(list(value.values()), [str(one) for one in value])
+        items = each(list(value.values()), names(list(value.values()), [str(one) for one in value]))
         return {kind: [list(pair) for pair in zip(keys, items, strict=True)]}
     raise RunError(
         f"{key} is a {type(value).__name__}, which is not saved: give numbers, strings, tensors, and lists, tuples and "

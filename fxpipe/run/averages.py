@@ -1,0 +1,71 @@
+"""Averages of weights on a rank that trains a part of these: of what others train they have old values.
+
+    rank 0   average.update_parameters(model)   layers.0: as it is      layers.6: as it was when rank 1 last brought it
+    rank 0   average.module(x)                  refused, until engine.sync_model(average) has brought layers.6
+
+So it is for torch's `AveragedModel` and diffusers' `EMAModel`; what a script averages by itself goes unseen.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from fxpipe.errors import RunError
+from fxpipe.run.ownership import is_outdated, outdate, uses_as_is, watch_outdated
+
+_wrapped = set[type]()
+
+
+def watch_averages() -> None:
+    """From now on; of classes that have been imported."""
+    _wrap(AveragedModel, update_parameters=_updated)
+    diffusers: Any = sys.modules.get("diffusers.training_utils")
+    if diffusers is not None:
+        _wrap(diffusers.EMAModel, step=_stepped, copy_to=_copied, state_dict=_told)
+
+
+def _wrap(kind: Any, **calls: Callable[..., Any]) -> None:
+    for name, call in {} if kind in _wrapped else calls.items():
+        original = getattr(kind, name)
+        setattr(kind, name, wraps(original)(lambda self, *given, _o=original, _c=call, **k: _c(_o, self, *given, **k)))
+    _wrapped.add(kind)
+
+
+def _updated(original: Callable[..., Any], average: AveragedModel, model: nn.Module) -> None:
+    averages = [*average.module.parameters()]
+    _age(averages, [*model.parameters()], lambda: original(average, model))
+    watch_outdated(average.module, averages)
+
+
+def _stepped(original: Callable[..., Any], average: Any, parameters: Any) -> None:
+    given = [*(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)]
+    _age(average.shadow_params, given, lambda: original(average, given))
+
+
+def _age(averages: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], update: Callable[[], Any]) -> None:
+    """What is made of an old value, or was, stays old."""
+    were = [is_outdated(average) for average in averages]
+    update()
+    pairs = zip(averages, were, parameters, strict=False)
+    outdate(average for average, was, parameter in pairs if was or is_outdated(parameter))
+
+
+def _copied(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
+    given = [*parameters]
+    original(average, given)
+    outdate(p for p, value in zip(given, average.shadow_params, strict=False) if is_outdated(value))
+
+
+def _told(original: Callable[..., Any], average: Any) -> Any:
+    old = sum(map(is_outdated, average.shadow_params))
+    if old and not uses_as_is():
+        raise RunError(
+            f"{old} averages of {len(average.shadow_params)} are of parameters that other ranks train, and not here "
+            "yet; before they are saved, call engine.sync_model(average) on every rank"
+        )
+    return original(average)
