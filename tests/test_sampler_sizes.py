@@ -1,6 +1,8 @@
 """Calls of other image sizes by one trace with free sizes: one device's result, or a trace of their own."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,28 @@ class Forward(nn.Module):
 
     def forward(self, picture: Tensor, text: Tensor) -> Tensor:
         return self.mix(self.way(picture, self)) * self.scale + text.mean()  # type: ignore[no-any-return]
+
+
+def test_settings_that_are_back_are_known(traces: list[object]) -> None:
+    """The last five; their programs keep no weights that were replaced since."""
+    torch.manual_seed(0)
+    model = Forward(squares).double()
+    options = {"sample": {"picture": 2}, "patches": 2, "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
+
+    def traced(scale: float) -> bool:
+        del traces[:]
+        model.scale = scale
+        require_equal(sampler, model, picture(8, 6))
+        return bool(traces)
+
+    assert [traced(scale) for scale in (2.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0)] == [1, 0, 0, 1, 1, 1, 0]
+    assert [traced(scale) for scale in (6.0, 1.0, 2.0)] == [1, 0, 1]
+    before = weakref.ref(model.mix.weight)
+    model.mix = nn.Conv2d(4, 4, 1).double()
+    assert traced(1.0)
+    gc.collect()
+    assert before() is None
 
 
 def branch(x: Tensor, net: Forward) -> Tensor:

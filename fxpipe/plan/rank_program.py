@@ -181,7 +181,9 @@ def bound(holder: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
         graph = copy.deepcopy(graph)
         for node in graph.find_nodes(op="get_attr"):
             node.target = _place(str(node.target))
-    return fx.GraphModule(holder, graph, class_name=name)
+    made = fx.GraphModule(holder, graph, class_name=name)
+    graph.owning_module = None  # a plan's graph outlives the weights that it is bound to
+    return made
 
 
 def nest(state: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -6,7 +6,7 @@ pipe.unet(sample, t, text)   ->   programs for this kind of call   ->   ranks   
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -36,6 +36,8 @@ _MOST_KINDS = 32
 """As many graphs as are kept, of other sizes and scales, beside the example's and those of free sizes."""
 _MANY_NUMBERS = 2
 """As many other values of one number as are traced without a word."""
+_MOST_OTHERS = 4
+"""As many other settings as programs are kept of, for when they are back."""
 
 
 class Lowering(Protocol):
@@ -61,6 +63,22 @@ class Lowering(Protocol):
         ...
 
 
+@dataclass
+class _Known:
+    """What is known of the module as it was set: by its tensors' names, shapes and types, and its settings, among them
+    those of what its code `named`."""
+
+    shapes: list[tuple[Any, ...]]
+    settings: Settings
+    named: list[Holder]
+    traced: list[Traced] = field(default_factory=list)
+    whole: str | None = None
+    all_whole: bool = False
+
+    def is_of(self, module: nn.Module, shapes: list[tuple[Any, ...]]) -> bool:
+        return shapes == self.shapes and settings_of(module, self.named) == self.settings
+
+
 class Spread:
     """A module whose calls run on all ranks. Programs are made when a kind of call is first seen: other shapes, other
     conditions, other settings; another number of samples needs no new trace. With `or_whole`, a module for which there
@@ -73,15 +91,16 @@ class Spread:
 
     def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
-        self.whole: str | None = None
-        self._all_whole, self._whole_kinds = False, set[Kind]()
+        self._whole_kinds = set[Kind]()
         self.stream_name: str | None = None
-        self._traced: list[Traced] = []
+        self._known, self._others = _Known([], [], []), list[_Known]()
         self._steps: dict[Kind, SampleStep] = {}
         self._states = WeakKeyDictionary[Traced, dict[str, torch.Tensor]]()
         self._weights: list[tuple[Any, ...]] = []
-        self._settings: Settings = []
-        self._named: list[Holder] = []
+
+    @property
+    def whole(self) -> str | None:
+        return self._known.whole
 
     def of_copy(self, module: nn.Module) -> "Spread":
         """The same for a copy of the module, whose weights are its own; its programs are made when it is called."""
@@ -120,7 +139,7 @@ class Spread:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
         """A call's graph, and its number of samples."""
         self._forget_other_weights()
-        for traced in self._traced:
+        for traced in self._known.traced:
             size = traced.num_samples(args, kwargs)
             if size is not None:
                 self._used_last(traced)
@@ -129,16 +148,16 @@ class Spread:
         size = traced.num_samples(args, kwargs)
         assert size is not None
         self._tell_of_numbers(traced)
-        self._traced.append(traced)
+        self._known.traced.append(traced)
         self._used_last(traced)
-        self._named = named_by(self.module)
-        self._settings = settings_of(self.module, self._named)  # as tracing has left them
+        self._known.named = named_by(self.module)
+        self._known.settings = settings_of(self.module, self._known.named)  # as tracing has left them
         return traced, size
 
     def _tell_of_numbers(self, new: Traced) -> None:
         """Say which number is another one for the third time, with all else the same: every one is a graph of its
         own."""
-        known = [name for one in self._traced if (name := _other_number(one, new)) is not None]
+        known = [name for one in self._known.traced if (name := _other_number(one, new)) is not None]
         for name in {name for name in known if known.count(name) == _MANY_NUMBERS}:
             _log.warning(
                 "%s: input %s is a number, traced and compiled anew for every value, and no displaced step follows one "
@@ -149,12 +168,12 @@ class Spread:
 
     def _used_last(self, traced: Traced) -> None:
         """Those that were not used for long are let go of, unless weights are that others would need."""
-        if traced is not self._traced[0] and traced is not self._traced[-1]:
-            self._traced.remove(traced)
-            self._traced.append(traced)
-        old = [one for one in self._traced[1:] if not isinstance(one.any_size, AnySize)][:-_MOST_KINDS]
+        if traced is not self._known.traced[0] and traced is not self._known.traced[-1]:
+            self._known.traced.remove(traced)
+            self._known.traced.append(traced)
+        old = [one for one in self._known.traced[1:] if not isinstance(one.any_size, AnySize)][:-_MOST_KINDS]
         if old and not any(map(is_released, self.module.parameters())):
-            self._traced = [one for one in self._traced if one not in old]
+            self._known.traced = [one for one in self._known.traced if one not in old]
             self._forget(old)
 
     def _forget(self, graphs: Sequence[Traced]) -> None:
@@ -166,21 +185,21 @@ class Spread:
     def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """A call's graph by one with free sizes, if one holds for it, else by a trace."""
         apart: str | None = None
-        for traced in self._traced:
+        for traced in self._known.traced:
             if isinstance(traced.any_size, AnySize):
                 try:
                     return self.lowering.resized(traced, args, kwargs)
                 except CompileError as error:
                     apart = str(error)
-        tried = sum(traced.any_size is not None for traced in self._traced)
+        tried = sum(traced.any_size is not None for traced in self._known.traced)
         return replace(self.lowering.traced(self.module, args, kwargs, tried), apart=apart)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls is no graph, for calls may follow from each
         other; of those that are, one may run whole alone."""
-        if self._all_whole:
+        if self._known.all_whole:
             self._forget_other_weights()  # others may do
-        if self._all_whole:
+        if self._known.all_whole:
             return None
         kind: Kind | None = None
         try:
@@ -197,12 +216,12 @@ class Spread:
         """A kind of call, or all."""
         what = type(self.module).__name__
         if kind is None:
-            self._all_whole, about = True, what
+            self._known.all_whole, about = True, what
         else:
             self._whole_kinds.add(kind)
             about = f"{what}, where a call is like this one,"
-        self.whole = f"{about} runs whole on every rank: {why}"
-        _log.warning("%s", self.whole)
+        self._known.whole = f"{about} runs whole on every rank: {why}"
+        _log.warning("%s", self._known.whole)
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         if (traced, size) not in self._steps:
@@ -251,15 +270,16 @@ class Spread:
     @property
     def kept(self) -> set[str]:
         """What is told of tensors that forward leaves on the module, and ranks do not."""
-        return {text for traced in self._traced for text in traced.captured.kept}
+        return {text for traced in self._known.traced for text in traced.captured.kept}
 
     def release(self, rank: int) -> int:
         """Let go of what no program of this rank reads, of all kinds of calls so far; how many bytes that frees."""
         self._forget_other_weights()
+        self._forget_others(0)
         if not self._steps or self.whole is not None:
             return 0
         freed = release(self.module, {name for step in self._steps.values() for name in step.program(rank).state})
-        self._settings = settings_of(self.module, self._named)  # with the hooks that tell of it
+        self._known.settings = settings_of(self.module, self._known.named)  # with the hooks that tell of it
         return freed
 
     def _forget_other_weights(self) -> None:
@@ -269,12 +289,24 @@ class Spread:
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
-        settings = settings_of(self.module, self._named)
-        if settings != self._settings or [one[:-1] for one in now] != [one[:-1] for one in self._weights]:
-            self._forget(self._traced)
-            self._traced = []
-            self.whole, self._all_whole = None, False
-        self._weights, self._settings = now, settings
+        self._weights = now
+        shapes = [one[:-1] for one in now]
+        if self._known.is_of(self.module, shapes):
+            return
+        for kind, step in self._steps.items():
+            if kind[0] in self._known.traced:
+                self.ranks.forget(step)  # with the weights it is bound to
+        named = self._known.named
+        self._others.append(self._known)
+        back = [one for one in self._others if one.is_of(self.module, shapes)]
+        self._known = back[0] if back else _Known(shapes, settings_of(self.module, named), named)
+        self._others = [one for one in self._others if one is not self._known and one.traced]
+        self._forget_others(_MOST_OTHERS)
+
+    def _forget_others(self, but: int) -> None:
+        """Let go of what is known of other settings, but for the last few."""
+        while len(self._others) > but:
+            self._forget(self._others.pop(0).traced)
 
 
 def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
