@@ -202,3 +202,11 @@ def test_a_dense_operand_that_is_written_before_its_use_is_refused() -> None:
     other.add_(1)
     with pytest.raises(RunError, match="was written in place while patches"):
         settled(total)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.squeeze_(0), lambda x: x.resize_(5), lambda x: setattr(x, "data", noise())]
+)
+def test_another_shape_or_memory_of_the_same_tensor_is_refused(change: Any) -> None:
+    with pytest.raises(RunError, match=r"is given another shape or memory by "):
+        change(patched(noise()))

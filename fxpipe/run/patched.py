@@ -75,6 +75,14 @@ class Patched(torch.Tensor):
         found: Patched = made
         return found
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise _changed_as_a_whole(self, "by its .data")
+
     def part(self, index: int) -> torch.Tensor:
         """One patch; waits for it alone."""
         return self.parts[index].get()
@@ -128,11 +136,20 @@ class Patched(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], Patched):
+            raise _changed_as_a_whole(args[0], f"by {func.overloadpacket.__name__}")
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         call = _Call(func, leaves, spec)
         if func.overloadpacket.__name__ in _DRAWS:
             return call.on([_like(leaf) if isinstance(leaf, Patched) else leaf for leaf in leaves])
         return call.by_patch() if call.is_local else call.settled()
+
+
+def _changed_as_a_whole(value: Patched, how: str) -> RunError:
+    return RunError(
+        f"a tensor {list(value.shape)} whose patches are on their way is given another shape or memory {how}; make a "
+        "new one: `x = x.squeeze(0)` instead of `x.squeeze_(0)`"
+    )
 
 
 def _of_memory(name: str) -> Callable[..., Any]:
