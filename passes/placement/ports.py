@@ -30,14 +30,14 @@ def message_seconds(
         relayed: what a later stage reads is handed on from stage to stage; else it is sent there once per rank.
     """
     busy: dict[Port, float] = {}
-    for (a, b), num_bytes in _rank_bytes(graph, staged, sizes, relayed).items():
+    for (a, b), num_bytes in rank_bytes(graph, staged, sizes, relayed).items():
         link, ports = route(cluster, a, b)
         for port in ports:
             busy[port] = busy.get(port, 0.0) + num_bytes / link.bandwidth_bytes_per_second
     return max(busy.values(), default=0.0)
 
 
-def _rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int], relayed: bool) -> dict[tuple[int, int], float]:
+def rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int], relayed: bool) -> dict[tuple[int, int], float]:
     """Bytes a step from rank to rank: a value one way, its gradient back."""
     there, back = Counter[_Hop](), Counter[_Hop]()  # bytes of a sample, or of a value that all samples share
     for edge in (edge for edge in graph.edges if isinstance(edge.producer, int)):
