@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.errors import CompileError, RunError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.run.patched import Patched
+from fxpipe.run.ranks import _is_time
 from fxpipe.run.sampling import BoundProgram, LocalRun
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.step import SampleStep
@@ -365,6 +366,13 @@ def test_labels_are_no_times(timed: bool) -> None:
     if not timed:
         with pytest.raises(RunError, match="is called a time, and they have had 8 different values"):
             predicted([label + 0.1 * n for n in range(5) for label in labels])
+
+
+def test_names_of_times() -> None:
+    """diffusers', EDM's (`noise_labels`) and score_sde's (`time_cond`); not diffusers' guidance and sizes."""
+    told = ["timestep", "timestep_r", "x.t", "sigma", "noise_labels", "time_cond", "log_snr", "c_noise"]
+    others = ["timestep_cond", "time_ids", "class_labels", "guidance", "noise_mask", "encoder_hidden_states", "text"]
+    assert [name for name in (*told, *others) if _is_time(name)] == told
 
 
 class Mean(nn.Module):

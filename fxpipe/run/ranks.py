@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 _TOLD_SECONDS, _IDLE_SECONDS = 60.0, 1800.0
 """How long a call waits for an open one in which nothing is done, until it says so, and until it is an error."""
+_TIMES = ("time", "sigma", "noise_level", "noise_label", "c_noise", "snr")
+"""Of which a time's name has one."""
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
@@ -256,8 +258,8 @@ class Ranks(ABC):
 def _is_time(name: str) -> bool:
     """Whether an input of this name tells the step: timestep, sigma, t; others may differ between two calls of one."""
     last = name.rpartition(".")[2].lower()
-    told = last in ("t", "r", "tau") or any(word in last for word in ("time", "sigma", "noise_level"))
-    return told and not last.endswith(("_ids", "_cond"))
+    told = last in ("t", "r", "tau") or any(word in last for word in _TIMES)
+    return told and last != "timestep_cond" and not last.endswith("_ids")
 
 
 def _equal(some: Tensors, others: Tensors) -> bool:
