@@ -150,6 +150,53 @@ def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (dump / "rank_3.py").exists()
 
 
+DRAWS = """
+import torch
+from PIL import Image
+from torch import nn
+from types import SimpleNamespace
+
+from examples.text_to_image import pipe
+
+
+class Net(nn.Conv2d):
+    config = {}
+
+    def forward(self, sample, timestep):
+        return super().forward(sample) * timestep
+
+
+class Drawing:
+    def __init__(self):
+        self.net = Net(1, 1, 3, padding=1)
+        self.components = {"net": self.net}
+
+    def __call__(self, num_inference_steps=1):
+        made = torch.randn(1, 1, 8, 8)
+        self.net(made, torch.ones(()))
+        return SimpleNamespace(images=[Image.fromarray((made[0, 0] * 50 + 128).byte().numpy())])
+
+
+def given():
+    made, call = pipe()
+    return made, {**call, "generator": torch.Generator().manual_seed(7)}
+"""
+
+
+@pytest.mark.parametrize("factory", ["Drawing", "given"])
+def test_noise_is_the_seeds(factory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a pipeline's that takes no generator, or whose factory gives one."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "draws.py").write_text(DRAWS)
+    found = []
+    for seed in ("1", "1", "2"):
+        model = ["sample", f"{tmp_path / 'draws.py'}:{factory}", "--world-size", "2", "--steps", "1", "--seed", seed]
+        code, _, stderr = invoke(*model, "--out", str(tmp_path / "made.png"))
+        assert code == 0, stderr
+        found.append((tmp_path / "made.png").read_bytes())
+    assert found[0] == found[1] != found[2]
+
+
 def test_samples_by_a_saved_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model, saved = (

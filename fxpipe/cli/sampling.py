@@ -1,5 +1,6 @@
 """`fxpipe sample`: a pipeline's images on several ranks; `fxpipe tune --sample`: how they would be made."""
 
+import inspect
 import os
 import time
 from collections.abc import Mapping
@@ -126,7 +127,10 @@ def sample(
     if save is not None and is_first:
         console.print(f"plan in {sampler.plan.save(save)}")
     started = time.perf_counter()
-    made = sampler.pipeline()(**call, generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)  # for pipelines that draw of themselves
+    if "generator" in inspect.signature(type(pipe).__call__).parameters:
+        call["generator"] = torch.Generator().manual_seed(seed)
+    made = sampler.pipeline()(**call)
     console.print(f"sampled in {time.perf_counter() - started:.1f} s")
     if out is not None and is_first:
         _row(made).save(out)
