@@ -300,6 +300,21 @@ def test_another_size_is_planned_by_what_was_near_the_best(name: str, mode: str)
             assert sum(bool(one.found) for one in found.candidates) <= sum(bool(one.found) for one in anew.candidates)
 
 
+def test_all_is_looked_at_where_what_was_near_the_best_does_not_fit() -> None:
+    made = compiled("DiT", sizes="any")
+    case, request, setting = asked(made)
+    best = ranked(case, request, setting).best.found
+    assert best is not None
+    tight = replace(setting, limit_bytes=best.memory_bytes)
+    lowering: Any = made.denoiser.lowering
+    assert ranked(case, request, tight).best.found == best
+    call = {"x": torch.zeros(*X.shape[:3], X.shape[3] + X.shape[3] // 2, dtype=X.dtype), "text": TEXT}
+    other = SampleCase(lowering.resized(case.traced, (), call), 2, case.cost_model)
+    found, anew = ranked(other, request, tight), ranked(other, request, tight, anew=True)
+    assert not found.narrowed
+    assert found.best.made == anew.best.made
+
+
 def test_patches_that_another_size_has_no_units_for_are_looked_at() -> None:
     """8 units on 2 ranks beside each other are up to 8 patches in turn, 10 are up to 10."""
     made = compiled("DiT", mode="displaced", stages=2, cfg=1, sizes="any")

@@ -8,6 +8,7 @@ The busiest column decides how fast patches follow each other, so it is made as 
 nearly as good the one with the fewest bytes on the wire is taken. A fold keeps both ends of a skip on one column.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -171,11 +172,10 @@ def _columns(
                 before = sums[start] - sums[i]
                 if before > limit:
                     break
-                for stop in range(j, start + left - 2, -1) if fold else (j,):
+                last = bisect_right(sums, sums[start] + most) - 1
+                for stop in range(min(j, last), start + left - 2, -1) if fold else (j,) * (j <= last):
                     if before + sums[j] - sums[stop] > limit:
                         break
-                    if sums[stop] - sums[start] > most:
-                        continue
                     inner, bounds = rest(start, stop, left - 1)
                     if inner + crossing[start][stop] < found[0]:
                         found = inner + crossing[start][stop], ((start, stop), *bounds)
