@@ -322,6 +322,8 @@ class Program:
                 "process materialise the model (to_empty and load a state dict) and compile again"
             )
         self._require_unchanged(named)
+        read = {*self.capture.tensors.values()}
+        named = {name: tensor for name, tensor in named.items() if name in read}
         return named | {f"_constants.{name}": tensor for name, tensor in self.capture.constants.items()}
 
     def _require_unchanged(self, named: Mapping[str, torch.Tensor]) -> None:

@@ -328,8 +328,8 @@ def only_one_whole(run: Run, batch: dict[str, Tensor]) -> Any:
     [
         (wrong_length, r"reads samples [02]-3 of a batch of 4, [24] in all, and was given 3; give it what engine"),
         (another_sample, r"samples 2-3 of the batch \(time\) differ between ranks 0 and 1; a sample must be the same"),
-        (another_place, r"ranks \[1\] have another batch \(place of a LocalBatch\) than rank 0"),
-        (only_one_whole, r"ranks \[1\] have another batch \(whole, or samples\) than rank 0"),
+        (another_place, r"ranks \[1\] have another batch \(place of a LocalBatch\) \(.*\) than rank 0"),
+        (only_one_whole, r"ranks \[1\] have another batch \(whole, or samples\) .* than rank 0"),
         (lambda run, batch: fxpipe.LocalBatch(None), r"reads samples .* of a batch of 4, and was given none"),
     ],
 )

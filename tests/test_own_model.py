@@ -203,6 +203,75 @@ def test_a_call_that_not_all_ranks_make_ends_all(on_one: Callable[[Engine], Any]
         on_threads(2, [LINE], body)
 
 
+def stepped_with(make: Callable[[nn.Module, Engine], Callable[[], Any]]) -> Callable[..., Any]:
+    """A script whose optimizer steps as `make` says on this rank."""
+
+    def body(model: nn.Module, engines: Any) -> None:
+        engine = engines[0]()
+        step = make(model, engine)
+        for number in range(3):
+            engine.step(batch(number, ROWS[0]))
+            step()
+
+    return body
+
+
+def rates(model: nn.Module, engine: Engine) -> Callable[[], Any]:
+    return torch.optim.SGD(model.parameters(), lr=0.1 if engine.rank else 0.2).step
+
+
+def kinds(model: nn.Module, engine: Engine) -> Callable[[], Any]:
+    return (torch.optim.SGD if engine.rank else torch.optim.AdamW)(model.parameters(), lr=0.1).step
+
+
+def only_one(model: nn.Module, engine: Engine) -> Callable[[], Any]:
+    return torch.optim.SGD(model.parameters(), lr=0.1).step if engine.rank else lambda: None
+
+
+def twice(model: nn.Module, engine: Engine) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda: [optimizer.step() for _ in range(1 + engine.rank)]
+
+
+@pytest.mark.parametrize("layout", [LINE, COPIES])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (rates, r"ranks \[1\] have another lr of group 0 of its optimizer \(0.1\) than rank 0 \(0.2\)"),
+        (kinds, r"ranks \[1\] have another optimizer \(SGD\) than rank 0 \(AdamW\)"),
+        (only_one, r"ranks \[1\] have stepped an optimizer since the step before, and ranks \[0\] have not"),
+        (twice, r"ranks \[1\] have another number of optimizer steps since \(2\) than rank 0 \(1\)"),
+    ],
+)
+def test_ranks_that_step_otherwise_are_told_so(layout: Layout, make: Any, says: str) -> None:
+    with pytest.raises(fxpipe.RunError, match=says):
+        on_threads(2, [layout], stepped_with(make))
+
+
+def test_an_optimizer_over_what_a_rank_trains_may_be_its_own() -> None:
+    def by_rank(model: nn.Module, engine: Engine) -> Callable[[], Any]:
+        own = torch.optim.SGD(engine.parameters(), lr=0.1 if engine.rank else 0.2)
+        return own.step if engine.rank else lambda: None
+
+    on_threads(2, [LINE], stepped_with(by_rank))
+
+
+def test_ranks_with_other_models_are_told_so() -> None:
+    def perturbed(model: nn.Module, engines: Any) -> None:
+        with torch.no_grad():
+            model.layers[1].weight.add_(changes.pop())  # type: ignore[index, union-attr]
+        engines[0]()
+
+    changes = [0.0, 0.1]
+    with pytest.raises(fxpipe.RunError, match=r"layers.1.weight differs between ranks 0 and 1; seed every"):
+        on_threads(2, [LINE], perturbed)
+    models = [Adapted(), Adapted()]
+    models[1].drop.p = 0.3
+    programs = [program(model, 2, ROWS[0], LINE) for model in models]
+    with pytest.raises(fxpipe.RunError, match=r"ranks \[1\] have another random operation, as a dropout of another p"):
+        run_ranks(2, lambda transport: as_rank(programs[transport.rank], transport))
+
+
 def test_a_mesh_is_of_processes_in_equal_pipelines() -> None:
     uneven = Schedule.parse("""
         rank 0: 0F0 0F1 0B0 0B1

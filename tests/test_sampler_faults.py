@@ -109,7 +109,7 @@ def replaced_weights(loop: Loop) -> None:
         loop.model.last.bias = nn.Parameter(2 * loop.model.last.bias.detach())  # type: ignore[union-attr]
 
 
-ALIKE = r"ranks \[1\] have another {} than rank 0; give every rank the same"
+ALIKE = r"ranks \[1\] have another {}(?: \(.*\))? than rank 0(?: \(.*\))?; give every rank the same"
 FAULTS: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "text": (lambda loop: loop(text=1 + loop.odd), ALIKE.format("text")),
     "height": (lambda loop: loop(height=12 + 2 * loop.odd), ALIKE.format("shape of sample")),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import Transport
 from fxpipe.run.transport import run_ranks
+from fxpipe.run.transport.answering import Answering
 from fxpipe.run.transport.distributed import DistributedTransport
 from tests.distributed import run_processes, start_processes, start_torchrun
 
@@ -319,6 +320,11 @@ def failing_main(how: str, failing_rank: str, heartbeat_seconds: str = "0.5") ->
                 raise SystemExit(3) from error
         if how == "leaves":
             return
+        if how == "ends":
+            try:
+                raise ZeroDivisionError("no samples")
+            finally:
+                transport.close()
     transport.recv((transport.rank + 1) % transport.world_size, 0, (1,), torch.float32, CPU).wait()
 
 
@@ -329,16 +335,38 @@ def failing_main(how: str, failing_rank: str, heartbeat_seconds: str = "0.5") ->
         ("killed", "1", "rank 1 was lost, last seen in 1F0: no sign of life"),
         ("killed", "0", "rank 0 was lost, last seen in 0F0: the store it hosts does not answer"),
         ("leaves", "1", "rank 0 in 0F0 needs rank 1, which has left"),
+        ("ends", "1", "rank 0 in 0F0 needs rank 1, which has left after ZeroDivisionError: no samples"),
     ],
 )
 def test_a_failing_process_ends_the_others_and_is_named(how: str, failing_rank: str, expected: str) -> None:
     ended = start_processes(3, failing_main, how, failing_rank, timeout_seconds=60)
     for rank, process in enumerate(ended):
         if rank == int(failing_rank):
-            assert process.returncode == {"aborts": 3, "killed": -signal.SIGKILL, "leaves": 0}[how]
+            assert process.returncode == {"aborts": 3, "killed": -signal.SIGKILL, "leaves": 0, "ends": 1}[how]
         else:
             assert process.returncode == 1, process.output
             assert expected in process.output
+
+
+class Stopped:
+    """A store whose host has been stopped."""
+
+    def set(self, key: str, value: str) -> None:
+        if value == "no":
+            raise RuntimeError("refused")
+
+    def get(self, key: str) -> None:
+        threading.Event().wait()
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    store = Answering(Stopped(), 0.1)
+    store.set("key", "value")
+    with pytest.raises(RuntimeError, match="refused"):
+        store.set("key", "no")
+    for call in (lambda: store.get("key"), lambda: store.set("key", "value")):
+        with pytest.raises(RuntimeError, match=r"no answer for 0\.1 s"):
+            call()
 
 
 def lonely_main() -> None:

@@ -25,8 +25,13 @@ def graph_fingerprint(graph: fx.Graph) -> str:
 def step_fingerprint(graph: fx.Graph, draws: Mapping[str, Draw]) -> str:
     """Of all that a captured step computes: operations, where gradients flow, which state is read, what is drawn."""
     marks = (f"{n.name} {[(key, n.meta.get(key)) for key in _MARKS]}" for n in graph.nodes)
-    drawn = (f"{name} {d.index} {d.target} {graph_fingerprint(d.graph)}" for name, d in sorted(draws.items()))
+    drawn = (f"{name} {d.index} {draw_fingerprint(d)}" for name, d in sorted(draws.items()))
     return hashlib.sha256("\n".join([graph_fingerprint(graph), *marks, *drawn]).encode()).hexdigest()[:_DIGITS]
+
+
+def draw_fingerprint(draw: Draw) -> str:
+    """Of what is drawn, and how."""
+    return f"{draw.target} {graph_fingerprint(draw.graph)}"
 
 
 def _shape(value: Any) -> str:

@@ -12,6 +12,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import T, Transport
 
+Values = Mapping[str, Any]
 _ALIKE = "seed every process alike before building the model, or load the same checkpoint on all"
 
 
@@ -25,27 +26,45 @@ def told(transport: Transport) -> Iterator[None]:
         raise
 
 
-def agree(transport: Transport, parts: Mapping[str, Any], method: str = "", mine: int = 0) -> int:
+def agree(transport: Transport, parts: Values, method: str = "", mine: int = 0, some: Values | None = None) -> int:
     """Raise RunError unless every rank has these values, in a call of the same method; names the first that differs.
 
-    Where all agree, ranks exchange sixteen bytes each, and it returns the bits that `mine` has on any of them.
+    Where all agree, ranks exchange 24 bytes each, and it returns the bits that `mine` has on any of them. Values in
+    `some` are compared among the ranks that have any.
     """
-    told = torch.tensor([digest_of((method, parts)), mine])
+    told = torch.tensor([digest_of((method, parts)), mine, digest_of(some) if some else 0])
     what = f"every rank to call {method}; program.engine(timeout=...) waits longer" if method else "every rank's values"
     numbers = transport.all_gather(told, what).wait()
-    digests, others = torch.stack(numbers).unbind(1)
+    digests, others, of_some = torch.stack(numbers).unbind(1)
+    if len({*of_some.tolist()} - {0}) > 1:
+        _refuse({rank: found for rank, found in enumerate(everyones(transport, some)) if found})
     if bool((digests == told[0]).all()):
         return int(functools.reduce(operator.or_, others.tolist()))
     values = everyones(transport, (method, parts))
     if len({called for called, _ in values}) > 1:
         calls = ", ".join(f"rank {rank} calls {called}" for rank, (called, _) in enumerate(values))
         raise RunError(f"{calls}; call every method of an engine on every rank, in the same order")
-    first = values[0][1]
-    for what in {**first, **parts}:
-        different = [rank for rank, (_, other) in enumerate(values) if other.get(what) != first.get(what)]
-        if different:
-            raise RunError(f"ranks {different} have another {what} than rank 0; give every rank the same one")
+    _refuse(dict(enumerate(found for _, found in values)))
     return -1
+
+
+def _refuse(values: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises RunError that names the first of what ranks have otherwise than the first of them."""
+    base, first = next(iter(values.items()))
+    for what in {name: None for of_rank in values.values() for name in of_rank}:
+        different = [rank for rank, of_rank in values.items() if of_rank.get(what) != first.get(what)]
+        if different:
+            theirs, its = _shown(values[different[0]].get(what)), _shown(first.get(what))
+            raise RunError(
+                f"ranks {different} have another {what}{theirs} than rank {base}{its}; give every rank the same one"
+            )
+
+
+def _shown(value: object) -> str:
+    """Where it says something to a reader, as digests do not."""
+    text = str(value) if isinstance(value, int | float | str) else ""
+    is_short = 0 < len(text) < (100 if " " in text else 20)
+    return f" ({text})" if is_short else ""
 
 
 def digest_of(values: object) -> int:
@@ -62,6 +81,12 @@ def agree_on_state(transport: Transport, state: Mapping[str, torch.Tensor], reme
             other, expected = first.setdefault(name, (rank, found))
             if expected != found:
                 raise RunError(f"{name} differs between ranks {other} and {rank}; {remedy}")
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """A thousand values of it, or a few more, by which two models that are not the same are told apart."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, len(flat) // 1024)].clone()
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, ...]:

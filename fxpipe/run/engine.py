@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.fingerprint import draw_fingerprint
 from fxpipe.errors import RunError
 from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.reads import batched_inputs, samples_read
@@ -18,12 +19,13 @@ from fxpipe.plan.staged import equal_pipelines
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.accumulation import Accumulation
-from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
+from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, sampled, told
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.marks import marks_of
 from fxpipe.run.observe import Observe
-from fxpipe.run.ownership import empty, is_outdated, owners
+from fxpipe.run.optimizer_steps import OptimizerSteps
+from fxpipe.run.ownership import empty, is_empty, is_outdated, owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.scaler import GradScaler
@@ -32,7 +34,7 @@ from fxpipe.run.shared_samples import agree_on_samples
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.weights import Readers, read_own
 
-_WROTE_TRAINED, _NOTHING_MADE, _WROTE_FROZEN = 1, 2, 4  # what one rank does to all
+_WROTE_TRAINED, _NOTHING_MADE, _WROTE_FROZEN, _STEPPED, _LEFT_OUT = 1, 2, 4, 8, 16  # what one rank does to all
 _WRITTEN = "call engine.sync_model() before frozen weights are computed of trained ones, and write the same on all"
 
 
@@ -64,13 +66,18 @@ class Engine(Training):
         super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller, kinds)
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._accumulation, self._as_left = Accumulation(), False
+        self._optimizer_steps = OptimizerSteps(model, self.rank)
         self._brought: StepPlan | None = None  # the one whose replicas have been told each other's values
         self._num_writers = plan.world_size
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
         self._own_samples: tuple[int, ...] | None = None
         self._all_reads: list[tuple[int, ...]] | None = None
         with told(transport):
-            agree(transport, {"plan": plan.fingerprint}, "engine")
+            drawn = [(index, draw_fingerprint(draw)) for index, draw in plan.draws.items()]
+            own = {"plan": plan.fingerprint, "random operation, as a dropout of another p,": drawn}
+            agree(transport, own, "engine")
+            here = {n: t for n, t in state.items() if not (t.is_meta or is_empty(t) or is_outdated(t))}
+            agree_on_state(transport, {name: sampled(tensor) for name, tensor in here.items()})
             self._take(plan)
             self._shared = self._shared_by(plan)
             self._shared_smaller: dict[int, SharedModel] = {}  # by the number of samples
@@ -97,7 +104,9 @@ class Engine(Training):
 
     def _another(self, kind: Kind) -> "Engine":
         given = self._model, kind.state, self._transport, self.seed, self._shown, self._observe
-        return Engine(kind.plan, *given, kind.filled, kind.smaller, None, self._opened)
+        other = Engine(kind.plan, *given, kind.filled, kind.smaller, None, self._opened)
+        other._optimizer_steps = self._optimizer_steps
+        return other
 
     def step(self, batch: Any, next_batch: Any = None, scaler: GradScaler | None = None) -> torch.Tensor:
         """One training step on a batch, whole or in parts, on every rank: returns the loss, adds to `.grad`.
@@ -106,6 +115,7 @@ class Engine(Training):
         """
         self._require_open("step")
         with told(self._transport):
+            self._transport.set_action("step")
             return super().step(batch, next_batch, scaler)
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
@@ -141,11 +151,15 @@ class Engine(Training):
         parts: dict[str, Any] = {"shape of the batch": self._kind}
         parts |= {"seed or step index": (self.seed, self.step_index), "scale of losses": scale}
         parts |= self._told_of("batch", batch)
-        parts["number of batches"] = 1 if following is None else 2
+        parts["number of batches"] = self._num_batches(following)
         if following is not None:
             parts |= self._told_of("next batch", following)
         mine += _WROTE_TRAINED * (not self._accumulation.goes_on(self._trained()))
-        found = self._agree("step", parts, mine)
+        stepped, options = self._optimizer_steps.taken()
+        mine += 0 if stepped is None else _STEPPED if stepped else _LEFT_OUT
+        found = self._agree("step", parts, mine, options)
+        if found & _STEPPED and found & _LEFT_OUT:
+            self._refuse_some_steps(stepped)
         self._as_left = not found & _WROTE_TRAINED
         if found & _WROTE_FROZEN:
             agree_on_state(self._transport, {n: t for n, t in self._state.items() if not _is_trained(t)}, _WRITTEN)
@@ -153,6 +167,19 @@ class Engine(Training):
         if batch.part is not None:
             self._agree_on_samples(batch)
         return not found & _NOTHING_MADE
+
+    def _refuse_some_steps(self, stepped: bool | None) -> None:
+        found = everyones(self._transport, stepped)
+        with_step, without = ([rank for rank, one in enumerate(found) if one is which] for which in (True, False))
+        raise RunError(
+            f"ranks {with_step} have stepped an optimizer since the step before, and ranks {without} have not; step it "
+            "on every rank or on none, whatever its own gradients are"
+        )
+
+    def _num_batches(self, following: ReadBatch | None) -> str:
+        """That this rank has read, and why no more."""
+        failure = "" if self._loader_failure is None else f": its loader raised {self._loader_failure!r}"
+        return f"1{failure}" if following is None else "2"
 
     def _told_of(self, what: str, batch: ReadBatch) -> dict[str, Any]:
         """What all ranks must have alike of a batch."""
@@ -176,9 +203,9 @@ class Engine(Training):
         names, batched = self._plan.input_names, batched_inputs(self._plan)
         agree_on_samples(self._transport, reads, batch.tensors, names, batched)
 
-    def _agree(self, call: str, parts: Mapping[str, Any], mine: int = 0) -> int:
+    def _agree(self, call: str, parts: Mapping[str, Any], mine: int = 0, some: Mapping[str, Any] | None = None) -> int:
         self._transport.set_action(call)
-        return agree(self._transport, parts, call, mine)
+        return agree(self._transport, parts, call, mine, some)
 
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         return self._shared.trained_here

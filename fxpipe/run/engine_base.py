@@ -33,6 +33,7 @@ class EngineBase:
     _model: nn.Module
     _closed: bool
     _loss_scale: torch.Tensor | None
+    _loader_failure: Exception | None
     _parts: Parts
     _returned: Sequence[Output]
     _num_writers: int = 1

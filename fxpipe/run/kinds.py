@@ -65,7 +65,7 @@ class EngineKinds(EngineData, ABC):
             if other is not engine:
                 other._carried = None
         engine.seed, engine.step_index, engine.check_batches = self.seed, self.step_index, self.check_batches
-        engine._loss_scale, self._parts = self._loss_scale, {}
+        engine._loss_scale, engine._loader_failure, self._parts = self._loss_scale, self._loader_failure, {}
         loss = engine._step(batch, following)
         parts, engine._parts = engine._parts, {}
         self.num_samples += batch.size

@@ -100,6 +100,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         self._filled: FilledPlan | None = None
         self._parts, self._returned = {}, plan.outputs
         self._carried: _Carried | None = None
+        self._loader_failure = None
         self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
         self._readers: dict[int, tuple[Iterator[Batch], ReadAhead]] = {}  # by the user's iterator, which is kept alive
 
@@ -150,6 +151,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         self._last_read = loader, reader
         while (pair := self._read(reader)) is not None:
             self._scale_losses(scaler)
+            self._loader_failure = reader.failure
             try:
                 loss = self._by_kind(*pair)
             except RunError as error:

@@ -26,6 +26,7 @@ from fxpipe.errors import FxpipeError, RunError
 from fxpipe.plan.lanes import NUM_OWN, SendOrder
 from fxpipe.plan.transport import Channel, Pending, T
 from fxpipe.run.transport import MAX_EDGES, describe, message_tag, num_bytes
+from fxpipe.run.transport.answering import Answering
 from fxpipe.run.transport.collectives import Collectives
 from fxpipe.run.transport.grouped import Coming, Grouped, Started, begun
 from fxpipe.run.transport.launched import Launch
@@ -73,9 +74,10 @@ class DistributedTransport(Collectives):
         self._sent_bytes: dict[Channel, int] = {}
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
         watched.set_timeout(timedelta(seconds=STORE_SECONDS))
+        answering = Answering(watched, STORE_SECONDS)
         host_rank = None if launch.launcher_hosts else 0
         self._watchdog = Watchdog(
-            watched, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
+            answering, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
         )
         self._watchdog.beat()
         with _connecting(launch, timeout_seconds):
@@ -269,7 +271,7 @@ class DistributedTransport(Collectives):
             yield
         except RuntimeError as error:
             if time.monotonic() - start >= self._timeout_seconds and self._watchdog.failure is None:
-                raise RunError(f"waited {self._timeout_seconds:g} s for {what}") from None
+                raise RunError(f"waited {self._timeout_seconds:g} s for {what}{self._watchdog.elsewhere()}") from None
             failure = self._watchdog.verdict(peer)
             if failure is not None:
                 raise RunError(failure) from None

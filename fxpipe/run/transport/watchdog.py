@@ -115,13 +115,23 @@ class Watchdog:
             for other in self._others if peer is None else [peer]:
                 if other in self._beats and self._beats[other][0] == "left":
                     self._failed.wait(2 * self._heartbeat_seconds)  # it told why before that, unseen as yet
-                    return self.failure or f"rank {self.rank} in {self.action} needs rank {other}, which has left"
+                    left = self._beats[other][2]
+                    why = f" {left}" if left.startswith("after ") else ""
+                    return self.failure or f"rank {self.rank} in {self.action} needs rank {other}, which has left{why}"
         return self.failure
 
+    def elsewhere(self) -> str:
+        """Which other ranks do something else than this one, for who waits for them; empty where none is known to."""
+        there = [(rank, beat[2]) for rank, beat in self._beats.items() if beat[0] == "alive" and beat[2] != self.action]
+        found = [f"rank {rank} was last seen in {action}" for rank, action in there]
+        return f" ({', '.join(found)})" if found else ""
+
     def close(self) -> None:
-        """Stops watching and tells the others that this rank has left in good order."""
+        """Stops watching and tells the others that this rank has left, in good order, or on its way out of an error."""
         if self._closed.is_set():
             return
+        if (error := sys.exception()) is not None and self.failure is None:
+            self.action = f"after {type(error).__name__}: {error}".splitlines()[0]
         self._closed.set()
         atexit.unregister(self.close)
         sys.excepthook = self._excepthook
