@@ -237,7 +237,7 @@ def test_what_is_refused_is_refused_alike_on_all_ranks() -> None:
     assert one == other
     assert one["small"].startswith("2 patches of 1 units")
     assert one["memory"].startswith("CompileError: no layout fits into memory_limit=100 B per rank")
-    assert one["options"] == "RunError: ranks [1] have another steps (41) than rank 0 (40); give every rank the same one"
+    assert one["options"].startswith("RunError: ranks [1] have another steps (41) than rank 0 (40); give every rank")
     for name in ("rank 1 compiles", "rank 0 compiles"):
         assert one[name].startswith("RunError: ranks [1] have another shape of sample (")
 
