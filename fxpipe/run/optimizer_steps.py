@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxpipe.run.ownership import is_idle, owners
+from fxpipe.run.ownership import is_idle, num_claims, owners
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 _watching: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()
@@ -27,20 +27,31 @@ class OptimizerSteps:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._rank, self._by_itself = rank, False
         self._count, self._options = 0, dict[str, Any]()
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         _watching.add(self)
 
     def saw(self, optimizer: Optimizer) -> None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = [parameter for parameter in self._trained if owners(parameter) and not is_idle(parameter)]
-        own = [self._rank in owners(parameter) for parameter in trained if id(parameter) in held]
-        if all(own) and len(own) < len(trained):
-            self._by_itself |= bool(own)
+        state = num_claims(), [len(group["params"]) for group in optimizer.param_groups]
+        known, is_of_all = self._known.get(optimizer, (None, False))
+        if known != state:
+            is_of_all = self._is_of_all(optimizer)
+            self._known[optimizer] = state, is_of_all
+        if not is_of_all:
             return
         self._count += 1
         self._options = {"optimizer": type(optimizer).__name__, "number of optimizer steps since": self._count}
         for number, group in enumerate(optimizer.param_groups):
             options = {name: value for name, value in group.items() if type(value) in _PLAIN and name != "param_names"}
             self._options |= {f"{name} of group {number} of its optimizer": value for name, value in options.items()}
+
+    def _is_of_all(self, optimizer: Optimizer) -> bool:
+        """Whether it is over the whole model, and not over what this rank trains alone."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for parameter in self._trained if owners(parameter) and not is_idle(parameter)]
+        own = [self._rank in owners(parameter) for parameter in trained if id(parameter) in held]
+        found = not all(own) or len(own) == len(trained)
+        self._by_itself |= bool(own) and not found
+        return found
 
     def taken(self) -> tuple[bool | None, dict[str, Any]]:
         """Since it was last asked: whether there was any, None where that is not to be compared; the last's options."""
