@@ -375,6 +375,27 @@ def test_names_of_times() -> None:
     assert [name for name in (*told, *others) if _is_time(name)] == told
 
 
+class Padded(nn.Module):
+    """Convolutions of rows that are padded before them."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.first, self.second, self.mode = nn.Conv2d(2, 3, 4), nn.Conv2d(3, 2, 3, padding=1), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = nn.functional.pad(x.cos(), (2, 1, 2, 1), self.mode)
+        return self.second(self.first(padded))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
+def test_rows_that_are_padded_before_a_convolution(mode: str) -> None:
+    """What the last exact step leaves to displaced ones are rows of the image."""
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"stages": 2, "patches": 3, "mode": "displaced", "warmup": 1, "sample": {"x": 2}}
+    sampler = fxpipe.compile_sampler(Padded(mode).double(), 2, example={"x": noise(1, 2, 12, 5)}, **how)
+    assert sampler.verify().ok
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(2, keepdim=True).expand_as(x) * 2

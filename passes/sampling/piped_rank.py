@@ -156,7 +156,7 @@ class _Written:
             if piped.beside > 1:
                 value, whole = writer.exchanged(graph, exchange.key)
             else:
-                value = whole = made[exchange.value.name]
+                value = whole = self._rows_alone(made[exchange.value.name], exchange.state, turn.patch.count)
             if exchange.kind == "gather" and (name := name_of(exchange.key, *ends)) in self.wanted:
                 found[name] = whole
             for name, make in self._own_values(cell, turn, node, value, made):
@@ -171,6 +171,13 @@ class _Written:
             value = self.rows.call(ops.wait, (node,), name)
             if name in self.wanted:
                 self.carries[name] = value
+
+    def _rows_alone(self, value: fx.Node, state: Rows | None, count: int) -> fx.Node:
+        """A whole value of so many units without the rows around it, which patches leave to who reads it."""
+        if state is None or state.pad == (0, 0):
+            return value
+        args = (value, state.dim, state.pad[0], state.pad[0] + state.size(count))
+        return self.rows.call(torch.ops.aten.slice.Tensor, args, f"{value.name}_rows")
 
     def _own_values(
         self, cell: Cell, turn: Turn, node: fx.Node, value: fx.Node, made: dict[str, fx.Node]
