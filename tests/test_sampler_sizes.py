@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.capture import export
 from fxpipe.models.backbones import prediction_of
+from fxpipe.sampling import spread
 from tests.denoisers import case, noise, small
 
 TABLE = {"12": 3.0}
@@ -219,6 +220,24 @@ def test_settings_that_are_back_are_known(traces: list[object]) -> None:
     assert traced(1.0)
     gc.collect()
     assert before() is None
+
+
+def test_traces_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that torch knows of their sizes, which it would keep for ever."""
+    monkeypatch.setattr(spread, "_MOST_KINDS", 1)
+    torch.manual_seed(0)
+    model = Levels().double()
+    options = {"sample": {"picture": 2}, "patches": 2, "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(12, 8), **options)  # type: ignore[arg-type]
+
+    def sizes_of(height: int) -> weakref.ref[Any]:
+        captured = sampler.denoiser.step((), picture(height, 8)).traced.captured
+        return weakref.ref(next(iter(captured.graph.nodes)).meta["val"].fake_mode.shape_env)
+
+    known = [sizes_of(height) for height in (16, 20, 24)]
+    for _ in range(2):  # graphs, then the sizes that their tensors had
+        gc.collect()
+    assert [one() is None for one in known] == [True, True, False]
 
 
 def branch(x: Tensor, net: Forward) -> Tensor:

@@ -301,6 +301,7 @@ def _traced_once(
                 read = stack.enter_context(buffers_read(step.model))
                 program = torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
                 program.graph_module.meta[_READ] = read
+                private.let_go(program.graph)
                 return program
         except FxpipeError as error:
             raise CaptureError(f"{_where(trail)}: {error}") from None

@@ -68,6 +68,18 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def let_go(graph: fx.Graph) -> None:
+    """What torch would keep of a trace for as long as the process lives: entries of its caches, and the sizes of the
+    graph's inputs, which know these inputs, past Python's collector."""
+    for method in vars(symbolic_shapes.ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+    for node in graph.find_nodes(op="placeholder"):
+        env = getattr(getattr(node.meta.get("val"), "fake_mode", None), "shape_env", None)
+        if env is not None and env.tracked_fakes:
+            env.tracked_fakes.clear()
+
+
 def device_of(fake: Any) -> torch.device:
     """That of a tensor without memory: what autograd asks for more often than for anything else."""
     device: torch.device = fake.fake_device
