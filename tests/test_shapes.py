@@ -12,6 +12,7 @@ from torch import Tensor
 import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.plan.transport import Transport
+from fxpipe.run.ownership import empty
 from fxpipe.run.transport import run_ranks
 from fxpipe.shapes import several
 from tests.distributed import run_processes
@@ -164,3 +165,11 @@ def test_an_example_whose_program_no_batch_would_find_is_refused() -> None:
     assert fxpipe.compile(Scaled(), 1, example_inputs=[one, one, other]).verify(**other).ok
     with pytest.raises(CompileError, match=r"called with 2.0; compile again with it, or compile with a tensor there"):
         fxpipe.compile(Scaled(), 1, example_inputs=one).verify(**two)
+
+
+def test_weights_without_memory_are_planned_as_those_that_have_it() -> None:
+    model, options = Adapted("adapters"), {"schedule": "interleaved", "stages": 4, "budget": 0.0, "cost_model": SLOW}
+    before = fxpipe.compile(model, 2, example_inputs=batch(0, 3), cache=False, **options)
+    empty(layer.weight for layer in model.layers[2:6])  # type: ignore[union-attr]
+    now = fxpipe.compile(model, 2, example_inputs=batch(0, 3), cache=False, **options)
+    assert str(now.plan) == str(before.plan)

@@ -49,23 +49,34 @@ class Surroundings:
 
     @contextmanager
     def moved(self, model: nn.Module, examples: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The examples; inside, they and the model's tensors are on the device, without memory where they were not."""
-        if all(tensor.device.type == self.device.type for tensor in (*model.parameters(), *model.buffers(), *examples)):
+        """The examples; inside, they and the model's tensors are on the device, without memory where they were not.
+
+        Weights that have no memory (one value in every place, as of what other ranks hold) are as those that have.
+        """
+        elsewhere = [t for t in (*model.parameters(), *model.buffers(), *examples) if t.device.type != self.device.type]
+        if not elsewhere and not any(map(_has_no_memory, model.parameters())):
             yield tuple(examples)
             return
         mode = private.export_mode()
         known: dict[int, torch.Tensor] = {}
 
         def there(tensor: torch.Tensor) -> torch.Tensor:
+            if not elsewhere and not _has_no_memory(tensor):
+                return tensor
             if id(tensor) not in known:
+                whole = torch.empty(tensor.shape, device="meta") if _has_no_memory(tensor) else tensor
                 with mode:
-                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+                    made = torch.empty_strided(tensor.shape, whole.stride(), dtype=tensor.dtype, device=self.device)
                 is_weight = isinstance(tensor, nn.Parameter)
                 known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_weight else made
             return known[id(tensor)]
 
         with _replaced(model, there):
             yield tuple(map(there, examples))
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.numel() > 1 and not any(tensor.stride())
 
 
 @contextmanager

@@ -186,7 +186,8 @@ class Engine(Training):
         if batch.part is not None:
             told = {f"{what} (place of a LocalBatch)": repr(batch.part.place)}
             return told | {f"{what} (whole, or samples)": batch.size}
-        sums = {f"{what} (its {name})": found for name, found in self._checksums(batch).items()}
+        part = "; a rank's own samples come from engine.dataloader"
+        sums = {f"{what} (its {name}{part})": found for name, found in self._checksums(batch).items()}
         return {f"{what} (whole, or samples)": "whole", **sums}
 
     def _checksums(self, batch: ReadBatch) -> Mapping[str, Any]:
