@@ -96,6 +96,14 @@ def test_averages_of_a_module_go_by_its_parameters(average: Any) -> None:
     assert not WeightNames(alike).by_parameter(average(alike.student)), "or of the teacher"
 
 
+def test_a_list_of_what_a_rank_trains_goes_by_no_module() -> None:
+    model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2)])
+    own = [*model[1].parameters(), *model[2].parameters()]
+    given = [parameter.detach().clone() for parameter in own]
+    assert list(WeightNames(model).by_parameter(given)) == [f"0.{name}" for name, _ in model[0].named_parameters()]
+    assert not WeightNames(model, own).by_parameter(given)
+
+
 def test_what_averages_nothing_of_the_model_is_refused() -> None:
     program = fxpipe.compile(Adapted(), 2, example_inputs=batch(0, ROWS[0]), schedule="1f1b", microbatches=2)
     with pytest.raises(fxpipe.RunError, match="list has no tensor for each parameter of the model, or of one of its"):

@@ -56,7 +56,8 @@ class TrainedModel(EngineBase, ABC):
             RunError: an average has no such tensors.
         """
         self._require_open("sync_model")
-        names = WeightNames(self._model)
+        own = (p for p in self._model.parameters() if p.requires_grad and self.rank in self._owners(p))
+        names = WeightNames(self._model, own)
         found = [names.by_parameter(average) for average in averages]
         for average, tensors in zip(averages, found, strict=True):
             if not tensors:

@@ -38,7 +38,7 @@ def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], d
 
 
 def _sections(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    known = WeightNames(run.model)
+    known = WeightNames(run.model, run.own)
     taken: set[str] = set()
 
     def keep(key: str, name: str, tensor: torch.Tensor) -> str:

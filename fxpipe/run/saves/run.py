@@ -74,6 +74,11 @@ class Run:
         """Whether its value and its state are this rank's, too."""
         return not self.owners(parameter) or self.rank in self.owners(parameter)
 
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """What is trained here, and not everywhere."""
+        return [p for p in self.model.parameters() if p.requires_grad and self.rank in self.owners(p)]
+
     def writes(self, tensor: torch.Tensor) -> bool:
         owners = self.owners(tensor) if isinstance(tensor, nn.Parameter) else ()
         return self.rank == (owners or (0,))[0]

@@ -6,7 +6,7 @@
 They are those of the whole model, or of the one module, or of what is trained of it, that has parameters like them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,15 @@ from fxpipe.run.saves.values import encode, numbered
 
 
 class WeightNames:
-    """By which names a model's parameters are found in states."""
+    """By which names a model's parameters are found in states.
 
-    def __init__(self, model: nn.Module) -> None:
+    A list with a tensor for each of `own`, the parameters that this rank trains, may be of these alone: it goes by no
+    others.
+    """
+
+    def __init__(self, model: nn.Module, own: Iterable[nn.Parameter] = ()) -> None:
         self._model, self._parameters = model, dict(model.named_parameters())
+        self._own = {str(number): parameter for number, parameter in enumerate(own)}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def parameter(self, name: str, tensor: torch.Tensor) -> nn.Parameter | None:
@@ -36,6 +41,8 @@ class WeightNames:
         most = max(map(len, found), default=0)
         found = [own for own in found if len(own) == most]
         found = [own for own in found if any(p.requires_grad for p in own.values())] or found
+        if found and in_order and _fits(self._own, given, in_order):
+            found.append(self._own)
         if len({tuple(map(id, own.values())) for own in found}) != 1:  # none, or any of several
             return called
         names = [self._names[id(parameter)] for parameter in found[0].values()]
