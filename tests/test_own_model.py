@@ -134,6 +134,17 @@ def test_what_needs_all_gradients_is_refused_where_they_are_not(given: Callable[
     torch.testing.assert_close(on_threads(2, [COPIES], by_torch), norms, rtol=1e-10, atol=0.0)
 
 
+def test_values_are_clipped_where_a_rank_has_no_gradient() -> None:
+    def body(model: nn.Module, engines: Any) -> None:
+        engines[0]().step(batch(0, ROWS[0]))
+        elsewhere = [p for p in model.parameters() if p.grad is None]
+        torch.nn.utils.clip_grad_value_(elsewhere, 0.1)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-9)
+        assert max(float(p.grad.max()) for p in model.parameters() if p.grad is not None) == 1e-9
+
+    on_threads(2, [LINE], body)
+
+
 class Averaged(nn.Module):
     """A target that is an average of the backbone: frozen, and written to between steps."""
 

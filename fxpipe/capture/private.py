@@ -631,15 +631,17 @@ def on_autograd_function(instead: Callable[[Any, Callable[[], Any], tuple[Any, .
 
 
 def on_clipping(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """From now on calls `check` with the parameters whose gradients torch's own `clip_grad_norm_` is about to scale."""
+    """From now on calls `check` with the parameters whose gradients torch's own `clip_grad_norm_` is about to scale;
+    `clip_grad_value_` takes parameters without any gradient, too."""
     module: Any = torch.nn.utils.clip_grad
-    original = module._clip_grads_with_norm_
+    original, grouped = module._clip_grads_with_norm_, module._group_tensors_by_device_and_dtype
 
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
         check([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         original(parameters, *args, **kwargs)
 
     module._clip_grads_with_norm_ = checked  # what torch.nn.utils offers by itself stays the original
+    module._group_tensors_by_device_and_dtype = lambda lists, *rest: grouped(lists, *rest) if lists[0] else {}
 
 
 def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
