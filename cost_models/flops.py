@@ -38,7 +38,9 @@ SHAPE_ONLY = frozenset(
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full".split()
 )
 # Of several operators, none of which multiplies matrices; running them to see that is what most of their cost took.
-WRITTEN = frozenset({"group_norm", "layer_norm", "rms_norm", "instance_norm", "upsample_nearest2d", "clip"})
+WRITTEN = frozenset(
+    f"aten::{n}" for n in "group_norm layer_norm rms_norm instance_norm upsample_nearest2d clip".split()
+)
 GATHERS = frozenset({"embedding", "index_select", "index", "_unsafe_index", "gather", "take"})
 
 
@@ -98,8 +100,7 @@ def _call_cost(call: Call, num_registered: int) -> NodeCost:
     formula = FORMULAS.get(schema.name)
     if formula is not None:
         return _with_bytes(call, _by_formula(call, formula), formula)
-    name = schema.name.partition("::")[2]
-    if name in WRITTEN:
+    if schema.name in WRITTEN:
         return _with_bytes(call, Counted(0, 0, 0, copies=True), None)
     packet = call.target._overloadpacket
     if private.is_composite(call.target) or packet in flop_registry or packet in EXTRA:
@@ -110,6 +111,7 @@ def _call_cost(call: Call, num_registered: int) -> NodeCost:
         require_counted(call.target)
     except Uncounted:
         return _with_bytes(call, UNKNOWN, None)
+    name = schema.name.partition("::")[2]
     if name in UNWRITTEN or all(r.alias_info and not r.alias_info.is_write for r in schema.returns):
         return FREE
     return _with_bytes(call, Counted(0, 0, 0, copies=True), None)

@@ -267,6 +267,19 @@ def test_a_registered_formula_makes_an_operator_known(unknown_operator: Callable
     assert (flops(cost, 4)[0], cost.uncosted) == (2 * 4 * 4 * 6, frozenset())
 
 
+def test_a_norm_of_somebodys_own_costs_what_they_say() -> None:
+    @torch.library.custom_op("fxpipe_tests::layer_norm", mutates_args=())
+    def layer_norm(x: Tensor) -> Tensor:
+        return x @ x.t()
+
+    layer_norm.register_fake(lambda x: x.new_empty(x.shape[0], x.shape[0]))
+    graph = traced(Apply(lambda x: layer_norm(x * 3)), torch.randn(5, 6))
+    register_flop_formula(torch.ops.fxpipe_tests.layer_norm)(lambda x, *_, **__: 2 * x[0] * x[0] * x[1])
+    for node in graph.nodes:
+        node.meta["requires_grad"] = False
+    assert flops(graph_cost(graph.nodes), 4)[0] == 2 * 4 * 4 * 6
+
+
 @pytest.mark.parametrize(
     "function", [torch.linalg.inv, torch.linalg.cholesky, lambda x: torch.linalg.qr(x).R, torch.linalg.svdvals]
 )

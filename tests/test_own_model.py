@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -265,6 +265,49 @@ def test_an_optimizer_over_what_a_rank_trains_may_be_its_own() -> None:
         return own.step if engine.rank else lambda: None
 
     on_threads(2, [LINE], stepped_with(by_rank))
+
+
+@pytest.mark.parametrize("layout", [LINE, COPIES, {"schedule": "gpipe", "data_parallel": 2}])
+def test_a_model_may_have_an_optimizer_for_each_of_its_halves(layout: Layout) -> None:
+    def halves(model: nn.Module, engine: Engine) -> Callable[[], Any]:
+        trained = [*model.parameters()]
+        parts = trained[: len(trained) // 2], trained[len(trained) // 2 :]
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+        return lambda: [optimizer.step() for optimizer in optimizers]
+
+    on_threads(2, [layout], stepped_with(halves))
+
+
+def test_weights_that_are_swapped_and_back_do_for_another_engine() -> None:
+    def swapped(model: nn.Module, engines: Any) -> None:
+        engine = engines[0]()
+        engine.step(batch(0, ROWS[0]))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            kept = [parameter.clone() for parameter in model.parameters()]
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                parameter.zero_()
+                parameter.copy_(value)
+        engines[1]().step(batch(1, ROWS[1]))
+
+    on_threads(2, [LINE, LINE], swapped)
+
+
+def test_loaders_may_fail_for_other_reasons_and_the_batches_before_are_trained() -> None:
+    losses: list[Tensor] = []
+
+    def failing(model: nn.Module, engines: Any) -> None:
+        engine = engines[0]()
+
+        def loader() -> Iterator[Any]:
+            yield from (batch(number, ROWS[0]) for number in range(2))
+            raise OSError(f"worker {engine.rank} died")
+
+        losses.extend(engine.train(loader(), torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    with pytest.raises((OSError, fxpipe.RunError), match=r"worker \d died"):
+        on_threads(2, [LINE], failing)
+    assert len(losses) == 2 * 2
 
 
 def test_ranks_with_other_models_are_told_so() -> None:

@@ -13,6 +13,10 @@ from fxpipe.errors import RunError
 from fxpipe.plan.transport import T, Transport
 
 Values = Mapping[str, Any]
+_OF_SOME = (
+    "give every rank the same one; what is made of all gradients needs these on every rank: data_parallel= as many as "
+    "ranks, and shard='none'"
+)
 _ALIKE = "seed every process alike before building the model, or load the same checkpoint on all"
 
 
@@ -37,33 +41,32 @@ def agree(transport: Transport, parts: Values, method: str = "", mine: int = 0, 
     numbers = transport.all_gather(told, what).wait()
     digests, others, of_some = torch.stack(numbers).unbind(1)
     if len({*of_some.tolist()} - {0}) > 1:
-        _refuse({rank: found for rank, found in enumerate(everyones(transport, some)) if found})
+        _refuse({rank: found for rank, found in enumerate(everyones(transport, some)) if found}, _OF_SOME)
+    bits = int(functools.reduce(operator.or_, others.tolist()))
     if bool((digests == told[0]).all()):
-        return int(functools.reduce(operator.or_, others.tolist()))
+        return bits
     values = everyones(transport, (method, parts))
     if len({called for called, _ in values}) > 1:
         calls = ", ".join(f"rank {rank} calls {called}" for rank, (called, _) in enumerate(values))
         raise RunError(f"{calls}; call every method of an engine on every rank, in the same order")
     _refuse(dict(enumerate(found for _, found in values)))
-    return -1
+    return bits
 
 
-def _refuse(values: Mapping[int, Mapping[str, Any]]) -> None:
+def _refuse(values: Mapping[int, Values], remedy: str = "give every rank the same one") -> None:
     """Raises RunError that names the first of what ranks have otherwise than the first of them."""
     base, first = next(iter(values.items()))
     for what in {name: None for of_rank in values.values() for name in of_rank}:
-        different = [rank for rank, of_rank in values.items() if of_rank.get(what) != first.get(what)]
+        different = [rank for rank, of_rank in values.items() if repr(of_rank.get(what)) != repr(first.get(what))]
         if different:
             theirs, its = _shown(values[different[0]].get(what)), _shown(first.get(what))
-            raise RunError(
-                f"ranks {different} have another {what}{theirs} than rank {base}{its}; give every rank the same one"
-            )
+            raise RunError(f"ranks {different} have another {what}{theirs} than rank {base}{its}; {remedy}")
 
 
 def _shown(value: object) -> str:
     """Where it says something to a reader, as digests do not."""
     text = str(value) if isinstance(value, int | float | str) else ""
-    is_short = 0 < len(text) < (100 if " " in text else 20)
+    is_short = 0 < len(text) < (400 if " " in text else 20)
     return f" ({text})" if is_short else ""
 
 

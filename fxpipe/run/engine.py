@@ -38,6 +38,15 @@ _WROTE_TRAINED, _NOTHING_MADE, _WROTE_FROZEN, _STEPPED, _LEFT_OUT = 1, 2, 4, 8, 
 _WRITTEN = "call engine.sync_model() before frozen weights are computed of trained ones, and write the same on all"
 
 
+class _NumBatches(int):
+    """That a rank has read, and why no more: which ranks need not have alike."""
+
+    why = ""
+
+    def __str__(self) -> str:
+        return f"{int(self)}{self.why}"
+
+
 class Engine(Training):
     """This process as one rank, which trains its part of the model's own parameters, in place.
 
@@ -76,7 +85,7 @@ class Engine(Training):
             drawn = [(index, draw_fingerprint(draw)) for index, draw in plan.draws.items()]
             own = {"plan": plan.fingerprint, "random operation, as a dropout of another p,": drawn}
             agree(transport, own, "engine")
-            here = {n: t for n, t in state.items() if not (t.is_meta or is_empty(t) or is_outdated(t))}
+            here = {n: t for n, t in state.items() if not (t.is_meta or is_empty(t) or is_outdated(t) or owners(t))}
             agree_on_state(transport, {name: sampled(tensor) for name, tensor in here.items()})
             self._take(plan)
             self._shared = self._shared_by(plan)
@@ -176,10 +185,12 @@ class Engine(Training):
             "on every rank or on none, whatever its own gradients are"
         )
 
-    def _num_batches(self, following: ReadBatch | None) -> str:
-        """That this rank has read, and why no more."""
-        failure = "" if self._loader_failure is None else f": its loader raised {self._loader_failure!r}"
-        return f"1{failure}" if following is None else "2"
+    def _num_batches(self, following: ReadBatch | None) -> "_NumBatches":
+        if following is not None:
+            return _NumBatches(2)
+        found = _NumBatches(1)
+        found.why = "" if self._loader_failure is None else f": its loader raised {self._loader_failure!r}"
+        return found
 
     def _told_of(self, what: str, batch: ReadBatch) -> dict[str, Any]:
         """What all ranks must have alike of a batch."""

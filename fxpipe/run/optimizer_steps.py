@@ -3,8 +3,8 @@
     rank 0   engine.step   optimizer.step   engine.step        told: stepped, {"lr of group 0": 0.1, ...}
     rank 1   engine.step                    engine.step        told: left out
 
-Were ranks to differ, the parts of a model would be of different runs. Optimizers that a rank has made over what it
-trains alone may differ, and are not compared.
+Were ranks to differ, the parts of a model would be of different runs. Optimizers over parts of a model, such as what a
+rank trains itself, may differ, and are not compared.
 """
 
 import weakref
@@ -25,7 +25,7 @@ class OptimizerSteps:
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._rank, self._by_itself = rank, False
+        self._rank, self._has_parts = rank, False
         self._count, self._options = 0, dict[str, Any]()
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         _watching.add(self)
@@ -41,22 +41,25 @@ class OptimizerSteps:
         self._count += 1
         self._options = {"optimizer": type(optimizer).__name__, "number of optimizer steps since": self._count}
         for number, group in enumerate(optimizer.param_groups):
-            options = {name: value for name, value in group.items() if type(value) in _PLAIN and name != "param_names"}
-            self._options |= {f"{name} of group {number} of its optimizer": value for name, value in options.items()}
+            for name, value in group.items():
+                if type(value) in _PLAIN and name != "param_names":
+                    told = float(value) if type(value) is int else value
+                    self._options[f"{name} of group {number} of its optimizer"] = told
 
     def _is_of_all(self, optimizer: Optimizer) -> bool:
-        """Whether it is over the whole model, and not over what this rank trains alone."""
+        """Whether it is over all that is trained. Of one over a part, which may be what this rank trains, it is noted
+        that there is such a one."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for parameter in self._trained if owners(parameter) and not is_idle(parameter)]
-        own = [self._rank in owners(parameter) for parameter in trained if id(parameter) in held]
-        found = not all(own) or len(own) == len(trained)
-        self._by_itself |= bool(own) and not found
-        return found
+        of_these = sum(id(parameter) in held for parameter in trained)
+        self._has_parts |= 0 < of_these < len(trained)
+        return of_these == len(trained)
 
     def taken(self) -> tuple[bool | None, dict[str, Any]]:
-        """Since it was last asked: whether there was any, None where that is not to be compared; the last's options."""
+        """Whether one was stepped since the last call, None where that is not compared, and the last one's options;
+        forgets both."""
         options, self._options, self._count = self._options, {}, 0
-        is_told = options or (not self._by_itself and any(self._rank in owners(p) for p in self._trained))
+        is_told = options or (not self._has_parts and any(self._rank in owners(p) for p in self._trained))
         return bool(options) if is_told else None, options
 
 

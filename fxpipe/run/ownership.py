@@ -59,7 +59,7 @@ def num_claims() -> int:
     return len(_claims)
 
 
-def owners(parameter: nn.Parameter) -> tuple[int, ...]:
+def owners(parameter: torch.Tensor) -> tuple[int, ...]:
     """Empty where no engine trains it: it is then the same on all ranks."""
     found: tuple[int, ...] = _owners.get(parameter, ())
     return found
