@@ -196,6 +196,15 @@ def test_what_a_pipeline_returns_is_dense() -> None:
     assert torch.equal(finished((patched(noise()), None))[0], noise())
 
 
+def test_what_is_detached_in_place_stays_on_its_way() -> None:
+    asked: list[int] = []
+    with torch.inference_mode():
+        value = patched(noise(), asked)
+        assert value.detach_() is value
+        assert not asked
+        assert torch.equal(settled(value), noise())
+
+
 def test_a_dense_operand_that_is_written_before_its_use_is_refused() -> None:
     other = noise(1)
     total = patched(noise()) + other

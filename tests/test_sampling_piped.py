@@ -372,6 +372,7 @@ def test_names_of_times() -> None:
     """diffusers', EDM's (`noise_labels`) and score_sde's (`time_cond`); not diffusers' guidance and sizes."""
     told = ["timestep", "timestep_r", "x.t", "sigma", "noise_labels", "time_cond", "log_snr", "c_noise"]
     others = ["timestep_cond", "time_ids", "class_labels", "guidance", "noise_mask", "encoder_hidden_states", "text"]
+    others += ["time_embeds_cond", "enc_noise"]
     assert [name for name in (*told, *others) if _is_time(name)] == told
 
 

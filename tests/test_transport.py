@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import Transport
-from fxpipe.run.transport import run_ranks
+from fxpipe.run.transport import distributed, run_ranks
 from fxpipe.run.transport.answering import Answering
 from fxpipe.run.transport.distributed import DistributedTransport
 from tests.distributed import run_processes, start_processes, start_torchrun
@@ -367,6 +367,30 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     for call in (lambda: store.get("key"), lambda: store.set("key", "value")):
         with pytest.raises(RuntimeError, match=r"no answer for 0\.1 s"):
             call()
+
+
+def test_a_process_that_is_held_up_does_not_count_as_a_silent_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, held_up = threading.Thread.join, [lambda *args: None]  # a timeout that ran out before any thread ran
+    monkeypatch.setattr(threading.Thread, "join", lambda *args: (held_up.pop() if held_up else join)(*args))
+    store = Answering(SimpleNamespace(check=lambda: time.sleep(0.1) or True), 5.0)
+    assert store.check()
+    assert not held_up
+
+
+def stopped_main() -> None:
+    distributed.STORE_SECONDS = 0.5
+    transport = DistributedTransport(heartbeat_seconds=0.2, lost_after_seconds=6)
+    host = transport.broadcast_object(os.getpid())
+    if transport.rank == 1:
+        os.kill(host, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(host, signal.SIGCONT)
+    assert transport.gather_object(transport.rank, 0) == ([0, 1] if transport.rank == 0 else None)
+    transport.close()
+
+
+def test_the_host_of_the_store_may_stand_still_as_long_as_others() -> None:
+    run_processes(2, stopped_main)
 
 
 def lonely_main() -> None:

@@ -136,6 +136,8 @@ class Patched(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach_.default:  # in inference mode, where it does nothing
+            return args[0]
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], Patched):
             raise _changed_as_a_whole(args[0], f"by {func.overloadpacket.__name__}")
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))

@@ -10,6 +10,7 @@ with ranks.compiling(what):                             all ranks of a launch ar
 """
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 _TOLD_SECONDS, _IDLE_SECONDS = 60.0, 1800.0
 """How long a call waits for an open one in which nothing is done, until it says so, and until it is an error."""
-_TIMES = ("time", "sigma", "noise_level", "noise_label", "c_noise", "snr")
-"""Of which a time's name has one."""
+_TIME = re.compile(r"^(t|r|tau)$|time|sigma|noise_level|noise_label|(^|_)c_noise|(^|_|log)snr")
+"""In a time's name."""
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
@@ -258,8 +259,7 @@ class Ranks(ABC):
 def _is_time(name: str) -> bool:
     """Whether an input of this name tells the step: timestep, sigma, t; others may differ between two calls of one."""
     last = name.rpartition(".")[2].lower()
-    told = last in ("t", "r", "tau") or any(word in last for word in _TIMES)
-    return told and last != "timestep_cond" and not last.endswith("_ids")
+    return bool(_TIME.search(last)) and (last == "time_cond" or not last.endswith(("_cond", "_ids")))
 
 
 def _equal(some: Tensors, others: Tensors) -> bool:

@@ -33,7 +33,7 @@ from fxpipe.run.transport.launched import Launch
 from fxpipe.run.transport.watchdog import Watchdog
 
 COPIED_AT_ONCE = 64  # tensors: some hundred MB of a U-Net
-STORE_SECONDS = 10.0  # the longest the store may take to answer a heartbeat
+STORE_SECONDS = 10.0  # the store may take to answer a heartbeat, and as long as a rank that is not lost
 _num_transports = itertools.count()  # made by this process: every transport has keys of its own in the store
 
 
@@ -74,7 +74,7 @@ class DistributedTransport(Collectives):
         self._sent_bytes: dict[Channel, int] = {}
         watched = store.clone()  # a connection of its own: calls on one connection wait for each other
         watched.set_timeout(timedelta(seconds=STORE_SECONDS))
-        answering = Answering(watched, STORE_SECONDS)
+        answering = Answering(watched, max(STORE_SECONDS, lost_after_seconds))
         host_rank = None if launch.launcher_hosts else 0
         self._watchdog = Watchdog(
             answering, rank, world_size, host_rank, self._interrupt, heartbeat_seconds, lost_after_seconds
