@@ -225,8 +225,10 @@ def test_another_run_is_refused(saved: tuple[Path, Any], change: Callable[[Saved
 
 def test_what_ranks_had_apart_is_loaded_into_their_layout_alone(tmp_path: Path) -> None:
     def body(run: SavedRun) -> None:
-        run.engine.save(tmp_path, extra={"where": run.engine.rank})
-        assert run.engine.load(tmp_path).extra == {"where": run.engine.rank}
+        like = {name: torch.full_like(p, run.engine.rank) for name, p in run.model.down.state_dict().items()}
+        extra = {"where": run.engine.rank, "by name": like, "in order": [*like.values()], "more": [3, *like.values()]}
+        run.engine.save(tmp_path, extra=extra)
+        torch.testing.assert_close(run.engine.load(tmp_path).extra, extra, rtol=0.0, atol=0.0)
 
     on_ranks(2, LINE, body)
     with pytest.raises(

@@ -52,8 +52,9 @@ def _sections(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
     found = {}
     for section, value in run.sections.items():
+        stateful = isinstance(value, Stateful)
         found[section] = {
-            "type": type(value).__name__ if isinstance(value, Stateful) else "",
-            "state": encode(state_of(value), section, keep, known.of),
+            "type": type(value).__name__ if stateful else "",
+            "state": encode(state_of(value), section, keep, known.of if stateful else known.of_whole),
         }
     return found
