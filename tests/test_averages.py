@@ -77,6 +77,27 @@ def test_averages_where_all_train_all_are_everyones() -> None:
     torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
 
 
+def test_stored_weights_are_as_old_when_they_are_restored() -> None:
+    def body(model: nn.Module, engines: Any) -> None:
+        engine = engines[0]()
+        average, given = trained(model, engine).of_diffusers, [*model.parameters()]
+        average.store(given)
+        average.copy_to(given)
+        engine.gather_state_dict()
+        average.restore(given)
+        with pytest.raises(fxpipe.RunError, match=r"call engine.sync_model\(\)"):
+            model.state_dict()
+        engine.sync_model()
+        before = [parameter.detach().clone() for parameter in given]
+        average.store(given)
+        average.copy_to(given)
+        average.restore(given)
+        model.state_dict()
+        torch.testing.assert_close([parameter.detach() for parameter in given], before, rtol=0.0, atol=0.0)
+
+    on_threads(2, [LINE], body)
+
+
 class Distilled(nn.Module):
     def __init__(self, trained: bool) -> None:
         super().__init__()
@@ -88,6 +109,9 @@ def test_averages_of_a_module_go_by_its_parameters(average: Any) -> None:
     model = Distilled(trained=False)
     found = WeightNames(model).by_parameter(average(model.student))
     assert list(found) == [f"student.{name}" for name, _ in model.student.named_parameters()]
+    assert list(WeightNames(model).by_parameter(AveragedModel(torch.compile(model.student)))) == list(
+        f"student.{name}" for name, _ in model.student.named_parameters()
+    )
     adapters = [p for p in model.student.parameters() if p.requires_grad]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert list(WeightNames(model).by_parameter([p.detach().clone() for p in adapters])) == names
@@ -104,7 +128,42 @@ def test_a_list_of_what_a_rank_trains_goes_by_no_module() -> None:
     assert not WeightNames(model, own).by_parameter(given)
 
 
+def test_what_is_like_one_parameter_alone_is_no_average_of_the_model() -> None:
+    model = nn.ModuleDict({"norm": nn.RMSNorm(5), "linear": nn.Linear(5, 3)})
+    names, average = WeightNames(model), torch.zeros(5)
+    assert names.by_parameter({"of the norm": [average]}) == {"norm.weight": [average]}
+    for value in ([average], {"weight": average}):
+        called = ["0"] if isinstance(value, list) else [*value]
+        assert names.of_whole([average], called) == called
+    for other in ([3, average], {"0": 3, "1": average}, [average.long()]):
+        assert not names.by_parameter(other)
+
+
+def test_tied_parameters_are_found_by_each_of_their_names() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)})
+    model["second"].weight = model["first"].weight
+    whole = nn.ModuleDict({"of": model, "other": nn.Linear(2, 2)})
+    average = AveragedModel(model)
+    found = WeightNames(whole).by_parameter(average)
+    assert {name: len(tensors) for name, tensors in found.items()} == {
+        "of.first.weight": 2,
+        "of.first.bias": 1,
+        "of.second.bias": 1,
+    }
+
+
+class Copied(Averages):
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": [value.clone() for value in self.own]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state["own"]
+
+
 def test_what_averages_nothing_of_the_model_is_refused() -> None:
-    program = fxpipe.compile(Adapted(), 2, example_inputs=batch(0, ROWS[0]), schedule="1f1b", microbatches=2)
+    model = Adapted()
+    program = fxpipe.compile(model, 2, example_inputs=batch(0, ROWS[0]), schedule="1f1b", microbatches=2)
     with pytest.raises(fxpipe.RunError, match="list has no tensor for each parameter of the model, or of one of its"):
         program.local_engine().sync_model([torch.zeros(3)])
+    with pytest.raises(fxpipe.RunError, match="Copied gives copies of its tensors in state_dict"):
+        program.local_engine().sync_model(Copied(model))

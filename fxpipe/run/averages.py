@@ -3,22 +3,25 @@
     rank 0   average.update_parameters(model)   layers.0: as it is      layers.6: as it was when rank 1 last brought it
     rank 0   average.module(x)                  refused, until engine.sync_model(average) has brought layers.6
 
-So it is for torch's `AveragedModel` and diffusers' `EMAModel`; what a script averages by itself goes unseen.
+So it is for torch's `AveragedModel` and diffusers' `EMAModel`; what a script averages by itself goes unseen, and so
+does a copy of such an average.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fxpipe.errors import RunError
-from fxpipe.run.ownership import is_outdated, outdate, uses_as_is, watch_outdated
+from fxpipe.run.ownership import is_outdated, outdate, renew, uses_as_is, watch_outdated
 
 _wrapped = set[type]()
+_old_stored = WeakKeyDictionary[Any, list[bool]]()  # average -> which parameters were outdated as it stored them
 
 
 def watch_averages() -> None:
@@ -26,7 +29,7 @@ def watch_averages() -> None:
     _wrap(AveragedModel, update_parameters=_updated)
     diffusers: Any = sys.modules.get("diffusers.training_utils")
     if diffusers is not None:
-        _wrap(diffusers.EMAModel, step=_stepped, copy_to=_copied, state_dict=_told)
+        _wrap(diffusers.EMAModel, step=_stepped, copy_to=_copied, state_dict=_told, store=_stored, restore=_restored)
 
 
 def _wrap(kind: Any, **calls: Callable[..., Any]) -> None:
@@ -59,6 +62,20 @@ def _copied(original: Callable[..., Any], average: Any, parameters: Iterable[nn.
     given = [*parameters]
     original(average, given)
     outdate(p for p, value in zip(given, average.shadow_params, strict=False) if is_outdated(value))
+
+
+def _stored(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
+    given = [*parameters]
+    original(average, given)
+    _old_stored[average] = [is_outdated(parameter) for parameter in given]
+
+
+def _restored(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
+    given = [*parameters]
+    original(average, given)
+    pairs = [*zip(given, _old_stored.pop(average, [False] * len(given)), strict=False)]
+    renew(parameter for parameter, was_old in pairs if not was_old)  # its version does not tell of writes into `data`
+    outdate(parameter for parameter, was_old in pairs if was_old)
 
 
 def _told(original: Callable[..., Any], average: Any) -> Any:

@@ -53,7 +53,7 @@ class TrainedModel(EngineBase, ABC):
                 of one of its modules, in its `state_dict()`, by name or as a list in their order; or such a list.
 
         Raises:
-            RunError: an average has no such tensors.
+            RunError: an average has no such tensors, or gives copies of them.
         """
         self._require_open("sync_model")
         own = (p for p in self._model.parameters() if p.requires_grad and self.rank in self._owners(p))
@@ -63,6 +63,11 @@ class TrainedModel(EngineBase, ABC):
             if not tensors:
                 raise RunError(
                     f"{type(average).__name__} has no tensor for each parameter of the model, or of one of its modules"
+                )
+            if _places(tensors) != _places(names.by_parameter(average)):
+                raise RunError(
+                    f"{type(average).__name__} gives copies of its tensors in state_dict(), so that nothing could be "
+                    "brought into it; give the tensors themselves, or the state, and load that into it after"
                 )
         self._bring(None)
         for tensors in found:
@@ -99,6 +104,11 @@ class TrainedModel(EngineBase, ABC):
     @abstractmethod
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         """By the names the user knows."""
+
+
+def _places(tensors: Mapping[str, list[torch.Tensor]]) -> list[int]:
+    """Where in memory they are."""
+    return [tensor.data_ptr() for of_parameter in tensors.values() for tensor in of_parameter]
 
 
 def require_own(optimizer: Any, model: nn.Module, trains_here: bool) -> None:
