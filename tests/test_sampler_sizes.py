@@ -222,6 +222,32 @@ def test_settings_that_are_back_are_known(traces: list[object]) -> None:
     assert before() is None
 
 
+def wrapped(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x)
+
+
+@pytest.mark.parametrize("own", [lambda mix: mix.forward, lambda mix: wrapped(mix.forward)])
+def test_modules_that_were_replaced_are_not_kept_by_a_forward_of_their_own(own: Any, traces: list[object]) -> None:
+    """As hooks set it; settings that are back are known all the same."""
+    torch.manual_seed(0)
+    model = Forward(squares).double()
+    options = {"sample": {"picture": 2}, "patches": 2, "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
+    known = []
+    for _ in range(4):
+        model.mix = nn.Conv2d(4, 4, 1).double()
+        model.mix.forward = own(model.mix)
+        known.append(weakref.ref(model.mix.weight))
+        require_equal(sampler, model, picture(8, 6))
+    gc.collect()
+    assert [one() is None for one in known] == [True, True, True, False]
+    for scale in (2.0, 1.0):
+        model.scale = scale
+        del traces[:]
+        require_equal(sampler, model, picture(8, 6))
+    assert not traces
+
+
 def test_traces_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that torch knows of their sizes, which it would keep for ever."""
     monkeypatch.setattr(spread, "_MOST_KINDS", 1)

@@ -7,8 +7,9 @@ code names (`holders.named_by`): equal ones before every call are cheap to compa
 
 import types
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,21 +20,24 @@ from fxpipe.errors import CaptureError
 
 Settings = list[Any]
 
-_NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_NAMED = (type, types.BuiltinFunctionType)
 _AROUND = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _DEPTH = 4  # of objects and containers in each other
 
 
 class _Same:
-    """Equal to itself alone, and kept: what was let go could lend its id to another."""
+    """Equal to itself alone, while it is there; not kept, with its weights."""
 
-    __slots__ = ("value",)
+    __slots__ = ("get",)
 
     def __init__(self, value: object) -> None:
-        self.value = value
+        try:
+            self.get: Callable[[], object] = ref(value)
+        except TypeError:
+            self.get = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _Same) and (value := self.get()) is not None and other.get() is value
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -87,9 +91,15 @@ def _add_attributes(found: Settings, values: Mapping[Any, Any], depth: int) -> N
 
 
 def _add(found: Settings, value: Any, depth: int) -> None:
-    """A value in depth: containers by what is in them, objects by class and attributes, modules and tensors as such."""
+    """A value in depth: containers by what is in them, objects by class and attributes; functions, modules and tensors
+    as such."""
     if type(value) in PLAIN or isinstance(value, _NAMED):
         found.append(value)
+    elif isinstance(value, types.FunctionType):
+        found.append(ref(value))  # a closure may keep modules; equal where the function is the same
+    elif isinstance(value, types.MethodType):
+        found.append(_Same(value.__self__))
+        _add(found, value.__func__, depth)
     elif isinstance(value, nn.Module | torch.Tensor) or depth == 0:
         found.append(_Same(value) if depth else type(value))
     elif isinstance(value, Mapping):

@@ -296,10 +296,15 @@ class Spread:
         for kind, step in self._steps.items():
             if kind[0] in self._known.traced:
                 self.ranks.forget(step)  # with the weights it is bound to
-        named = self._known.named
+        before, self._known.named = self._known.named, []  # with the modules that some are of
         self._others.append(self._known)
-        back = [one for one in self._others if one.is_of(self.module, shapes)]
-        self._known = back[0] if back else _Known(shapes, settings_of(self.module, named), named)
+        named = named_by(self.module)
+        now_set = settings_of(self.module, named)
+        back = [one for one in self._others if one.shapes == shapes and one.settings == now_set]
+        if back:
+            self._known, back[0].named = back[0], named
+        else:
+            self._known = _Known(shapes, settings_of(self.module, before), before)
         self._others = [one for one in self._others if one is not self._known and one.traced]
         self._forget_others(_MOST_OTHERS)
 
