@@ -95,7 +95,7 @@ def _ranked(case: SampleCase, request: Request, setting: Setting, looked_at: Seq
     on_one = chosen(case, Request(1, 1, None, None, 1, EXACT, request.text))
     alone = estimate(case, on_one, setting.cluster, setting.steps).seconds / max(request.speeds, default=1.0)
     order = sorted(fitting, key=lambda one: (one.found is None or bool(one.why), one.seconds, one.least_seconds or inf))
-    best = _best([one for one in order if one.found and not one.why], alone)
+    best = _best([*filter(_fits, order)], alone)
     others = (one for one in order if one is not best)
     return Ranked((best, *others), case.num_samples, alone, setting, request.how)
 

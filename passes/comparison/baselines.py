@@ -30,11 +30,12 @@ from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement.lines import linear
 from passes.placement.lines.traffic import traffic
+from passes.placement.ports import message_seconds
 from passes.placement.shape import pipelines
 from passes.step_ops import step_ops
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.units import Units
-from passes.tuner.bounds import busiest_seconds, line_seconds, placed_seconds, reduction_seconds
+from passes.tuner.bounds import busiest_seconds, line_seconds, reduction_seconds
 from passes.tuner.finals import EARLY
 from passes.tuner.orders import Orders
 
@@ -146,9 +147,9 @@ class Line:
     def _attempt(self, count: int) -> Attempt:
         sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
+        port = message_seconds(self.case.graph, staged, sizes, self.case.cluster, self.relayed)
         sums = reduction_seconds(self.case, staged, len(sizes))
-        line = line_seconds(self.case, staged, sizes, self.relayed)
-        bound = max(placed_seconds(self.case, staged, sizes, self.relayed), line, sums)
+        bound = max(line_seconds(self.case, staged, sizes, self.relayed), port, sums)
         write, early = (partial(self._write, each, sizes) for each in (staged, replace(staged, prefetch=EARLY)))
         expected = partial(self._expected, count) if count > _FEW_PER_STAGE * self.stages else None
         return Attempt(self._setting(count, sizes[0]), bound, sizes[0], write, early, expected)
