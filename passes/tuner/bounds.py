@@ -143,10 +143,10 @@ def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:
     return most
 
 
-def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int]) -> float:
+def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool = False) -> float:
     """The largest of the bounds that stages on ranks have, whatever the order, sums of gradients aside; `sizes` are
     samples of micro-batches."""
-    port = message_seconds(case.graph, staged, sizes, case.cluster)
+    port = message_seconds(case.graph, staged, sizes, case.cluster, relayed)
     return max(busiest_seconds(ActionSeconds(case, staged), sizes), port)
 
 
