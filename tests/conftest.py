@@ -3,8 +3,9 @@ which are left out of everyday runs: further models of what others show, in long
 
 import gc
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
@@ -46,6 +47,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def no_files_of_others() -> Iterator[None]:
+    """Models that the command line loaded from a test's own files go with it: captures are not cached in a process
+    that has code from files newer than itself."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("model_file_")]:
+        del sys.modules[name]
 
 
 @pytest.fixture
