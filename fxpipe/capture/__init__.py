@@ -16,7 +16,7 @@ formulas         of operations in transforms
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
 cache            captures on disk (stored, model_digest, code_names, files, expressions)
-private          names of torch that are private; private_sizes: those of symbolic sizes
+private          names of torch that are private
 fingerprint      which graph this is              sizes, reach  sizes at a number of samples; walks over graphs
 surroundings     where forward runs, and in which precision
 """
@@ -32,7 +32,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import functionalise, private, private_sizes
+from fxpipe.capture import functionalise, private
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
@@ -292,7 +292,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 def _refuse_values(graph: fx.Graph) -> None:
     """Refuse numbers and sizes that depend on what tensors hold."""
     for node in graph.nodes:
-        unknown = private_sizes.depends_on_values(node.meta.get("val"))
+        unknown = private.sizes.depends_on_values(node.meta.get("val"))
         if node.op == "call_function" and (unknown or _has_size_of_values(node)):
             raise CaptureError(
                 f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; "

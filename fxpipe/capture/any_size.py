@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import Capture, captured_from, private, private_sizes
+from fxpipe.capture import Capture, captured_from, private
 from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
@@ -100,13 +100,13 @@ def capture_any_size(
     kinds = exported.program.graph_signature.input_specs
     given = torch.export.graph_signature.InputKind.USER_INPUT
     values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is given]
-    private_sizes.still_guarded(values)
+    private.sizes.still_guarded(values)
     free = captured_from(model, exported)
     inputs = dict(zip(captured.inputs.tensor_names, values, strict=True))
     found = AnySize(free, FreeSizes.of(inputs, free.batch))
     for name, dim in wanted.items():
         if not found.free.shapes[name][dim].free_symbols:
-            place = private_sizes.place_of_number(inputs[name], dim)
+            place = private.sizes.place_of_number(inputs[name], dim)
             raise CaptureError(f"forward makes dimension {dim} of its input {name} a number, {place}")
     found.require_equal(captured)
     return found
@@ -125,12 +125,12 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
     new, env, tensors = fx.Graph(), dict[fx.Node, Any](), dict[Any, torch.Tensor]()
 
     def whole(size: Any) -> Any:
-        return private_sizes.traced_number(mode, size, int) if isinstance(size, sympy.Basic) else size
+        return private.sizes.traced_number(mode, size, int) if isinstance(size, sympy.Basic) else size
 
     def number(value: Any) -> Any:
         kind = _KINDS[type(value)]
         expr = value.node.expr.xreplace(put)
-        return private_sizes.traced_number(mode, expr, kind) if expr.free_symbols else kind(expr)
+        return private.sizes.traced_number(mode, expr, kind) if expr.free_symbols else kind(expr)
 
     @cache
     def sized(expr: Any) -> Any:
@@ -146,7 +146,7 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
         if key not in tensors:
             shape, stride = ([whole(one) for one in kind] for kind in sizes)
             kind, place, grad = value.dtype, value.device, value.requires_grad
-            tensors[key] = private_sizes.traced_tensor(mode, shape, stride, kind, place, grad)
+            tensors[key] = private.sizes.traced_tensor(mode, shape, stride, kind, place, grad)
         return tensors[key]
 
     def leaf(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.capture import Capture, capture, private_sizes
+from fxpipe.capture import Capture, capture, private
 from fxpipe.capture.any_size import AnySize, capture_any_size
 from fxpipe.capture.cache import cached
 from fxpipe.capture.expressions import Unwritable
@@ -84,7 +84,7 @@ def _captured_call(
         return CapturedCall(captured, returned, None)
     try:
         any_size = capture_any_size(model, captured, examples, result_of, free)
-        if any(private_sizes.is_traced_number(leaf) for leaf in found[0].leaves):
+        if any(private.sizes.is_traced_number(leaf) for leaf in found[0].leaves):
             raise CaptureError("forward returns a size beside its prediction")
     except CaptureError as error:
         return CapturedCall(captured, returned, str(error))

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import own_graphs, private, private_sizes
+from fxpipe.capture import own_graphs, private
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.known import Read, buffers_read
 from fxpipe.capture.same import computation
@@ -154,9 +154,9 @@ def export_any_size(
     """
     size = _free_size(model, inputs) if any_batch else inputs.batch_size
     step = Step(model, inputs, result_of, one_batch=True)
-    with sizes_read_plainly(), private_sizes.general_sizes():
+    with sizes_read_plainly(), private.sizes.general_sizes():
         program = _trace(step, inputs, _resized(model, inputs, examples, size), any_batch, any_size=True)
-    if any_batch and (fault := private_sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
+    if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
         raise CaptureError(fault)
     return _flat(program, inputs, None if any_batch else "it was so before")
 
@@ -169,10 +169,10 @@ def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str |
     read, kept = program.graph_module.meta[_READ], program.graph_module.meta.get(_KEPT, ())
     if fixed is not None:
         return Exported(program, graph, inputs, fixed, size, size, read, kept)
-    fewest = private_sizes.fewest_samples(values, size)
+    fewest = private.sizes.fewest_samples(values, size)
     if any(map(_squeezes_free_sizes, graph.nodes)):
         fewest = max(fewest, 2)
-    return Exported(program, graph, inputs, fixed, fewest, private_sizes.most_samples(values, size), read, kept)
+    return Exported(program, graph, inputs, fixed, fewest, private.sizes.most_samples(values, size), read, kept)
 
 
 def _squeezes_free_sizes(node: fx.Node) -> bool:
@@ -190,7 +190,7 @@ def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.E
         exported = trace(size)
     except _Failed as error:
         return None, str(error)
-    return exported, private_sizes.dynamic_fault(_batched_values(exported, inputs), inputs.batch_size)
+    return exported, private.sizes.dynamic_fault(_batched_values(exported, inputs), inputs.batch_size)
 
 
 def _free_at_size(trace: Trace, inputs: InputSpec) -> list[bool | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from fxpipe.capture import private_sizes
+from fxpipe.capture import private
 from fxpipe.errors import FxpipeError
 
 
@@ -40,7 +40,7 @@ def _data(expr: Any) -> Any:
     if expr.is_Rational:
         return ["Rational", int(expr.p), int(expr.q)]
     name: str = expr.func.__name__
-    if private_sizes.size_function(name) is not expr.func:
+    if private.sizes.size_function(name) is not expr.func:
         raise Unwritable(f"the size {expr}, of {name}")
     return [name, *map(_data, expr.args)]
 
@@ -56,7 +56,7 @@ def expression_of(data: Any) -> Any:
     if isinstance(data, str):
         return symbol(data)
     name, *args = data
-    function = private_sizes.size_function(name)
+    function = private.sizes.size_function(name)
     if function is None:
         raise ValueError(name)
     return function(*map(expression_of, args))

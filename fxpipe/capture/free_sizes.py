@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 
-from fxpipe.capture import private_sizes
+from fxpipe.capture import private
 from fxpipe.capture.expressions import expression_data, expression_of, symbol
 from fxpipe.capture.sizes import expression
 from fxpipe.errors import CompileError
@@ -33,7 +33,7 @@ class FreeSizes:
     def of(inputs: Mapping[str, torch.Tensor], batch: Sequence[sympy.Symbol]) -> "FreeSizes":
         """Of a trace whose inputs have these fake values; `batch`: the symbols of the number of samples."""
         shapes = {name: tuple(map(expression, value.shape)) for name, value in inputs.items()}
-        guards, bounds = private_sizes.conditions(list(inputs.values()))
+        guards, bounds = private.sizes.conditions(list(inputs.values()))
         return FreeSizes(shapes, guards, bounds, tuple(batch))
 
     def numbers(self, shapes: Mapping[str, Sequence[int]]) -> Numbers:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture import private, private_sizes
+from fxpipe.capture import private
 from fxpipe.capture.reach import reached
 from fxpipe.capture.trees import named_leaves
 
@@ -88,7 +88,7 @@ def drop_unknown(graph: fx.Graph, names: Sequence[str]) -> tuple[list[str], list
     loss, *values = output.args[0]
     needed = _ancestors(loss)
     unknown = [
-        any(private_sizes.depends_on_values(node.meta.get("val")) for node in _ancestors(value) - needed)
+        any(private.sizes.depends_on_values(node.meta.get("val")) for node in _ancestors(value) - needed)
         for value in values
     ]
     output.args = ((loss, *(value for value, no in zip(values, unknown, strict=True) if not no)),)

@@ -24,7 +24,7 @@ import sympy
 import torch
 from torch import nn
 
-from fxpipe.capture import private, private_sizes
+from fxpipe.capture import private
 from fxpipe.capture.holders import holders_of
 from fxpipe.errors import CaptureError
 
@@ -74,7 +74,7 @@ def _in_users_modules(functions: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def decisions_noted() -> Iterator[None]:
-    """Inside, what forward itself decides by free sizes is known to `private_sizes.fewest_samples`."""
+    """Inside, what forward itself decides by free sizes is known to `private.sizes.fewest_samples`."""
     with ExitStack() as stack:
         for kind, name in ((torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")):
             stack.enter_context(private.replaced(kind, name, _noted(vars(kind)[name])))
@@ -100,9 +100,9 @@ class Repeated:
         return list
 
     def _listed(self) -> list[Any]:
-        expr, count = private_sizes.expression_of(self.count), operator.index(self.count)
+        expr, count = private.sizes.expression_of(self.count), operator.index(self.count)
         if expr is not None:
-            private_sizes.note(self.count, expr, count)
+            private.sizes.note(self.count, expr, count)
         return [self.row] * count
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,7 +157,7 @@ def _as_number(function: Callable[..., float]) -> Callable[..., float]:
 
 
 def _formatted(size: Any, form: str) -> str:
-    if not form or private_sizes.depends_on_values(size):  # those for logs to print
+    if not form or private.sizes.depends_on_values(size):  # those for logs to print
         return str(size)
     return format(float(size) if isinstance(size, torch.SymFloat) else int(size), form)
 
@@ -185,10 +185,10 @@ def _text(original: Any, read: Any) -> Any:
 
 def _noted(original: Any) -> Any:
     def decide(value: Any) -> Any:
-        expr = private_sizes.expression_of(value)
+        expr = private.sizes.expression_of(value)
         found = original(value)
         if expr is not None and not _is_ours(sys._getframe(1)):
-            private_sizes.note(value, expr, found)
+            private.sizes.note(value, expr, found)
         return found
 
     return decide

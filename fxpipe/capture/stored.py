@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import Capture, private, private_sizes
+from fxpipe.capture import Capture, private
 from fxpipe.capture.expressions import Unwritable, expression_data, expression_of, symbol
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
@@ -52,7 +52,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
     placeholders = captured.graph.find_nodes(op="placeholder")
     states = {node.name: node.meta["state"] for node in placeholders if node.meta["kind"] == "constant"}
     return {
-        "symbols": private_sizes.size_symbols([n.meta.get("val") for n in captured.graph.nodes]),
+        "symbols": private.sizes.size_symbols([n.meta.get("val") for n in captured.graph.nodes]),
         "nodes": [_node_data(node) for node in captured.graph.nodes],
         "batched": [leaf.batched for leaf in captured.inputs.leaves],
         "tensors": dict(captured.tensors),
@@ -74,7 +74,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
 def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> Capture:
     """The capture that `data` says, of a call described by `inputs`; any exception means that the data is none."""
     symbols = {symbol(name): bounds for name, bounds in data["symbols"].items()}
-    mode = private_sizes.traced_mode(symbols)
+    mode = private.sizes.traced_mode(symbols)
     flags = zip(inputs.leaves, data["batched"], strict=True)
     return Capture(
         graph=_graph(mode, data["nodes"]),
@@ -188,12 +188,12 @@ def _value(data: Any, mode: Any, made: Mapping[str, fx.Node]) -> Any:
         return made[said]
     if kind == "tensor":
         shape, stride, dtype, device, requires_grad = _value(said, mode, made)
-        return private_sizes.traced_tensor(mode, shape, stride, _kind(dtype), torch.device(device), requires_grad)
+        return private.sizes.traced_tensor(mode, shape, stride, _kind(dtype), torch.device(device), requires_grad)
     if kind == "torch":
         return _kind(said)
     if kind == "device":
         return torch.device(said)
-    return private_sizes.traced_number(mode, expression_of(said), _SYMBOLIC[kind])
+    return private.sizes.traced_number(mode, expression_of(said), _SYMBOLIC[kind])
 
 
 def _tensor_data(value: torch.Tensor) -> list[Any]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from fxpipe.capture import Capture, private, private_sizes
+from fxpipe.capture import Capture, private
 from fxpipe.capture.outputs import drop
 from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
@@ -176,7 +176,7 @@ def _needed(results: Sequence[fx.Node], follow: Follow) -> tuple[set[fx.Node], s
 def parts_of_batch(capture: Capture) -> int:
     """Into how many parts forward cuts the batch, as `chunk(2)` of images and those of a prior; 1 where into none."""
     values = [value for node in capture.graph.nodes for value in private.tensors_in(node.meta.get("val"))]
-    return math.lcm(*{found for value in values for size in value.shape for found in private_sizes.divisors(size)})
+    return math.lcm(*{found for value in values for size in value.shape for found in private.sizes.divisors(size)})
 
 
 def require_independent(capture: Capture) -> None:

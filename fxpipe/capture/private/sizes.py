@@ -1,9 +1,7 @@
-"""Private and unstable names of torch's symbolic sizes: what a trace decides by them, and how they are made again.
+"""Symbolic sizes: what a trace decides by them, and how they are made again.
 
-    trace with a free batch  ->  guards, bounds  ->  `dynamic_fault`, `fewest_samples`, `most_samples`, `conditions`
-    stored expressions       ->  `traced_mode`   ->  `traced_number`, `traced_tensor`
-
-Checked on torch 2.11, 2.12 and 2.13.
+trace with a free batch  ->  guards, bounds  ->  `dynamic_fault`, `fewest_samples`, `most_samples`, `conditions`
+stored expressions       ->  `traced_mode`   ->  `traced_number`, `traced_tensor`
 """
 
 import sys
@@ -25,7 +23,7 @@ from torch.utils._sympy import functions as size_functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from fxpipe.capture.private import first_tensor
+from fxpipe.capture.private.nodes import first_tensor
 
 _NUMBER = (
     "forward makes it a number (take x.shape[0], not int() of it, no loop over samples, and transforms of "

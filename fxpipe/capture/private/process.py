@@ -1,0 +1,75 @@
+"""What of the process a trace depends on, and what is another one inside."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A module's attribute, another one inside."""
+    original = vars(module)[name]
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def added(kind: type, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes that a class does not have, inside."""
+    names = [
+        name for name in attributes if not hasattr(kind, name) or getattr(kind, name) is getattr(object, name, None)
+    ]
+    for name in names:
+        setattr(kind, name, attributes[name])
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(kind, name)
+
+
+def require_no_modes(refuse: Callable[[str], Exception]) -> None:
+    """Refuse what changes every call that a trace makes, and is no part of the model."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        raise refuse("a mode of torch functions or dispatch is active")
+    if any(_global_hooks()):
+        raise refuse("hooks of all modules are registered")
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Those of all modules, by kind."""
+    module = vars(nn.modules.module)
+    return [module[name] for name in module if name.startswith("_global_") and isinstance(module[name], dict)]
+
+
+@contextmanager
+def global_hooks_kept() -> Iterator[None]:
+    """Hooks of all modules are afterwards those of before: torch 2.11 leaves one of every trace that fails."""
+    before = [dict(hooks) for hooks in _global_hooks()]
+    try:
+        yield
+    finally:
+        for hooks, found in zip(_global_hooks(), before, strict=True):
+            for key in hooks.keys() - found.keys():
+                del hooks[key]
+
+
+def switches() -> list[Any]:
+    """What of torch's state a trace may depend on, beside the model."""
+    cuda, backends = torch.backends.cuda, torch.backends
+    asked = (
+        torch.cuda.is_available, torch.xpu.is_available, backends.mps.is_available, backends.mkldnn.is_available,
+        torch.get_default_dtype, torch.get_default_device, torch.get_float32_matmul_precision,
+        torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+        cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled,
+        backends.mha.get_fastpath_enabled, torch.is_inference_mode_enabled,
+    )  # fmt: skip
+    versions = torch.__version__, torch.version.git_version, str(torch.version.cuda)
+    set_ones = backends.cudnn.enabled, backends.cudnn.deterministic, backends.mkldnn.enabled
+    return [*versions, *set_ones, *(one() for one in asked)]
