@@ -124,6 +124,33 @@ def test_what_is_no_plan_is_refused(change: Callable[[str], str], message: str) 
         Plan.parse(change(str(plan)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("batch_size", "4", "batch_size is '4'; give an integer"),
+        ("batch_size", True, "batch_size is True; give an integer"),
+        ("num_microbatches", 5, "4 samples cannot be cut into 5 micro-batches"),
+        ("cost_model", None, "cost_model is None; give a text"),
+        ("labels", "all", "labels is 'all'; give a list"),
+        ("labels", [], "has 2 boundaries, ranks of 1 stages and labels of 0"),
+        ("step", ["rank 0: 0F0 0B0", 1], r"step\[1\] is 1; give a text"),
+        ("steady", [], "one line per rank"),
+        ("predicted", {"step": {"seconds": float("nan")}}, r"predicted\.step\.idle is missing"),
+        ("cut", {"num_blocks": 24, "num_samples": 0}, "num_samples of the plan's cut is 0"),
+        ("staged", {"boundaries": [0, "2"]}, "staged.stage_ranks is missing"),
+        ("outcomes", [{"Pipelines": 1}], r"outcomes\[0\].pipelines is missing"),
+    ],
+)
+def test_json_of_other_types_is_refused(name: str, value: object, message: str) -> None:
+    staged = Staged((0, 2), ((0,),), "1f1b", False, 1)
+    step = Schedule.parse("schedule 1f1b: 1 stage, 1 micro-batch\nrank 0: 0F0 0B0")
+    data = Plan("ab", "1xV100", "V100", 4, 1, PlannedCut(24, 4), staged, ("all",), (), step).as_dict()
+    with pytest.raises(CompileError, match=message):
+        Plan.from_dict({**data, name: value})
+    with pytest.raises(CompileError, match=r"staged\.prefech is nothing it has"):
+        Plan.from_dict({**data, "staged": {**data["staged"], "prefech": 2}})
+
+
 @pytest.mark.parametrize("text", ['{"format": 1}', '{"format": 2}', "{", "[1]", "nonsense"])
 def test_a_file_without_a_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)

@@ -18,7 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.explanation import Explanation, rivals
@@ -30,7 +30,6 @@ from fxpipe.plan.plan_lines import (
     read_line,
     read_stages,
     read_target,
-    schedule_from,
     stage_lines,
     target_line,
     text_parts,
@@ -84,6 +83,7 @@ class Plan(SavedPlan):
 
     KIND: ClassVar[str] = f"plan of format {FORMAT}"
     WRITER: ClassVar[str] = "`fxpipe tune --save`"
+    FORM: ClassVar[Mapping[str, object]] = {"format": FORMAT}
 
     fingerprint: str
     cluster: str
@@ -99,6 +99,15 @@ class Plan(SavedPlan):
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     outcomes: tuple[Outcome, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_microbatches <= self.batch_size:
+            raise CompileError(
+                f"{self.batch_size} samples cannot be cut into {self.num_microbatches} micro-batches; each needs one"
+            )
+        if len(held := self.staged.frozen_ranks) not in (0, len(self.components)):
+            raise CompileError(f"there are ranks of {len(held)} frozen components, of {len(self.components)}")
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -148,25 +157,6 @@ class Plan(SavedPlan):
     @classmethod
     def _of_text(cls, text: str) -> "Plan":
         return _parse(text)
-
-    def _plain(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "steady": None if self.steady is None else self.steady.text().split("\n"),
-            "predicted": {form: vars(prediction) for form, prediction in self.predicted.items()},
-            "outcomes": [vars(outcome) for outcome in self.outcomes],
-        }
-
-    @classmethod
-    def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']!r}")
-        return {
-            "steady": None if data["steady"] is None else schedule_from(data["steady"]),
-            "predicted": {form: Prediction(**numbers) for form, numbers in data["predicted"].items()},
-            "outcomes": tuple(Outcome(**outcome) for outcome in data["outcomes"]),
-            **{name: tuple(data[name]) for name in ("labels", "components", "notes")},
-        }
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
@@ -222,6 +212,7 @@ _HEAD = re.compile(
 _FROZEN = re.compile(r"frozen (\d+) on (all ranks|ranks? (?:[\d, ]+|none)): (.*)")
 _PREFETCH = re.compile(r"receives posted (\d+) actions ahead")
 _RUN = re.compile(r"blocks (\d+)-(\d+)")
+_RUNS = re.compile(r"recomputed: blocks \d+-\d+(, blocks \d+-\d+)*")
 _FORM = re.compile(r"(step|steady): (.*)")
 
 
@@ -229,21 +220,20 @@ def _parse(text: str) -> Plan:
     summary, orders = text_parts(text)
     read: Read = defaultdict(list)
     head = _HEAD.fullmatch(summary[0]) if summary else None
-    if head is None or not orders:
+    if head is None or len(orders) not in (1, 2):
         raise CompileError(f"this is no plan's text: it begins with {text[:60]!r}; `print(plan)` gives one")
     for line in summary[1:]:
         _read(line.removeprefix("  "), read)
     cluster, cost_model, fingerprint, cut = read_target(read)
-    if not 1 <= int(head[2]) <= int(head[1]):
-        raise CompileError(f"{head[1]} samples cannot be cut into {head[2]} micro-batches; each needs one")
     frozen = read["frozen"]
+    some = any(ranks is not None for ranks, _ in frozen)
     staged = Staged(
         *read_stages(read),
         head[4],
         bool(head[5]),
         int(head[3]),
         tuple(read["run"]),
-        tuple(ranks for ranks, _ in frozen) if any(ranks is not None for ranks, _ in frozen) else (),
+        tuple((*range(int(head[3])),) if ranks is None else ranks for ranks, _ in frozen) if some else (),
         offloaded=bool(read["offloaded"]),
         prefetch=read["prefetch"][-1] if read["prefetch"] else 1,
     ).sharing(read["sharded"][-1] if read["sharded"] else "none")
@@ -269,7 +259,7 @@ def _read(line: str, read: Read) -> None:
         read["offloaded"].append(True)
     elif found := _PREFETCH.fullmatch(line):
         read["prefetch"].append(int(found[1]))
-    elif line.startswith("recomputed: "):
+    elif _RUNS.fullmatch(line):
         read["run"] += [(int(start), int(stop) + 1) for start, stop in _RUN.findall(line)]
     elif (found := _FORM.fullmatch(line)) and (numbers := _PREDICTION.fullmatch(found[2])):
         seconds, idle, peak, wires = numbers.groups()

@@ -15,7 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from fxpipe.errors import CompileError, ScheduleError
+from fxpipe.errors import CompileError
+from fxpipe.plan.plain import Readers, Writers, made_of, plain_of, value_of
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 
@@ -93,37 +94,37 @@ def read_stages(read: Read) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...
 # -- text, JSON data and files
 
 
-def schedule_from(lines: Sequence[str]) -> Schedule:
-    return Schedule.parse("\n".join(lines))
-
-
 class SavedPlan(ABC):
     """A plan, of training or of sampling, with a text that is read back, JSON data, and a file.
 
-    `KIND` says what it is, `WRITER` what writes one.
+    `KIND` says what it is, `WRITER` what writes one, `FORM` what its data say of themselves.
     """
 
     KIND: ClassVar[str]
     WRITER: ClassVar[str]
+    FORM: ClassVar[Mapping[str, object]]
     fingerprint: str
     cluster: str
     cost_model: str
     cut: PlannedCut
     staged: Staged
+    labels: tuple[str, ...]
     step: Schedule
+
+    def __post_init__(self) -> None:
+        bounds, ranks, labels = map(len, (self.staged.boundaries, self.staged.stage_ranks, self.labels))
+        if not bounds - 1 == ranks == labels > 0:
+            raise CompileError(
+                f"the plan has {bounds} boundaries, ranks of {ranks} stages and labels of {labels}; every stage has "
+                "ranks and a label, and begins at a boundary, where the one before it ends"
+            )
+        for name in ("num_blocks", "num_samples", "rows"):
+            if (count := getattr(self.cut, name)) < 1:
+                raise CompileError(f"{name} of the plan's cut is {count}; give 1 or more")
 
     @classmethod
     @abstractmethod
     def _of_text(cls, text: str) -> Self: ...
-
-    @classmethod
-    @abstractmethod
-    def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of its fields that are no plain data; a wrong format is a ValueError."""
-
-    @abstractmethod
-    def _plain(self) -> dict[str, Any]:
-        """The inverse, and the format."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -141,11 +142,8 @@ class SavedPlan(ABC):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        staged = {f.name: getattr(self.staged, f.name) for f in fields(self.staged)}
-        plain = {"staged": staged, "cut": vars(self.cut), "step": self.step.text().split("\n"), **self._plain()}
-        data: dict[str, Any] = json.loads(json.dumps({**own, **plain}))
-        return data
+        own = {f.name: plain_of(getattr(self, f.name), _WRITERS) for f in fields(self)}  # type: ignore[arg-type]
+        return {**own, **self.FORM}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -155,23 +153,13 @@ class SavedPlan(ABC):
             CompileError: the data are no such plan's.
         """
         try:
-            own, staged = cls._of_data(data), dict(data["staged"])
-            staged["boundaries"] = tuple(map(int, staged["boundaries"]))
-            staged["recompute"] = tuple((int(start), int(stop)) for start, stop in staged["recompute"])
-            for name in ("stage_ranks", "frozen_ranks"):
-                staged[name] = tuple(tuple(map(int, ranks)) for ranks in staged[name])
-            made: dict[str, Any] = {
-                **own,
-                "cut": PlannedCut(**data["cut"]),
-                "staged": Staged(**staged),
-                "step": schedule_from(data["step"]),
-            }
-            rest = {f.name: data[f.name] for f in fields(cls) if f.name not in made}  # type: ignore[arg-type]
-            return cls(**rest, **made)
-        except (KeyError, TypeError, ValueError, AttributeError, ScheduleError) as error:
-            raise CompileError(
-                f"this is no {cls.KIND}: {type(error).__name__}: {error}; {cls.WRITER} writes one"
-            ) from None
+            for name, value in cls.FORM.items():
+                if data.get(name) != value:
+                    raise CompileError(f"its {name} is {data.get(name)!r}")
+            own = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # type: ignore[arg-type]  # dumps say more
+            return made_of(cls, own, {**_READERS, cls: lambda data, where: cls.from_dict(data)})
+        except CompileError as error:
+            raise CompileError(f"this is no {cls.KIND}: {error}; {cls.WRITER} writes one") from None
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
@@ -195,3 +183,15 @@ class SavedPlan(ABC):
             raise CompileError(f"{path} is no JSON: {error}; {cls.WRITER} writes a plan") from None
         except CompileError as error:
             raise type(error)(f"{path}: {error}") from None
+
+
+def _lines_of(schedule: Schedule) -> list[str]:
+    return schedule.text().split("\n")
+
+
+def _schedule_of(lines: object, where: str) -> Schedule:
+    return Schedule.parse("\n".join(value_of(tuple[str, ...], lines, {}, where)))
+
+
+_READERS: Readers = {Schedule: _schedule_of}
+_WRITERS: Writers = {Schedule: _lines_of, SavedPlan: SavedPlan.as_dict}

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan_lines import (
@@ -138,6 +138,7 @@ class SamplePlan(SavedPlan):
 
     KIND: ClassVar[str] = f"plan of a sampler, format {FORMAT}"
     WRITER: ClassVar[str] = "`sampler.plan.save`"
+    FORM: ClassVar[Mapping[str, object]] = {"format": FORMAT, "kind": "sampling"}
 
     fingerprint: str
     cluster: str
@@ -160,6 +161,14 @@ class SamplePlan(SavedPlan):
     considered: tuple[str, ...] = ()
     warm: "SamplePlan | None" = None
     watching: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_samples", "groups", "copies", "num_rows", "unit_rows"):
+            if (count := getattr(self, name)) < 1:
+                raise CompileError(f"{name} is {count}; give 1 or more")
+        if self.watching < 0:
+            raise CompileError(f"watching is {self.watching}, no number of ranks")
 
     @property
     def world_size(self) -> int:
@@ -202,26 +211,6 @@ class SamplePlan(SavedPlan):
     @classmethod
     def _of_text(cls, text: str) -> "SamplePlan":
         return _parse(text)
-
-    def _plain(self) -> dict[str, Any]:
-        expects = None if self.expects is None else vars(self.expects)
-        warm = None if self.warm is None else self.warm.as_dict()
-        return {"format": FORMAT, "kind": "sampling", "how": vars(self.how), "expects": expects, "warm": warm}
-
-    @classmethod
-    def _of_data(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        if (data["format"], data["kind"]) != (FORMAT, "sampling"):
-            raise ValueError(f"its format is {data['format']!r}, its kind {data['kind']!r}")
-        watching = data.get("watching", 0)  # of ranks that watch older files say nothing
-        if type(watching) is not int or watching < 0:
-            raise ValueError(f"watching is {watching!r}, no number of ranks")
-        return {
-            "how": How(**{**data["how"], "fresh": tuple(data["how"].get("fresh", ()))}),
-            "expects": None if data["expects"] is None else Expected(**data["expects"]),
-            "warm": None if data.get("warm") is None else cls.from_dict(data["warm"]),
-            "watching": watching,
-            **{name: tuple(data[name]) for name in ("labels", "bounds", "attention", "notes", "considered")},
-        }
 
 
 _WARM = "the first steps are made by this plan:"
