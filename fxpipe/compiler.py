@@ -57,6 +57,7 @@ from fxpipe.shapes import Shapes, several
 from fxpipe.show.explain import Replanned
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
+from passes.placement.cascade import require_first_pass
 from passes.tuner.candidates import require_possible
 from passes.tuner.plans import make_plan, usable_bytes
 from passes.tuner.request import Request
@@ -350,4 +351,6 @@ def _require_fresh(plan: Plan, step: CostedStep) -> None:
             f"{step.fingerprint} with {step.batch_size}: the model, its inputs, its precision or what it is costed by"
             f"{priced} have changed; make a new plan (fxpipe tune --save)"
         )
-    require_plan(plan, len(step.graph.blocks), [component.name for component in step.graph.components])
+    conditioned = step.example.conditioning is not None
+    first = require_first_pass(step.graph, step.blocks) if conditioned else 0
+    require_plan(plan, len(step.graph.blocks), [component.name for component in step.graph.components], first)

@@ -1,6 +1,7 @@
 """Self-conditioning: both passes of a stage on one rank, the first in some steps only, equal to one device's steps."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.compiler import requested
+from fxpipe.errors import CompileError
 from fxpipe.models.self_conditioning import conditioned
 from passes.placement.cascade import first_pass
 from tests.distributed import run_processes
@@ -121,6 +123,16 @@ def test_both_passes_of_a_stage_are_on_its_rank() -> None:
     assert program.step.without is not None
     sent = [sum(m.num_bytes for m in step.messages) for step in (program.step, program.step.without)]
     assert sent[1] < sent[0]
+
+
+def test_stages_of_both_passes_are_refused() -> None:
+    """The first pass is left out by stages."""
+    model = fxpipe.SelfConditioning(Step())
+    plan = fxpipe.compile(model, 1, batch_size=4, schedule="interleaved").plan
+    first, middle, last = plan.staged.boundaries
+    later = replace(plan, staged=replace(plan.staged, boundaries=(first, middle + 1, last)))
+    with pytest.raises(CompileError, match=f"no stage begins at block {middle}, where the first pass ends"):
+        fxpipe.compile(model, 1, plan=later)
 
 
 def test_replicas_leave_the_first_pass_out_too() -> None:

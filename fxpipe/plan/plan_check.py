@@ -16,15 +16,18 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 
 
-def require(plan: Plan, num_blocks: int, components: Sequence[str]) -> None:
+def require(plan: Plan, num_blocks: int, components: Sequence[str], first_pass: int = 0) -> None:
     """Raise CompileError with the faults `check` finds."""
-    if faults := check(plan, num_blocks, components):
+    if faults := check(plan, num_blocks, components, first_pass):
         raise CompileError("\n".join([f"the plan does not fit its step: {faults[0]}", *faults[1:]]))
 
 
-def check(plan: Plan, num_blocks: int, components: Sequence[str]) -> list[str]:
-    """The faults of a plan for a step of so many blocks and these frozen components; empty where it has none."""
-    faults = [*_numbers(plan), *_stages(plan, num_blocks), *_frozen(plan, components)]
+def check(plan: Plan, num_blocks: int, components: Sequence[str], first_pass: int = 0) -> list[str]:
+    """The faults of a plan for a step of so many blocks and these frozen components; empty where it has none.
+
+    The blocks of a `first_pass` are left out in some steps, so that no stage has others beside them.
+    """
+    faults = [*_numbers(plan), *_stages(plan, num_blocks, first_pass), *_frozen(plan, components)]
     if not faults:
         orders = [order for order in (plan.step, plan.steady) if order is not None]
         faults = [f for order in orders for f in (*_places(plan, order), *unlike_replicas(order, plan.staged))]
@@ -32,8 +35,6 @@ def check(plan: Plan, num_blocks: int, components: Sequence[str]) -> list[str]:
 
 
 def _numbers(plan: Plan) -> Iterator[str]:
-    if not 1 <= plan.num_microbatches <= plan.batch_size:
-        yield f"{plan.batch_size} samples cannot be cut into {plan.num_microbatches} micro-batches; each needs one"
     if plan.staged.prefetch < 0:
         yield f"receives are posted {plan.staged.prefetch} actions ahead; 0 or more can be"
     for order in (plan.step, plan.steady):
@@ -48,7 +49,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
                 yield f"schedule {order.name} has {has} {what}, the plan {wants}; make them agree"
 
 
-def _stages(plan: Plan, num_blocks: int) -> Iterator[str]:
+def _stages(plan: Plan, num_blocks: int, first_pass: int) -> Iterator[str]:
     staged = plan.staged
     first, last = staged.boundaries[0], staged.boundaries[-1]
     if (first, last) != (0, num_blocks):
@@ -56,6 +57,8 @@ def _stages(plan: Plan, num_blocks: int) -> Iterator[str]:
     for stage, (start, stop) in enumerate(pairwise(staged.boundaries)):
         if start > stop:
             yield f"stage {stage} begins at block {start}, the next one at {stop}; stages hold runs of blocks in order"
+    if first_pass not in staged.boundaries:
+        yield f"no stage begins at block {first_pass}, where the first pass ends, which some steps leave out; let one"
     for stage, ranks in enumerate(staged.stage_ranks):
         yield from _ranks(f"stage {stage}", ranks, staged.world_size)
     for start, stop in staged.recompute:
@@ -128,7 +131,7 @@ def _places(plan: Plan, order: Schedule) -> Iterator[str]:
                 if known and not staged.may_run(action.stage, rank):
                     held = ", ".join(map(str, staged.frozen_ranks[action.stage]))
                     yield f"{action} on rank {rank}: {plan.components[action.stage]} is on ranks {held}"
-            elif action.kind != "R":
+            elif action.kind != "R" and action.stage < staged.num_stages:
                 replicas = staged.stage_ranks[action.stage]
                 if rank not in replicas:
                     held = ", ".join(map(str, replicas))

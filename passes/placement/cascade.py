@@ -66,6 +66,20 @@ def first_pass(graph: BlockGraph, costs: BlockCosts) -> int:
     return length if inside and all(max(w.blocks) >= length for w in inside) else 0
 
 
+def require_first_pass(graph: BlockGraph, costs: BlockCosts) -> int:
+    """Its number of blocks, of a step some of whose steps leave it out.
+
+    Raises:
+        CompileError: the backbone runs once.
+    """
+    if not (length := first_pass(graph, costs)):
+        raise CompileError(
+            "SelfConditioning wraps a step that calls its backbone once; its forward must call it twice, "
+            "the first time under torch.no_grad()"
+        )
+    return length
+
+
 def first_stages(graph: BlockGraph, costs: BlockCosts, boundaries: Sequence[int]) -> frozenset[int]:
     """The stages of the first pass."""
     length = first_pass(graph, costs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fxpipe.errors import CompileError
 from fxpipe.plan.staged import trains_alike
 from passes.case import Case
-from passes.placement.cascade import borders, first_pass
+from passes.placement.cascade import borders, first_pass, require_first_pass
 from passes.placement.shape import Shape, shape
 from passes.schedules.policies import LOOPED, PLAIN, POLICIES
 from passes.tuner.bounds import compute_seconds
@@ -102,29 +102,20 @@ def _ways(request: Request, names: tuple[str, ...], strides: bool = False) -> It
 
 def _names(case: Case, request: Request) -> tuple[str, ...]:
     """The named orders that suit the model."""
-    passes = first_pass(case.graph, case.costs)
     if request.conditioning is not None:
-        _check_passes(passes, request)
+        require_first_pass(case.graph, case.costs)
+        if request.schedule not in ("auto", LOOPED):
+            raise CompileError(
+                f"schedule {request.schedule!r} does not keep both passes of a self-conditioned backbone together; "
+                f"use 'auto' or {LOOPED!r}"
+            )
         return (LOOPED,)
     if isinstance(request.schedule, str) and not request.is_open:
         return (request.schedule,)
-    if passes:
+    if first_pass(case.graph, case.costs):
         return (LOOPED,)  # both passes of a stage on its rank
     several = borders(case.graph, case.costs)
     return tuple(name for name, p in POLICIES.items() if p.automatic and (several or not p.reverses))
-
-
-def _check_passes(passes: int, request: Request) -> None:
-    if not passes:
-        raise CompileError(
-            "SelfConditioning wraps a step that calls its backbone once; its forward must call it twice, "
-            "the first time under torch.no_grad()"
-        )
-    if request.schedule not in ("auto", LOOPED):
-        raise CompileError(
-            f"schedule {request.schedule!r} does not keep both passes of a self-conditioned backbone together; "
-            f"use 'auto' or {LOOPED!r}"
-        )
 
 
 def _shapes(request: Request, data_parallel: int, names: tuple[str, ...], strides: bool) -> Iterator[Shape]:
