@@ -397,6 +397,19 @@ def test_rows_that_are_padded_before_a_convolution(mode: str) -> None:
     assert sampler.verify().ok
 
 
+class Linear(nn.Module):
+    """Attention to sums over all rows, of a softmax over them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.sin().flatten(2)
+        return x + (rows.softmax(-1) @ rows.transpose(1, 2) @ rows.cos()).reshape(x.shape)
+
+
+def test_sums_of_what_no_patch_can_make_alone() -> None:
+    how: dict[str, Any] = {"stages": 2, "patches": 4, "mode": "displaced", "warmup": 1, "sample": {"x": 2}}
+    assert fxpipe.compile_sampler(Linear(), 4, example={"x": noise(1, 2, 12, 5)}, cfg=1, **how).verify().ok
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(2, keepdim=True).expand_as(x) * 2

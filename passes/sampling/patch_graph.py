@@ -364,7 +364,7 @@ def _whole(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str
     whole = writer.call(node.target, args, kwargs, f"{node.name}_whole")
     whole.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
     writer.whole[node] = whole
-    writer.here[node] = writer.cut_rows(node, whole, found.state)
+    writer.emit(node, row_ops.cut_rows, (whole, found.state.dim, writer.patch.stretches(found.state)))
 
 
 def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
