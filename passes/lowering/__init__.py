@@ -133,12 +133,14 @@ class _Form:
 
     def lower(self, wanted: Sequence[int] | None) -> Lowered:
         frozen = None if self.form == "step" else FrozenWork.of(self.step, self.schedule, self.whole.schedule)
-        reductions = plan_reductions(self.layout, 0, self._owners) if self.trains else ()
+        own = own_parameters(self.whole)
+        own = {stage: of for stage, of in own.items() if stage not in self.gone}
+        reductions = plan_reductions(self.layout, own, 0, self._owners) if self.trains else ()
         reduced = {name for reduction in reductions for name in reduction.parameters}
-        tied = tied_gradients(self.layout, reduced) if self.trains else []
+        tied = tied_gradients(self.layout, self.whole, reduced) if self.trains else []
         messages = self._messages(tied, frozen)
         gathers = self.step.staged.gathered
-        reductions = plan_reductions(self.layout, len(messages), self._owners, gathers) if self.trains else ()
+        reductions = plan_reductions(self.layout, own, len(messages), self._owners, gathers) if self.trains else ()
         planned = self.layout.planned
         all_turns = turns(planned, self.step.gathered.keys() - self.gone) if self.trains else []
         first = len(messages) + 2 * len(self.schedule.stage_ranks)

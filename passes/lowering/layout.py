@@ -94,12 +94,12 @@ def plan_gatherings(
 
 
 def plan_reductions(
-    layout: Layout, first_edge: int, of: Mapping[str, int] | None, gathered: bool = False
-) -> tuple[Reduction, ...]:
-    """One per stage with replicas: the gradients of the parameters that no other stage holds; where these have owners,
-    `of` the parameters that have one, which then tell the others their values unless these are `gathered`."""
+    layout: Layout, own: Mapping[int, Mapping[str, int]], first_edge: int, of: Mapping[str, int] | None,
+    gathered: bool = False,
+) -> tuple[Reduction, ...]:  # fmt: skip
+    """One per stage with replicas: the gradients of its `own_parameters`; where these have owners, `of` the parameters
+    that have one, which then tell the others their values unless these are `gathered`."""
     reductions: list[Reduction] = []
-    own = own_parameters(layout)
     for stage, sizes in own.items():
         names = tuple(name for name in sizes if of is None or name in of)
         if names:
@@ -136,20 +136,23 @@ def own_parameters(layout: Layout) -> dict[int, dict[str, int]]:
     return found
 
 
-def tied_gradients(layout: Layout, reduced: Collection[str]) -> list[TiedGradient]:
-    """Trained parameters that more than one rank holds, unless they are reduced with their stage."""
+def tied_gradients(layout: Layout, whole: Layout, reduced: Collection[str]) -> list[TiedGradient]:
+    """Trained parameters that more than one rank holds, unless they are reduced with their stage.
+
+    Those hold them, too, that read them in stages of the `whole` step which this one leaves out.
+    """
     ranks_of: dict[Key, set[int]] = {}
-    for (key, _), rank in layout.rank_of.items():
+    for (key, _), rank in whole.rank_of.items():
         ranks_of.setdefault(key, set()).add(rank)
     givers: dict[str, set[int]] = {}
     holders: dict[str, set[int]] = {}
     values: dict[str, Value] = {}
     for key, on in ranks_of.items():
-        border = layout.border(key, 0)
+        border = whole.border(key, 0)
         values |= border.state
         for name in border.state:
             holders.setdefault(name, set()).update(on)
-        for name in border.weight_grads:
+        for name in border.weight_grads if key in layout.units else ():
             givers.setdefault(name, set()).update(on)
     return [
         TiedGradient(name, values[name].num_bytes, tuple(sorted(ranks)), tuple(sorted(holders[name])))
