@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import CompileError, ScheduleError
 from fxpipe.plan.actions import Action, piece
 from fxpipe.plan.plan import Plan, Prediction
+from fxpipe.plan.plan_check import check
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.plan.tuning import Outcome
@@ -149,6 +150,17 @@ def test_json_of_other_types_is_refused(name: str, value: object, message: str) 
         Plan.from_dict({**data, name: value})
     with pytest.raises(CompileError, match=r"staged\.prefech is nothing it has"):
         Plan.from_dict({**data, "staged": {**data["staged"], "prefech": 2}})
+
+
+def test_stages_are_trained_on_the_same_ranks_by_both_orders() -> None:
+    head = "schedule 1f1b: 1 stage, 2 micro-batches\n"
+    step = Schedule.parse(f"{head}rank 0: 0F0 0B0 0R0\nrank 1: 0F1 0B1 0R1")
+    steady = Schedule.parse(f"{head}rank 0: 0F0 0F1 0B0 0B1\nrank 1: 0T[0:1]x0:4")
+    staged = Staged((0, 2), ((0, 1),), "1f1b", False, 2)
+    plan = Plan("ab", "2xV100", "V100", 4, 2, PlannedCut(24, 4), staged, ("all",), ("vae",), step, steady)
+    says = ["stage 0 is on ranks 0, 1, in the steady schedule on rank 0; train it on the same ranks in both"]
+    assert check(plan, 2, ["vae"]) == says
+    assert check(replace(plan, steady=None), 2, ["vae"]) == []
 
 
 @pytest.mark.parametrize("text", ['{"format": 1}', '{"format": 2}', "{", "[1]", "nonsense"])

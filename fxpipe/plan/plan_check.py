@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import Plan
+from fxpipe.plan.plan_lines import on_ranks
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 
@@ -31,6 +32,7 @@ def check(plan: Plan, num_blocks: int, components: Sequence[str], first_pass: in
     if not faults:
         orders = [order for order in (plan.step, plan.steady) if order is not None]
         faults = [f for order in orders for f in (*_places(plan, order), *unlike_replicas(order, plan.staged))]
+        faults += _moved(*orders)
     return faults
 
 
@@ -119,6 +121,16 @@ def _ranks(what: str, ranks: Sequence[int], world_size: int) -> Iterator[str]:
     for rank in ranks:
         if not 0 <= rank < world_size:
             yield f"{what} is on rank {rank}, there are ranks 0 to {world_size - 1}"
+
+
+def _moved(step: Schedule, steady: Schedule | None = None) -> Iterator[str]:
+    """Stages that a steady step trains on other ranks: a run has both kinds of step, and who owns a stage's weights
+    trains them in each."""
+    both = () if steady is None else zip(step.stage_ranks, steady.stage_ranks, strict=True)
+    for stage, (here, there) in enumerate(both):
+        if {*here} != {*there}:
+            one, other = on_ranks(sorted(here)), on_ranks(sorted(there))
+            yield f"stage {stage} is {one}, in the steady schedule {other}; train it on the same ranks in both"
 
 
 def _places(plan: Plan, order: Schedule) -> Iterator[str]:
