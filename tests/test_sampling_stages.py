@@ -119,6 +119,22 @@ def test_a_fold_keeps_skips_on_their_rank() -> None:
     assert kinds[None] == kinds[True]
 
 
+class Guided(Skips):
+    """Both halves of the batch are the first one, as in DiT's forward_with_cfg."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x[: len(x) // 2]
+        one, other = super().forward(torch.cat([half, half])).chunk(2)
+        return torch.cat([other + 3 * (one - other)] * 2)
+
+
+def test_samples_that_are_mixed_go_through_the_stages_together() -> None:
+    torch.manual_seed(0)
+    model, x = Guided().double(), torch.randn(4, 2, 8, 8, dtype=torch.float64)
+    sampler = fxpipe.compile_sampler(model, 2, stages=2, cfg=1, example={"x": x}, sample={"x": 2})
+    assert torch.equal(sampler.predict(x), model(x))
+
+
 def test_one_sample_is_equal_to_the_last_bit() -> None:
     """Nothing is regrouped: what is cut is the captured graph."""
     sampler, _ = compiled("SD3Transformer2DModel")

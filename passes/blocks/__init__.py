@@ -27,7 +27,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import Block, BlockGraph, Component, is_size, tensor_bytes
 from passes.blocks.adopt import adopt
 from passes.blocks.freeze import Freeze, components, freeze
-from passes.blocks.line import line
+from passes.blocks.line import BytesOf, line
 from passes.blocks.paths import common, label, parts
 from passes.blocks.skips import edges
 
@@ -73,14 +73,17 @@ def _seconds(names: Sequence[str], node_seconds: Mapping[str, float]) -> float:
     return sum(node_seconds.get(name, 0.0) for name in names)
 
 
-def blocks(capture: Capture, split: Freeze, node_seconds: Mapping[str, float], target_blocks: int) -> tuple[Block, ...]:
+def blocks(
+    capture: Capture, split: Freeze, node_seconds: Mapping[str, float], target_blocks: int,
+    bytes_of: BytesOf = tensor_bytes,
+) -> tuple[Block, ...]:  # fmt: skip
     """The backbone as blocks in execution order, none above 1/target of its time if it can be divided."""
     if target_blocks < 1:
         raise CompileError(f"target_blocks is {target_blocks}: a backbone has at least one block")
     limit = _limit(split, node_seconds, target_blocks)
-    nodes, moved = line(capture, split.backbone, node_seconds, limit)
+    nodes, moved = line(capture, split.backbone, node_seconds, limit, bytes_of)
     last = next(i for i, node in enumerate(nodes) if node is capture.result)  # the last block makes the loss
-    places = [place for place in _places(nodes, moved) if place.index <= last]
+    places = [place for place in _places(nodes, moved, bytes_of) if place.index <= last]
     turns = [i for i in range(1, len(nodes)) if _no_grad(nodes[i - 1]) and not _no_grad(nodes[i])]
     must = [place.index for place in places if place.index in turns[-1:]]  # a first pass ends where its block does
     cuts = [0]
@@ -106,7 +109,7 @@ def layers(
     names = set(component.nodes)
     nodes = [node for node in capture.graph.nodes if node.name in names]
     limit = _seconds(component.nodes, node_seconds) / target_layers
-    places = _places(nodes, {})
+    places = _places(nodes, {}, tensor_bytes)
     indices = [0, *(place.index for place in places), len(nodes)]
     pieces = [_seconds([n.name for n in nodes[start:stop]], node_seconds) for start, stop in pairwise(indices)]
     cuts = [indices[i] for i in cheapest_cuts([place.cost for place in places], pieces, limit)]
@@ -125,7 +128,7 @@ class _Place:
     cost: float
 
 
-def _places(nodes: Sequence[fx.Node], moved: Mapping[fx.Node, fx.Node]) -> list[_Place]:
+def _places(nodes: Sequence[fx.Node], moved: Mapping[fx.Node, fx.Node], bytes_of: BytesOf) -> list[_Place]:
     """Where the line may be cut: nowhere that a tuple, or a tensor which is no multiple of the batch, is alive."""
     position = {n: i for i, n in enumerate(nodes)}
     born: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
@@ -138,7 +141,7 @@ def _places(nodes: Sequence[fx.Node], moved: Mapping[fx.Node, fx.Node]) -> list[
         if last == i:
             continue
         if id(value) not in sizes:
-            sizes[id(value)] = tensor_bytes(value)
+            sizes[id(value)] = bytes_of(value)
         size = sizes[id(value)]
         if size is None:
             barred[i + 1] += 1

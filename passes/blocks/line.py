@@ -7,18 +7,23 @@ more bytes to keep alive than what it makes. So a ControlNet's residuals go to t
 made ready in advance to their use. Values with several readers (time embedding, text) stay where they are.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.plan.block_graph import is_size, tensor_bytes
 
+BytesOf = Callable[[Any], tuple[int, bool] | None]
+"""Of a value, as `tensor_bytes`: None for what cannot cross."""
+
 
 def line(
-    capture: Capture, backbone: Collection[str], node_seconds: Mapping[str, float], far_seconds: float
-) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    capture: Capture, backbone: Collection[str], node_seconds: Mapping[str, float], far_seconds: float,
+    bytes_of: BytesOf = tensor_bytes,
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:  # fmt: skip
     """The backbone in a topological order, and to every moved operation the unmoved one that it now precedes.
 
     `far_seconds` of work between a result and its reader are worth a move.
@@ -32,26 +37,26 @@ def line(
         node = nodes[i]
         readers = [u for u in node.users if u in place]
         if len(readers) == 1 and clock[place[readers[0]]] - clock[i + 1] > far_seconds:
-            if _worth_moving(node, place[readers[0]], place):
+            if _worth_moving(node, place[readers[0]], place, bytes_of):
                 place[node] = place[readers[0]]
                 moved[node] = moved.get(readers[0], readers[0])
     index = {n: i for i, n in enumerate(nodes)}
     return sorted(nodes, key=lambda n: (place[n], index[n])), moved
 
 
-def _worth_moving(node: fx.Node, goal: int, place: Mapping[fx.Node, int]) -> bool:
+def _worth_moving(node: fx.Node, goal: int, place: Mapping[fx.Node, int], bytes_of: BytesOf) -> bool:
     """Whether keeping what `node` reads alive until `goal` costs no more bytes than keeping its result alive.
 
     Values without a batch, made of weights, are free: they can be made later themselves.
     """
-    made = tensor_bytes(node.meta["val"])
+    made = bytes_of(node.meta["val"])
     if made is None:
         return False
     kept = 0
     for source in node.all_input_nodes:
         if source not in place or is_size(source.meta["val"]):
             continue
-        size = tensor_bytes(source.meta["val"])
+        size = bytes_of(source.meta["val"])
         if size is None:
             return False
         last = max((place[u] for u in source.users if u in place and u is not node), default=-1)

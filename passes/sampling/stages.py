@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
+from typing import Any
 
 import numpy as np
+import torch
 from torch import fx
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.block_graph import Block
+from fxpipe.plan.block_graph import Block, bytes_at, tensor_bytes
 from passes.blocks import blocks
 from passes.blocks.freeze import Freeze
 from passes.rows import RowPlan
@@ -95,7 +97,13 @@ def late_blocks(
     late = [name for name in calls if name in late_values]
     if plan.sized.result.name not in late:
         raise CompileError(f"the prediction is not made of {', '.join(sample)}: there are no stages; leave stages open")
-    cut = blocks(plan.sized.capture, Freeze(tuple(late), (), frozenset(), ()), node_seconds, count)
+
+    def bytes_of(value: Any) -> tuple[int, bool] | None:
+        """At the call's batch, which any tensor may follow as it likes: samples that are mixed pass together."""
+        of_any = isinstance(value, torch.Tensor)
+        return tensor_bytes(value) or ((bytes_at(value, plan.sized.batch_size), True) if of_any else None)
+
+    cut = blocks(plan.sized.capture, Freeze(tuple(late), (), frozenset(), ()), node_seconds, count, bytes_of)
     seconds = tuple(sum(node_seconds.get(name, 0.0) for name in block.nodes) for block in cut)
     return LateBlocks(plan.sized.nodes, cut, seconds, frozenset(calls).difference(late))
 
