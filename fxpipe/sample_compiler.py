@@ -26,7 +26,7 @@ from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call
 from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
-from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
+from fxpipe.plan.sample_plan import EXACT, How, Norms, SamplePlan
 from fxpipe.run.launch import join
 from fxpipe.run.launched_rank import Launched, LaunchedRank
 from fxpipe.run.ranks import LocalRanks, Ranks
@@ -37,7 +37,6 @@ from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import Request, request_of, require_fresh
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.trace import RowsOf, Sizes, Tracing, repeated
-from passes.sampling.displaced import Norms
 from passes.sampling.text import Text
 
 _log = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ def compile_sampler(
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae is not False and name is not None else None
-    image = Request(world_size, None, None, None, None, EXACT, speeds=asked.speeds)
+    image = Request(world_size, None, None, None, None, EXACT, speeds=network.speeds[:world_size])
     of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None, setting=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)

@@ -100,6 +100,12 @@ def edited(layout: str, before: str, after: str) -> SamplePlan:
     return SamplePlan.parse(str(sampler(layout).plan).replace(before, after))
 
 
+def cut_at(block: int) -> SamplePlan:
+    plan = sampler("patches in turn").plan
+    first, _, last = plan.staged.boundaries
+    return replace(plan, staged=replace(plan.staged, boundaries=(first, block, last)))
+
+
 REFUSED: dict[str, Callable[[], object]] = {
     "another model": lambda: compiled(4, Convolutions(6).double(), plan=sampler("rows").plan),
     "other sizes": lambda: compiled(4, x=X[:, :, :12], plan=sampler("rows").plan),
@@ -112,6 +118,13 @@ REFUSED: dict[str, Callable[[], object]] = {
     "bounds beyond the rows": lambda: compiled(2, patches=[0, 4, 9]),
     "bounds that fall": lambda: compiled(2, patches=[0, 5, 4, 8]),
     "bounds of another number of ranks": lambda: compiled(2, patches=[0, 2, 4, 8]),
+    "a stage without blocks": lambda: compiled(2, plan=cut_at(0)),
+    "other stages": lambda: compiled(2, plan=cut_at(1)),
+    "another number of samples": lambda: compiled(4, plan=edited("rows", "plan: 2 samples", "plan: 4 samples")),
+    "another number of blocks": lambda: compiled(2, plan=edited("patches in turn", "in 16 blocks", "in 17 blocks")),
+    "unknown norms": lambda: edited("uneven rows, displaced", "norms merged", "norms mended"),
+    "no fresh step": lambda: edited("uneven rows, displaced", "after 4 fresh", "after 0 fresh"),
+    "norms of this step in turn": lambda: edited("patches in turn", "norms corrected", "norms sync"),
     "no file": lambda: compiled(2, plan="no-such-plan.json"),
     "ranks none has": lambda: compiled(4, plan=replace(sampler("rows").plan, bounds=(0, 8))),
 }

@@ -33,6 +33,7 @@ def test_a_device_that_is_far_slower_watches(name: str, mode: str) -> None:
     assert SamplePlan.parse(str(made.plan)) == made.plan == SamplePlan.from_dict(made.plan.as_dict())
     again = compiled(name, 4, plan=made.plan, cluster=None)
     assert again.plan == made.plan
+    assert again.simulate(STEPS).makespan_seconds == made.simulate(STEPS).makespan_seconds
     assert again.verify().ok
 
 

@@ -153,6 +153,8 @@ class SavedPlan(ABC):
             CompileError: the data are no such plan's.
         """
         try:
+            if not isinstance(data, Mapping):
+                raise CompileError(f"it is {data!r}")
             for name, value in cls.FORM.items():
                 if data.get(name) != value:
                     raise CompileError(f"its {name} is {data.get(name)!r}")

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan_lines import (
@@ -50,6 +50,7 @@ ORDERS = ("rows", "samples in turn", IN_TURN)
 patches in turn: through stages, one after the other."""
 
 
+Norms = Literal["corrected", "merged", "sync", "separate"]
 Kind = Literal["gather", "ulysses", "ring"]
 """Of a layer of attention: all keys and values come to a patch; heads are shared; chunks are passed around."""
 
@@ -68,11 +69,19 @@ class How:
     advance: bool
     fresh: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.mode not in ("exact", "displaced"):
+            raise CompileError(f"mode={self.mode!r} is not known; use one of exact, displaced")
+        if self.mode == "displaced" and self.norms not in get_args(Norms):
+            raise CompileError(f"norms={self.norms!r} is not known; use one of {', '.join(get_args(Norms))}")
+        if self.mode == "displaced" and self.warmup < 1:
+            raise CompileError(f"warmup must be a positive integer, got {self.warmup}")
+
     @property
     def num_warm(self) -> int:
         """How many of the fresh steps another layout may make: not the last one, which leaves what is read later, nor
         the one before it where values are moved on by their change."""
-        return max(self.warmup - (2 if self.advance else 1), 0)
+        return 0 if self.mode == "exact" else max(self.warmup - (2 if self.advance else 1), 0)
 
     def __str__(self) -> str:
         if self.mode == "exact":
@@ -169,6 +178,8 @@ class SamplePlan(SavedPlan):
                 raise CompileError(f"{name} is {count}; give 1 or more")
         if self.watching < 0:
             raise CompileError(f"watching is {self.watching}, no number of ranks")
+        if self.in_turn and self.how.norms == "sync":
+            raise CompileError("norms='sync' waits for patches that come later; use 'corrected' or 'merged' in turn")
 
     @property
     def world_size(self) -> int:

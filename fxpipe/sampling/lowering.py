@@ -223,7 +223,9 @@ class SampleLowering:
         forms = [{"fresh": Form(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
         by = cost_model or self.cost_model
-        return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, self.request.speeds), keeps_sent)
+        # of a plan that was given the request has those that do not watch
+        speeds = self.request.speeds if self.setting is None else self.setting.cluster.speeds
+        return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, speeds), keeps_sent)
 
 
 def _next(plans: Iterator[Proposed], errors: Sequence[CompileError]) -> Proposed:

@@ -6,7 +6,7 @@ planned   what follows from that, and the order of a steady step          -> Sam
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Literal
 
 from fxpipe.errors import CompileError
@@ -111,6 +111,9 @@ def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple
     blocks = case.blocks(size, cut.num_blocks) if made.spans else None
     if blocks and made.spans and made.spans[-1][1] != len(blocks.blocks):
         raise CompileError(f"the plan ends at block {made.spans[-1][1]}, the call has {len(blocks.blocks)} blocks")
+    for stage, (start, stop, _) in enumerate(made.spans or ()):
+        if start >= stop:
+            raise CompileError(f"stage {stage} of the plan has no blocks; give it some, or leave it out")
     line = line_of(blocks, made.spans) if blocks and made.spans else None
     rows = case.rows(case.group_size(grid))
     patches_of(rows, made.bounds)
@@ -173,6 +176,11 @@ def require_fresh(plan: SamplePlan | None, made: SamplePlan) -> None:
             f"{made.fingerprint} with {made.num_samples}: the model, the sizes of its inputs or the cost model "
             "have changed; make a new plan (leave plan out)"
         )
+    for name in ("num_samples", "cut"):
+        if plan is not None and getattr(plan, name) != getattr(made, name):
+            raise CompileError(
+                f"the plan says {name}={getattr(plan, name)!s}, this call has {getattr(made, name)!s}; make them agree"
+            )
 
 
 def is_of(plan: SamplePlan, case: SampleCase) -> bool:
@@ -204,8 +212,10 @@ def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
     warm = None if plan.warm is None else replace(plan.warm, notes=(), expects=None, considered=())
     told = replace(plan, notes=remade.notes, expects=remade.expects, considered=remade.considered, warm=warm)
     if told != remade:
-        lines = zip(str(told).split("\n"), str(remade).split("\n"), strict=False)
-        says, is_so = next(((a, b) for a, b in lines if a != b), ("fewer lines", "more"))
+        lines = zip_longest(str(told).split("\n"), str(remade).split("\n"), fillvalue="nothing")
+        own, its = told.as_dict(), remade.as_dict()
+        data = ((f"{name}: {own[name]}", f"{name}: {its[name]}") for name in own)
+        says, is_so = next((a, b) for a, b in chain(lines, data) if a != b)
         raise CompileError(f"the plan says {says.strip()!r}, of its stages and patches it is {is_so.strip()!r}")
 
 

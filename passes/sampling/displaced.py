@@ -13,13 +13,14 @@ arrived. Where nothing changes from a step to the next a displaced step is exact
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_plan import Norms
 from fxpipe.plan.sample_program import FALLEN
 from passes.rows import RowPlan
 from passes.sampling.buckets import Key, key_of, leaving_last
@@ -27,7 +28,6 @@ from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import FormWriter
 from passes.sampling.patches import Patch
 
-Norms = Literal["corrected", "merged", "sync", "separate"]
 """The moments of a displaced group norm: the others' of the step before moved on as one's own have moved; as they were;
 all of this step, waited for; one's own alone, which is not exact where nothing changes."""
 

@@ -15,11 +15,12 @@ from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_plan import Norms
 from fxpipe.plan.sample_program import SampleProgram
 from passes.rows import RowPlan
 from passes.sampling.advance import AdvancedWriter, AgainWriter, HistoryWriter
 from passes.sampling.buckets import Key, displaced_messages, key_of
-from passes.sampling.displaced import CarryingWriter, Crossing, CrossingWriter, DisplacedWriter, Norms
+from passes.sampling.displaced import CarryingWriter, Crossing, CrossingWriter, DisplacedWriter
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import exchange_nodes, messages_of
 from passes.sampling.patches import Patch

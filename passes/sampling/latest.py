@@ -20,10 +20,10 @@ from fxpipe.capture.reach import reached
 from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.row_ops import Stretch
+from fxpipe.plan.sample_plan import Norms
 from passes.operations import operation_name
 from passes.rows.layout import Rows
 from passes.sampling.cells import CellWriter
-from passes.sampling.displaced import Norms
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patches import Patch
 

@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_plan import Norms
 from passes.rows import RowPlan
 from passes.sampling.cells import Cell, cells
-from passes.sampling.displaced import Norms
 from passes.sampling.groups import Span
 from passes.sampling.messages import messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
