@@ -311,6 +311,12 @@ def plain_tensor(x: Tensor, net: Forward) -> Tensor:
     return x + net.rows[: x.shape[2]].sum()
 
 
+def middle(x: Tensor, net: Forward) -> Tensor:
+    """From the end where there are more rows than in the table."""
+    first = (16 - x.shape[2]) // 2
+    return x + net.rows[first : first + x.shape[2]].reshape(-1)[:, None]
+
+
 def kept(x: Tensor, net: Forward) -> Tensor:
     if net.kept is None or net.kept.shape[0] != x.shape[2]:
         net.kept = torch.arange(x.shape[2], dtype=x.dtype)
@@ -327,9 +333,9 @@ def lists(x: Tensor, net: Forward) -> Tensor:
 
 WAYS = (
     branch, branch_of_integers, branch_of_types, by_text, by_text_of_a_form, by_sizes, tensor_of_sizes, root,
-    numpys_root, fraction, plain_tensor, kept, squares, lists,
+    numpys_root, fraction, plain_tensor, middle, kept, squares, lists,
 )  # fmt: skip
-FREE = {branch, branch_of_integers, root, numpys_root, fraction, plain_tensor, kept, squares}
+FREE = {branch, branch_of_integers, root, numpys_root, fraction, plain_tensor, middle, kept, squares}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -46,8 +46,7 @@ def general_sizes() -> Iterator[None]:
     rules: dict[Any, Any] = fake_impls.op_implementations_dict
     slices = rules[_SLICE]
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        if torch.__version__ < "2.12":
-            rules[_SLICE] = partial(_slice, slices)
+        rules[_SLICE] = partial(_slice, slices)
         try:
             yield
         finally:
@@ -57,7 +56,7 @@ def general_sizes() -> Iterator[None]:
 def _slice(
     rule: Any, mode: Any, func: Any, value: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
-    """A slice with a size written with its ends: by torch 2.11's own rule it would be one that depends on values."""
+    """A slice with a size written with its ends: by torch's own rule it may be one that depends on values."""
     size, stride = list(value.shape), list(value.stride())
     first = 0 if start is None else _slice_end(size[dim], start)
     last = size[dim] if end is None or statically_known_true(end == sys.maxsize) else _slice_end(size[dim], end)
@@ -72,13 +71,12 @@ def _slice(
 
 
 def _slice_end(size: Any, index: Any) -> Any:
-    """From the front, and inside; None where nobody knows from which end it counts."""
+    """From the front, and inside; None where a value says from which end it counts. What sizes say is decided by them,
+    as forward's own decisions are."""
     known = fake_impls._compute_slice_index(size, index)
-    if known is None and guard_or_false(index >= 0):
-        return torch.sym_min(index, size)
-    if known is None and guard_or_false(index < 0):
-        return torch.sym_max(index + size, 0)
-    return known
+    if known is not None or depends_on_values(index) or depends_on_values(size):
+        return known
+    return torch.sym_min(index, size) if index >= 0 else torch.sym_max(index + size, 0)
 
 
 def depends_on_values(value: Any) -> bool:
