@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -9,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
+from fxpipe.plan.staged import Staged
 from passes.placement.memory import StageMemory
+from passes.placement.place import others, place
+from passes.placement.shape import Shape, pipelines
 from passes.placement.waves import many_waves, wave, waves
 from tests.partitions import WaveCase, memories, wave_cases, wave_ranks
+from tests.test_compare_by_hand import case as toy_case
+from tests.test_compare_by_hand import network
 
 Skips = list[tuple[int, int]]
 
@@ -106,3 +112,22 @@ def test_memory_decides_between_waves() -> None:
 def test_absurd_inputs() -> None:
     assert waves([], [], 2, 3).boundaries == (0,) * 13
     assert waves([5.0], [], 3, 2).max_over_mean == 3.0
+
+
+def test_folds_share_out_sums_of_gradients_where_links_are_slow() -> None:
+    """The middle has most of the weights: its rank, with as much to compute as the other, would sum most of them."""
+    case = toy_case(8, 4, 8, cluster=network(1e6))
+    weights = tuple(replace(w, num_bytes=(1 + 9 * (2 <= b < 6)) << 20) for b, w in enumerate(case.costs.weights))
+    costs = replace(case.costs, weights=weights)
+    given = case.graph, costs, costs.at(1), Shape("wave", 4, pipelines(2, 2)), case.cluster, 8
+
+    def largest(staged: Staged) -> int:
+        trained, sums = costs.trained_bytes, Counter[tuple[int, ...]]()
+        for block, stage in enumerate(staged.stage_of_block):
+            sums[staged.stage_ranks[stage]] += trained[block]
+        return max(sums.values())
+
+    found = place(*given)
+    assert min(map(largest, others(*given, found))) < largest(found)
+    fast = replace(case, cluster=network(1e12)).cluster
+    assert not others(*given[:4], fast, 8, found)

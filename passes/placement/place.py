@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
 from fxpipe.plan.block_graph import BlockGraph
@@ -20,10 +22,10 @@ from fxpipe.plan.staged import Staged
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
 from passes.placement.collocation import loads, skip_pairs
 from passes.placement.lines import linear
-from passes.placement.lines.costs import Line, cut_line
+from passes.placement.lines.costs import Line, cut_line, reduction_pace
 from passes.placement.lines.traffic import traffic
 from passes.placement.lines.uneven import uneven_line
-from passes.placement.memory import StageMemory
+from passes.placement.memory import Floats, StageMemory
 from passes.placement.ports import message_seconds
 from passes.placement.shape import Shape, pipelines
 from passes.placement.waves import waves
@@ -67,10 +69,17 @@ def place(
 
 
 def others(
-    graph: BlockGraph, costs: BlockCosts, times: BlockSeconds, wanted: Shape, cluster: Cluster, found: Staged
+    graph: BlockGraph,
+    costs: BlockCosts,
+    times: BlockSeconds,
+    wanted: Shape,
+    cluster: Cluster,
+    microbatches: int,
+    found: Staged,
 ) -> Sequence[Staged]:
     """Other stages of a shape than those that `place` has found, which weighs time and messages by fewer terms than a
-    step has: of a line by time alone, of a fold by cheaper cuts, if links are slow; none where blocks make two passes.
+    step has: of a line by time alone; of a fold, if links are slow, by cheaper cuts and by sums of gradients; none
+    where blocks make two passes.
     """
     if wanted.is_uneven or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
         return ()
@@ -80,7 +89,17 @@ def others(
         return ()  # of several waves cuts are improved as they are
     load, port = _busiest(graph, times, found, cluster)
     slacks = _SLACKS if port > _SLOW_LINKS * load else ()
-    return [_folded(graph, times, wanted, cluster, slack) for slack in slacks]
+    cheaper = [_folded(graph, times, wanted, cluster, slack) for slack in slacks]
+    sums = _sums(costs, wanted, cluster, microbatches)
+    slow = sums.sum() > _SLOW_LINKS * sum(times.total)
+    return [*cheaper, *([_folded(graph, times, wanted, cluster, also=sums)] if slow else [])]
+
+
+def _sums(costs: BlockCosts, wanted: Shape, cluster: Cluster, microbatches: int) -> Floats:
+    """Seconds of every block's sum of gradients over replicas, a micro-batch's share of them."""
+    replicas = wanted.stage_ranks[0]
+    per_byte = reduction_pace(cluster, replicas)[1] if len(replicas) > 1 else 0.0
+    return np.array(costs.trained_bytes) * per_byte * len(replicas) / microbatches
 
 
 def _unfolded(
@@ -135,8 +154,10 @@ def _folded(
     cluster: Cluster,
     slack: float = _SLACK,
     memory: StageMemory | None = None,
+    also: Floats | float = 0.0,
 ) -> Staged:
-    pairs, seconds = skip_pairs(graph), times.total
+    """By the seconds of blocks, and what they take `also`."""
+    pairs, seconds = skip_pairs(graph), (np.array(times.total) + also).tolist()
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     # What no plan would pay is capped, or sums with it would lose the blocks' seconds.

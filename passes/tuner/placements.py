@@ -68,8 +68,9 @@ class Placements:
         key = (replace(shape, schedule=""), shape.is_folded, shape.is_opposite, size)
         if key not in self._stages_of:
             times = case.costs.at(size)
-            found = place(case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches)
-            also = [*others(case.graph, case.costs, times, shape, case.cluster, found), *self._bucketed(shape, found)]
+            given = case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches
+            found = place(*given)
+            also = [*others(*given, found), *self._bucketed(shape, found)]
             self._stages_of[key] = tuple({staged.boundaries: staged for staged in (*reversed(also), found)}.values())
         return self._stages_of[key]
 

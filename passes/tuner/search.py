@@ -6,7 +6,7 @@ walked    1.66   1.63   1.69                     1.63 is the best: nothing else 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from fxpipe.errors import CompileError
@@ -18,7 +18,7 @@ from passes.tuner.trials import Trials
 
 _MOST_ACTIONS = 200_000
 """Actions that are walked for either form of frozen work: some ten seconds of a core. What is left then is not walked,
-once something is known that fits."""
+once something that was has been found to fit."""
 
 _WORTH = 0.005
 """Of the best's seconds: what does not fit and would gain less, were there memory enough, is not looked for in less."""
@@ -66,7 +66,12 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
             if candidate.ahead is ahead:
                 push(Trial(candidate, candidate.bound_seconds))
         while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walks.num_actions > most)):
-            trial = heappop(heap)[-1]
+            spent = trials.walks.num_actions > most
+            walked = min((each for each in heap if _is_walked(each[-1])), default=None) if spent else None
+            if walked is not None:  # to be known before all that may yet be faster
+                heap.remove(walked)
+                heapify(heap)
+            trial = heappop(heap)[-1] if walked is None else walked[-1]
             if known and trial.too_large and trial.bound_seconds > (1 - _WORTH) * known[0].bound_seconds:
                 lost.append(trial)
                 continue
@@ -85,6 +90,10 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
     if not known:
         raise _nothing_fits(lost, trials)
     return Found((*known, *lost, *(trial for *_, trial in heap))).led_by(known[0], trials.case.limit_bytes)
+
+
+def _is_walked(trial: Trial) -> bool:
+    return trial.simulated is not None and trial.too_large is None
 
 
 def _told(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:

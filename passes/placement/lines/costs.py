@@ -113,11 +113,17 @@ def _late(line: Line, ranks: Sequence[int], cluster: Cluster) -> Floats | None:
     """Seconds that a stage's reduction lasts beyond the backward of the stages before it; None without replicas."""
     if len(ranks) < 2:
         return None
+    latency, per_byte = reduction_pace(cluster, ranks)
+    gradients, backward = prefix(line.gradient_bytes), prefix(line.backward)
+    reduced = (gradients[None, :] - gradients[:, None]) * per_byte + latency
+    return np.maximum(reduced - backward[:, None], 0.0)
+
+
+def reduction_pace(cluster: Cluster, ranks: Sequence[int]) -> tuple[float, float]:
+    """Seconds of latency, and per byte, of a sum over ranks."""
     small, large = (cluster.all_reduce_seconds(ranks, size) for size in (_SMALL, _LARGE))
     per_byte = (large - small) / (_LARGE - _SMALL)
-    gradients, backward = prefix(line.gradient_bytes), prefix(line.backward)
-    reduced = (gradients[None, :] - gradients[:, None]) * per_byte + max(0.0, small - _SMALL * per_byte)
-    return np.maximum(reduced - backward[:, None], 0.0)
+    return max(0.0, small - _SMALL * per_byte), per_byte
 
 
 @lru_cache(maxsize=1 << 14)
