@@ -32,7 +32,7 @@ from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
-from fxpipe.options import asked_microbatches, given_precision, training_step, unwrapped
+from fxpipe.options import asked_microbatches, given_precision, held_cost_model, training_step, unwrapped
 from fxpipe.plan.block_graph import Block, BlockGraph, Component
 from fxpipe.plan.block_graph_check import require as require_block_graph
 from fxpipe.plan.plan import Plan
@@ -301,7 +301,7 @@ def _batch(captured: Capture, asked: int | None) -> tuple[BatchPlan, int | None]
 def given_cost_model(given: CostModel | str) -> CostModel:
     """A device by name, the profile of a `.json` file, or the cost model itself."""
     if not isinstance(given, str):
-        return given
+        return held_cost_model(given, "a device's name ('H100'), the path of a profile (.json), or ")
     if given.endswith(".json"):
         return profile_files.load(Path(given), devices.device())
     return devices.device(given)
@@ -312,7 +312,7 @@ def priced(given: CostModel | str | None, known: str, cluster: Cluster) -> CostM
     device. A machine that the plan's maker measured is not measured again."""
     if isinstance(given, str) and known.startswith(f"{given} {{"):
         return known
-    return given or known or cluster.device
+    return (known or cluster.device) if given is None else given
 
 
 def priced_name(given: CostModel | str, found: CostModel) -> str:

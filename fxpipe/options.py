@@ -12,6 +12,8 @@ from torch import nn
 
 from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
+from fxpipe.costs.held import Held
+from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import PredictionStep, is_backbone
 from fxpipe.models.pipeline_steps import training_step as pipeline_step
@@ -46,12 +48,10 @@ def check_flags(**flags: bool | None) -> None:
 
 
 def check_others(
-    *, cost_model: Any, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shard: Any,
+    *, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shard: Any,
     offload_optimizer: Any, shapes: Any, backend: Any, **_: Any,
 ) -> None:  # fmt: skip
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
-    if cost_model is not None and not isinstance(cost_model, str):
-        check_cost_model(cost_model, "a device's name ('H100'), the path of a profile (.json), or ")
     if observe is not None and not _takes(observe, "capture", None):
         raise CompileError(f"observe is {_shown(observe)}; give a function of (step's name, its result)")
     if collocation not in (None, "hard", "soft"):
@@ -71,8 +71,8 @@ def check_others(
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
 
 
-def check_cost_model(given: Any, or_text: str = "") -> None:
-    """Whether it has what `CostModel` asks for; what its seconds are is seen when it is first asked for them.
+def held_cost_model(given: Any, or_text: str = "") -> CostModel:
+    """One that has what `CostModel` asks for; what its seconds are is seen when it is asked for them.
 
     `or_text` says what else may be given, for the message.
     """
@@ -90,9 +90,13 @@ def check_cost_model(given: Any, or_text: str = "") -> None:
             f"memory_bytes of cost_model {type(given).__name__} is {shown}; give a positive integer, or None where the "
             "memory is not known"
         )
+    return given if isinstance(given, Held) else Held(given)
 
 
-_COST_MODEL: dict[str, tuple[Any, ...]] = {"seconds": (None, 1), "moving_seconds": (1, 1), "drawing_seconds": ("", 1)}
+_COST_MODEL: dict[str, tuple[Any, ...]] = {
+    "seconds": (None, 1), "moving_seconds": (1, 1), "chain_seconds": ((),), "drawing_seconds": ("", 1),
+    "operation_seconds": ((),),
+}  # fmt: skip
 _MISSING = object()
 
 

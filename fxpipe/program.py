@@ -17,7 +17,7 @@ from fxpipe.capture.surroundings import Surroundings
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
-from fxpipe.options import check_cost_model
+from fxpipe.options import held_cost_model
 from fxpipe.plan.block_graph import BlockGraph, human_bytes
 from fxpipe.plan.explanation import Explanation
 from fxpipe.plan.plan import Plan
@@ -152,11 +152,10 @@ class Program:
             cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
             optimizer_bytes: of optimizer state per trained parameter; AdamW's two float32 averages where left out.
         """
-        if cost_model is not None:
-            check_cost_model(cost_model)
+        model = self.costed.model if cost_model is None else held_cost_model(cost_model)
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         network.require(self.world_size)
-        costing = replace(self.costing, model=cost_model or self.costed.model, cluster=network)
+        costing = replace(self.costing, model=model, cluster=network)
         whole = self.whole
         form = whole.filled.steady if filled and whole.filled is not None else whole.step
         return predict(form, self.capture, costing, optimizer_bytes)

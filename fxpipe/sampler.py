@@ -18,7 +18,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.models.pipelines import own_schedulers, recorded_call, shell, with_components, with_submodule
-from fxpipe.options import check_cost_model, check_counts
+from fxpipe.options import check_counts, held_cost_model
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.sample_grid import Grid
@@ -304,9 +304,8 @@ class Sampler:
         """
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         check_counts(steps=steps)
-        if cost_model is not None:
-            check_cost_model(cost_model)
-        ops = self.denoiser.lowering.ops(self.step, steps, cost_model, network.keeps_sent)
+        model = None if cost_model is None else held_cost_model(cost_model)
+        ops = self.denoiser.lowering.ops(self.step, steps, model, network.keeps_sent)
         return timeline(ops, network.require(self.plan.world_size))
 
     def trace(self, path: str | Path, steps: int = 1) -> Path:

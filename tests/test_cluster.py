@@ -101,6 +101,7 @@ WRONG = [
     (LEVEL + "size = 2\nbandwidth_bytes_per_second = 0\nlatency_seconds = 0", "must be positive"),
     (LEVEL + "size = 2\nbandwidth_bytes_per_second = inf\nlatency_seconds = 0", "both finite"),
     (LEVEL + "size = 2\nbandwidth_bytes_per_second = nan\nlatency_seconds = 0", "must be positive"),
+    (LEVEL + f"size = 2\nbandwidth_bytes_per_second = {10**400}\nlatency_seconds = 0", "both finite"),
     (LEVEL + 'size = 2\nbandwidth_bytes_per_second = "1"\nlatency_seconds = 0', "cannot be '1'"),
     (LEVEL + "size = 2\nbandwidth_bytes_per_second = 1.0\nlatency_seconds = true", "cannot be True"),
 ]

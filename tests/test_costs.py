@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -10,9 +11,12 @@ import torch
 from cost_models.roofline import Roofline
 from fxpipe.capture.sizes import evaluate
 from fxpipe.costs import COUNT_NAMES, NodeCost, total_cost
+from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
+from fxpipe.options import held_cost_model
 from tests.node_numbers import counts_of, seconds_of
+from tests.test_sample_plan import compiled
 
 S = sympy.Symbol("s", integer=True, positive=True)
 TOY = Roofline(
@@ -124,3 +128,32 @@ def test_a_summed_cost_is_a_lower_bound_on_the_sum_of_seconds() -> None:
 def test_impossible_devices_are_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(CompileError, match=message):
         replace(TOY, **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf"), None, "1"])
+@pytest.mark.parametrize("method", ["moving_seconds", "chain_seconds", "drawing_seconds", "operation_seconds"])
+def test_answers_of_a_model_of_ones_own_are_held_against_what_seconds_are(method: str, wrong: object) -> None:
+    def answer(self: CostModel, *_: object) -> object:
+        return [wrong] if method == "operation_seconds" else wrong
+
+    seconds = {"seconds": lambda self, table, num_samples: TOY.seconds(table, num_samples)}
+    held = held_cost_model(type("Mine", (CostModel,), {**seconds, method: answer})())
+    asked: dict[str, tuple[object, ...]] = {
+        "moving_seconds": (8, 8), "chain_seconds": ([(8, 8)],), "drawing_seconds": ("", 8),
+        "operation_seconds": ([...],),
+    }  # fmt: skip
+    if (method, wrong) == ("operation_seconds", None):  # not timed
+        assert held.operation_seconds([...]) == [None]  # type: ignore[list-item]
+        return
+    with pytest.raises(CompileError, match=f"cost_model Mine: {method} is .*; seconds are finite, and 0 or more"):
+        getattr(held, method)(*asked[method])
+
+
+def test_a_device_on_which_everything_is_free_is_planned_for() -> None:
+    class Free(CostModel):
+        def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+            return NodeSeconds(*(np.zeros(len(table)) for _ in range(3)))
+
+    made = compiled(2, cost_model=Free())
+    assert made.plan.expects is not None
+    assert made.verify().ok

@@ -11,7 +11,9 @@ library included: assumed unless a source is named.
 """
 
 import re
+import sys
 from dataclasses import dataclass
+from math import inf
 
 from fxpipe.errors import CompileError
 
@@ -42,7 +44,7 @@ class Link:
         for what in ("taken_share", "overhead_seconds"):
             if not 0 <= getattr(self, what) < float("inf"):
                 raise CompileError(f"link {self.name}: {what} {getattr(self, what)} must be finite and not negative")
-        if not 0 < self.bandwidth_bytes_per_second < float("inf") or not 0 <= self.latency_seconds < float("inf"):
+        if not 0 < self.bandwidth_bytes_per_second <= sys.float_info.max or not 0 <= self.latency_seconds < inf:
             raise CompileError(
                 f"link {self.name}: bandwidth {self.bandwidth_bytes_per_second} bytes/s must be positive, latency "
                 f"{self.latency_seconds} s not negative, both finite"

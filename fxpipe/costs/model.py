@@ -75,7 +75,7 @@ class CostModel(Protocol):
         By `seconds` of a table without a graph: a model that knows the nodes of one graph writes this, too.
         """
         moved = NodeCost(bytes_read=sympy.Integer(bytes_read), bytes_written=sympy.Integer(bytes_written))
-        return float(self.seconds(CostTable.of([moved]), 1).forward[0])
+        return float(node_seconds(self, CostTable.of([moved]), 1).forward[0])
 
     def chain_seconds(self, moved: Sequence[tuple[int, int]]) -> float:
         """Seconds of kernels that only move memory, each what the one before has made: bytes read and written."""

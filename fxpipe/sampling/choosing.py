@@ -193,7 +193,8 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
 
 
 def _slower(way: Request, requests: int, least_seconds: float, best: float) -> Candidate:
-    why = f"at least {least_seconds / requests / best - 1:.1%} longer"
+    longer = least_seconds / requests / best - 1 if best else inf
+    why = f"at least {longer:.1%} longer"
     return Candidate(way, requests, why=why, least_seconds=least_seconds)
 
 
