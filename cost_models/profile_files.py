@@ -6,6 +6,7 @@
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from math import isfinite
@@ -50,6 +51,8 @@ def _profile(data: Mapping[str, Any], base: CostModel) -> Profile:
     memory = data["memory_bytes"]
     _require(memory is None or (type(memory) is int and memory > 0), "memory_bytes is positive, or null", memory)
     entries = tuple(map(_entry, data["entries"]))
+    twice = [name for name, count in Counter(name for entry in entries for name in entry.nodes).items() if count > 1]
+    _require(not twice, "an operation is in one entry", twice)
     return Profile(base, key, entries, _speeds(data["speeds"]), memory)
 
 

@@ -140,10 +140,11 @@ def require_key(profile: Key, wanted: Key) -> None:
 
 
 def interpolated(samples: Sequence[int], seconds: Sequence[float], num_samples: int) -> float:
-    """Piecewise linear; beyond the ends along the nearest piece, never below zero; from one point: proportional."""
+    """Piecewise linear; beyond the ends along the nearest piece, never below zero, and for more samples than were timed
+    never below the time of these, whichever piece noise has made fall; from one point: proportional."""
     if len(samples) == 1:
         return seconds[0] * num_samples / samples[0]
     inside = [i for i in range(1, len(samples) - 1) if samples[i] < num_samples]
     at = max(inside, default=0)
     slope = (seconds[at + 1] - seconds[at]) / (samples[at + 1] - samples[at])
-    return max(0.0, seconds[at] + slope * (num_samples - samples[at]))
+    return max(seconds[-1] if num_samples > samples[-1] else 0.0, seconds[at] + slope * (num_samples - samples[at]))

@@ -66,6 +66,7 @@ def test_interpolation_is_piecewise_linear(num_samples: int, seconds: float) -> 
 def test_interpolation_from_one_point_and_below_zero() -> None:
     assert interpolated((4,), (8.0,), 6) == 12
     assert interpolated((4, 8), (1.0, 9.0), 1) == 0
+    assert interpolated((1, 4), (3.0, 2.0), 8) == 2
 
 
 def test_expected_times_leave_out_the_extremes() -> None:
@@ -251,6 +252,8 @@ GOOD = {
         (("entries", 0, "nodes"), [["x"]], "names are texts; got 'a'"),
         (("entries", 0, "nodes"), 7, "TypeError"),
         (("entries",), 7, "TypeError"),
+        (("entries",), [*GOOD["entries"], *GOOD["entries"]], "an operation is in one entry; got ['x']"),
+        (("entries", 0, "nodes"), ["x", "x"], "an operation is in one entry; got ['x']"),
         (("speeds", "moving"), 0, "speeds are positive"),
         (("speeds", "drawing"), [["randn", None]], "speeds are positive"),
         (("speeds", "moving"), float("inf"), "Infinity is no number of seconds"),
