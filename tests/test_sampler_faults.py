@@ -53,13 +53,13 @@ class Loop:
         self.sampler = fxpipe.compile_sampler(self.model, 2, example=example, **how)
 
     def __call__(
-        self, steps: int = STEPS, height: int = 12, seed: int = 0, text: int = 1, eta: float = 0.0,
+        self, steps: int = STEPS, height: int = 12, seed: int = 0, text: int = 1, eta: float = 0.0, still: int = 0,
         between: Callable[[int, Tensor], Tensor] = lambda step, sample: sample,
     ) -> Tensor:  # fmt: skip
         draw, sample = torch.Generator().manual_seed(seed), noise(2, 2, height, 5, seed=seed if eta == 0.0 else 0)
         with self.sampler.call():
             for step in range(steps):
-                time = torch.tensor([1.0 - step / 10], dtype=torch.float64)
+                time = torch.tensor([1.0 - (step - step * still) / 10], dtype=torch.float64)
                 sample = sample - 0.1 * self.sampler.predict(sample=sample, time=time, text=noise(2, 3, seed=text))
                 sample = sample + eta * torch.randn(sample.shape, generator=draw, dtype=torch.float64)
                 sample = between(step, sample)
@@ -119,6 +119,7 @@ FAULTS: dict[str, tuple[Callable[[Loop], Any], str]] = {
         lambda loop: loop(STEPS + loop.odd),
         r"ranks \[1\] have another prediction 5 of a call than rank 0 \(ranks \[0\] make no .*; .* as many steps",
     ),
+    "steps that end none": (lambda loop: loop(still=loop.odd), ALIKE.format("prediction 2 of a call")),
     "a callback": (
         lambda loop: loop(between=lambda step, x: x * (1 + loop.odd * (step == 2) * 1e-9)),
         ALIKE.format("input 4 of a call"),

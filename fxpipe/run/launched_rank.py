@@ -58,6 +58,7 @@ class LaunchedRank(Ranks):
         self._bound: dict[int, _Held] = {}
         self._opened: set[Channel] = set()
         self._used: list[tuple[Tensors, int]] = []  # states in this call, and how often they had been written
+        self._forms: dict[str, str] = {}  # the last of every step's in this call
         self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
         self._marks: list[tuple[Tensors, Marks]] = []  # of states, when they were
 
@@ -70,6 +71,9 @@ class LaunchedRank(Ranks):
         if not self._used:
             sums = {name: checksum(tensor) for name, tensor in tensors.items()}
             agree(self._transport, shapes | {"plan": step.digest} | sums)
+        if self._forms.get(step.digest) != form:  # or ranks with another one would wait for messages that none sends
+            self._agreement.settle()
+        self._forms[step.digest] = form
         if not is_taken:
             self._take(held, state)
         assert held.bound is not None
@@ -133,7 +137,7 @@ class LaunchedRank(Ranks):
         """What is raised inside ends the other ranks too; but for `Stopped`, and for what all of them raise at the same
         place, between predictions: that ends the call alone."""
         raised: Exception | None = None
-        self._used, self._num_begun, self._num_made = [], 0, 0
+        self._used, self._forms, self._num_begun, self._num_made = [], {}, 0, 0
         self._num_calls += 1
         with told(self._transport):
             try:
