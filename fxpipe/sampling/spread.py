@@ -327,7 +327,7 @@ def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             raise CompileError(
                 "the call is inside torch.autocast, and the denoiser was compiled as it computes without: leave it "
-                "out, or put it into the denoiser's forward before it is compiled"
+                "out, and load the denoiser in the type it is to compute in"
             )
     for path, leaf in leaves:
         has_tangent = forward_ad.unpack_dual(leaf).tangent is not None
