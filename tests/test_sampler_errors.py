@@ -141,7 +141,7 @@ def test_an_autocast_of_forwards_own_is_refused() -> None:
     for compiled in (Autocast().double(), Denoiser().float()):  # of which it casts nothing, or that has none
         example = GIVEN if isinstance(compiled, Autocast) else _floats()
         assert fxpipe.compile_sampler(compiled, 2, sample=ROWS, example=example).verify().ok
-    with pytest.raises(FxpipeError, match="forward has an autocast to bfloat16 of its own.* load the denoiser in"):
+    with pytest.raises(FxpipeError, match=r"forward has an autocast to bfloat16 of its own.* load the denoiser in"):
         fxpipe.compile_sampler(Autocast().float(), 2, sample=ROWS, example=_floats())
 
 
