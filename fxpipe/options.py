@@ -93,10 +93,7 @@ def held_cost_model(given: Any, or_text: str = "") -> CostModel:
     return given if isinstance(given, Held) else Held(given)
 
 
-_COST_MODEL: dict[str, tuple[Any, ...]] = {
-    "seconds": (None, 1), "moving_seconds": (1, 1), "chain_seconds": ((),), "drawing_seconds": ("", 1),
-    "operation_seconds": ((),),
-}  # fmt: skip
+_COST_MODEL: dict[str, tuple[Any, ...]] = {"seconds": (None, 1), "moving_seconds": (1, 1), "drawing_seconds": ("", 1)}
 _MISSING = object()
 
 

@@ -1,6 +1,7 @@
 """Costs as data, and the roofline's seconds, by hand."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -147,6 +148,30 @@ def test_answers_of_a_model_of_ones_own_are_held_against_what_seconds_are(method
         return
     with pytest.raises(CompileError, match=f"cost_model Mine: {method} is .*; seconds are finite, and 0 or more"):
         getattr(held, method)(*asked[method])
+
+
+class Plain:
+    """Inherits nothing, and answers with an array."""
+
+    memory_bytes = None
+
+    def seconds(self, table: CostTable, num_samples: int) -> NodeSeconds:
+        return TOY.seconds(table, num_samples)
+
+    def moving_seconds(self, bytes_read: int, bytes_written: int) -> float:
+        return 2.0
+
+    def drawing_seconds(self, target: str, num_bytes: int) -> float:
+        return 0.0
+
+    def operation_seconds(self, operations: Sequence[object]) -> object:
+        return np.ones(len(operations))
+
+
+def test_models_of_any_class_answer_with_any_numbers() -> None:
+    held = held_cost_model(Plain())
+    assert held.operation_seconds([...]) == [1.0]  # type: ignore[list-item]
+    assert held.chain_seconds([(8, 8), (8, 8)]) == 4.0
 
 
 def test_a_device_on_which_everything_is_free_is_planned_for() -> None:

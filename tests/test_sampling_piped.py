@@ -410,6 +410,24 @@ def test_sums_of_what_no_patch_can_make_alone() -> None:
     assert fxpipe.compile_sampler(Linear(), 4, example={"x": noise(1, 2, 12, 5)}, cfg=1, **how).verify().ok
 
 
+class Centred(nn.Module):
+    """A number made of all rows, between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x)
+        return self.second(made + made.mean()).cos()  # type: ignore[no-any-return]
+
+
+def test_numbers_that_all_patches_share() -> None:
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"stages": 2, "patches": 2, "mode": "displaced", "warmup": 1, "sample": {"x": 2}}
+    assert fxpipe.compile_sampler(Centred().double(), 2, example={"x": noise(2, 2, 8, 8)}, cfg=1, **how).verify().ok
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(2, keepdim=True).expand_as(x) * 2

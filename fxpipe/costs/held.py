@@ -1,6 +1,6 @@
 """A cost model of the user's own: every answer is held against what seconds are, before anything is planned by it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -32,24 +32,29 @@ class Held(CostModel):
         return self._held(self.model.moving_seconds(bytes_read, bytes_written), "moving_seconds")
 
     def chain_seconds(self, moved: Sequence[tuple[int, int]]) -> float:
-        return self._held(self.model.chain_seconds(moved), "chain_seconds")
+        own = getattr(self.model, "chain_seconds", None)
+        return super().chain_seconds(moved) if own is None else self._held(own(moved), "chain_seconds")
 
     def drawing_seconds(self, target: str, num_bytes: int) -> float:
         return self._held(self.model.drawing_seconds(target, num_bytes), "drawing_seconds")
 
     def operation_seconds(self, operations: Sequence[Operation]) -> Sequence[float | None]:
-        found = self.model.operation_seconds(operations)
-        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(operations):
+        own = getattr(self.model, "operation_seconds", None)
+        if own is None:
+            return super().operation_seconds(operations)
+        found = own(operations)
+        each = list(found) if isinstance(found, Iterable) else []
+        if len(each) != len(operations):
             raise CompileError(
                 f"cost_model {type(self.model).__name__}: operation_seconds is {found!r:.80}; return seconds or None "
                 f"for each of {len(operations)} operations"
             )
-        return [None if one is None else self._held(one, "operation_seconds") for one in found]
+        return [None if one is None else self._held(one, "operation_seconds") for one in each]
 
     def _held(self, found: Any, what: str) -> float:
         try:
             seconds = float(found)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             seconds = -1.0
         if not 0 <= seconds < inf or isinstance(found, str):
             name = type(self.model).__name__

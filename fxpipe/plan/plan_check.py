@@ -59,7 +59,7 @@ def _stages(plan: Plan, num_blocks: int, first_pass: int) -> Iterator[str]:
     for stage, (start, stop) in enumerate(pairwise(staged.boundaries)):
         if start > stop:
             yield f"stage {stage} begins at block {start}, the next one at {stop}; stages hold runs of blocks in order"
-    if first_pass not in staged.boundaries:
+    if first_pass and first_pass not in staged.boundaries:
         yield f"no stage begins at block {first_pass}, where the first pass ends, which some steps leave out; let one"
     for stage, ranks in enumerate(staged.stage_ranks):
         yield from _ranks(f"stage {stage}", ranks, staged.world_size)

@@ -51,6 +51,8 @@ patches in turn: through stages, one after the other."""
 
 
 Norms = Literal["corrected", "merged", "sync", "separate"]
+"""The moments of a displaced group norm: the others' of the step before moved on as one's own have moved; as they were;
+all of this step, waited for; one's own alone, which is not exact where nothing changes."""
 Kind = Literal["gather", "ulysses", "ring"]
 """Of a layer of attention: all keys and values come to a patch; heads are shared; chunks are passed around."""
 

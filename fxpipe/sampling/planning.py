@@ -215,7 +215,10 @@ def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
         lines = zip_longest(str(told).split("\n"), str(remade).split("\n"), fillvalue="nothing")
         own, its = told.as_dict(), remade.as_dict()
         data = ((f"{name}: {own[name]}", f"{name}: {its[name]}") for name in own)
-        says, is_so = next((a, b) for a, b in chain(lines, data) if a != b)
+        unlike = next(((a, b) for a, b in chain(lines, data) if a != b), None)
+        if unlike is None:  # lists where tuples were
+            return
+        says, is_so = unlike
         raise CompileError(f"the plan says {says.strip()!r}, of its stages and patches it is {is_so.strip()!r}")
 
 

@@ -28,9 +28,6 @@ from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import FormWriter
 from passes.sampling.patches import Patch
 
-"""The moments of a displaced group norm: the others' of the step before moved on as one's own have moved; as they were;
-all of this step, waited for; one's own alone, which is not exact where nothing changes."""
-
 
 @dataclass(frozen=True)
 class Crossing:

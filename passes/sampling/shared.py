@@ -21,7 +21,8 @@ def shared_values(plan: RowPlan, early: frozenset[str]) -> frozenset[str]:
     found: set[str] = set()
     for node in plan.sized.graph.nodes:
         state = plan.states.get(node.name)
-        if node.op != "call_function" or node.name in early or state not in (None, (None,) * len(node.meta["val"])):
+        has_rows = any(one is not None for one in state) if isinstance(state, tuple) else state is not None
+        if node.op != "call_function" or node.name in early or has_rows:
             continue
         how, late = plan.found[node.name].how, [n for n in node.all_input_nodes if n.name not in early]
         late = [operand for operand in late if operand.op != "placeholder" or plan.state(operand) is not None]

@@ -66,12 +66,7 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
             if candidate.ahead is ahead:
                 push(Trial(candidate, candidate.bound_seconds))
         while heap and not (known and (heap[0][0] >= known[0].bound_seconds or trials.walks.num_actions > most)):
-            spent = trials.walks.num_actions > most
-            walked = min((each for each in heap if _is_walked(each[-1])), default=None) if spent else None
-            if walked is not None:  # to be known before all that may yet be faster
-                heap.remove(walked)
-                heapify(heap)
-            trial = heappop(heap)[-1] if walked is None else walked[-1]
+            trial = _next(heap, trials.walks.num_actions > most)
             if known and trial.too_large and trial.bound_seconds > (1 - _WORTH) * known[0].bound_seconds:
                 lost.append(trial)
                 continue
@@ -92,8 +87,16 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
     return Found((*known, *lost, *(trial for *_, trial in heap))).led_by(known[0], trials.case.limit_bytes)
 
 
-def _is_walked(trial: Trial) -> bool:
-    return trial.simulated is not None and trial.too_large is None
+def _next(heap: list[tuple[float, int, Trial]], spent: bool) -> Trial:
+    """The trial in front; of a search that has `spent` its actions the first that was walked, if any: it is finished
+    before others that may be faster."""
+    walked = (each for each in heap if each[-1].simulated is not None and each[-1].too_large is None)
+    found = min(walked, default=None) if spent else None
+    if found is None:
+        return heappop(heap)[-1]
+    heap.remove(found)
+    heapify(heap)
+    return found[-1]
 
 
 def _told(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
