@@ -119,8 +119,9 @@ def plan_of(name: str, case: Case, staged: Staged, microbatches: int) -> Plan:
         alone = simulate_plan(case, staged, Orders(case, staged, microbatches, ahead=True).named(), sizes)
         steady = filled(alone.training, case.frozen, staged, sizes, per_device)
     order, cut = Orders(case, staged, microbatches, ahead=False).named(), PlannedCut(NUM_BLOCKS, sizes[0])
+    labels = ("",) * staged.num_stages
     return Plan(
-        costed(name).fingerprint, "", "", case.batch_size, microbatches, cut, staged, (), case.frozen.names, order,
+        costed(name).fingerprint, "", "", case.batch_size, microbatches, cut, staged, labels, case.frozen.names, order,
         steady,
     )  # fmt: skip
 
