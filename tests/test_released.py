@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.run.engine import Engine
@@ -63,6 +63,23 @@ def test_what_is_brought_is_let_go_again() -> None:
         assert held(model) == whole - freed
 
     on_threads(2, [WAVE], body, "adapters")
+
+
+def test_averages_of_what_a_rank_comes_to_hold_later_are_brought() -> None:
+    def averages(model: nn.Module, engines: Any) -> list[Tensor]:
+        kept, made = [parameter.detach().clone() for parameter in model.parameters()], []
+        for number, make in enumerate(engines):
+            made.append(make())
+            made[0].release()
+            made[number].step(batch(number, ROWS[number]))
+            for average, parameter in zip(kept, model.parameters(), strict=True):
+                average.lerp_(parameter.detach(), 0.5)  # of no numbers, where the rank does not hold them
+        made[0].sync_model(kept)
+        return kept
+
+    expected = [parameter.detach() for parameter in Adapted().parameters()]
+    for found in on_threads(2, [WAVE, LINE], averages, "adapters"):
+        torch.testing.assert_close(found, expected, rtol=1e-15, atol=0.0)
 
 
 def from_files(folder: str) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def claim(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
 
 
 def share_idle(parameter: nn.Parameter, ranks: tuple[int, ...]) -> None:
-    """These ranks hold it too, which nobody trains; the others may let its memory go."""
+    """These ranks hold it too, which nobody trains; the others may let its memory go. Who held it first stays first."""
     if parameter not in _owners or parameter in _idle:
-        _owners[parameter] = tuple(sorted({*owners(parameter), *ranks}))
+        _owners[parameter] = tuple(dict.fromkeys((*owners(parameter), *ranks)))
         _idle[parameter] = True
         _claims.append(None)
 

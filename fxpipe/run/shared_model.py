@@ -134,8 +134,13 @@ class SharedModel:
             renew(self.parameters.values())
 
     def bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Collective: what was averaged of parameters, by their names, from their owners to all ranks."""
+        """Collective: what was averaged of parameters, by their names, from their owners to all ranks.
+
+        Of what nobody trains, a rank may hold it since its averages began.
+        """
         routes = self._to(dict.fromkeys(averages, range(self._transport.world_size)))
+        idle = {name: owners(self.parameters[name]) for name in averages if is_idle(self.parameters[name])}
+        routes += [(name, first, later) for name, (first, *others) in idle.items() for later in others]
         copies = [(tensor, src, dst) for name, src, dst in routes for tensor in averages[name]]
         self._transport.copy_values(copies, "averages of what other ranks train")
 
