@@ -69,6 +69,26 @@ def test_averages_of_what_other_ranks_train_are_refused_until_they_are_brought(l
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_averages_of_a_scripts_own_are_refused_in_the_model_until_they_are_brought() -> None:
+    def put(model: nn.Module, own: list[Tensor]) -> None:
+        with torch.no_grad():
+            for average, now in zip(own, model.parameters(), strict=True):
+                now.copy_(average)
+
+    def body(model: nn.Module, engines: Any) -> list[Tensor]:
+        engine = engines[0]()
+        put(model, trained(model, engine).own)
+        with pytest.raises(fxpipe.RunError, match=r"or were written here alone; before .* call engine.sync_model\(\)"):
+            model.state_dict()
+        engine.sync_model()
+        return [*model.state_dict().values()]
+
+    model = Adapted()
+    put(model, trained(model, OneDevice(model)).own)
+    for found in on_threads(2, [LINE], body):
+        torch.testing.assert_close(found, [*model.state_dict().values()], rtol=1e-10, atol=1e-12)
+
+
 def test_averages_where_all_train_all_are_everyones() -> None:
     def body(model: nn.Module, engines: Any) -> list[list[Tensor]]:
         return trained(model, engines[0]()).values()

@@ -61,7 +61,9 @@ def _age(averages: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], u
 def _copied(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
     given = [*parameters]
     original(average, given)
-    outdate(p for p, value in zip(given, average.shadow_params, strict=False) if is_outdated(value))
+    pairs = [*zip(given, map(is_outdated, average.shadow_params), strict=False)]
+    renew(parameter for parameter, is_old in pairs if not is_old)
+    outdate(parameter for parameter, is_old in pairs if is_old)
 
 
 def _stored(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:

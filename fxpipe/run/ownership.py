@@ -28,7 +28,7 @@ from fxpipe.run.read_ahead import version
 _owners = WeakTensorKeyDictionary()  # parameter -> ranks
 _idle = WeakTensorKeyDictionary()  # parameters that nobody trains, and that not all ranks hold
 _claims: list[None] = []  # one for each that was made
-_outdated = WeakTensorKeyDictionary()  # parameter -> its version when it became so: a later write makes it new
+_outdated = WeakTensorKeyDictionary()  # parameter or average -> its version when it became so
 _empty = WeakTensorKeyDictionary()  # parameters without memory -> whether for good
 _watched: "WeakSet[nn.Module]" = WeakSet()
 _as_is = ContextVar("_as_is", default=False)
@@ -73,8 +73,8 @@ def outdate(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def is_outdated(tensor: torch.Tensor) -> bool:
-    """Whether other ranks have trained it, or it is theirs to hold."""
-    return tensor in _outdated and _outdated[tensor] == version(tensor)
+    """Whether other ranks have trained it, or it is theirs to hold; what is written into an average makes it new."""
+    return tensor in _outdated and (tensor in _owners or _outdated[tensor] == version(tensor))
 
 
 def renew(parameters: Iterable[nn.Parameter]) -> None:
@@ -181,6 +181,7 @@ def require_new(module: nn.Module, *_: object, or_released: bool = False) -> Non
     if old:
         raise RunError(
             f"{len(old)} parameters of {type(module).__name__} ({old[0]}, ...) were trained on other ranks, or "
-            "released here, and are not here yet; before the model is sampled from or saved, call engine.sync_model() "
-            "on every rank, engine.sync_model(average) for averages of weights, or engine.gather_state_dict()"
+            "released here, and are not here yet, or were written here alone; before the model is sampled from or "
+            "saved, call engine.sync_model() on every rank, engine.sync_model(average) for averages of weights, or "
+            "engine.gather_state_dict()"
         )

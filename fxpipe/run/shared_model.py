@@ -169,6 +169,7 @@ class SharedModel:
                 fill(self.parameters[name])
         copies = [(self.parameters[name], src, dst) for name, src, dst in routes]
         self._transport.copy_values(copies, "parameters that other ranks train")
+        renew(self.parameters[name] for name, _, dst in routes if dst == self._rank)
 
     def _to(self, wanted: Mapping[str, Iterable[int]]) -> list[Route]:
         """From its first owner to each rank that wants it and owns it not."""
