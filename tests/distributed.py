@@ -182,6 +182,7 @@ def _leave(call: Callable[[], None]) -> NoReturn:
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else leaving.code is not None
     except BaseException as error:
+        sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     atexit._run_exitfuncs()

@@ -14,7 +14,7 @@ import torch
 
 import fxpipe
 from fxpipe.run.launch import join, made_by_rank_zero
-from fxpipe.run.transport import launched
+from fxpipe.run.transport import launched, presence
 from tests.distributed import run_processes, start_processes
 from tests.toy_model import frozen
 
@@ -165,3 +165,25 @@ def test_a_rank_zero_without_a_plan_ends_the_others(how: str, says: str) -> None
     for other in others:
         assert other.returncode == 1
         assert says in other.output.splitlines()[-1]
+
+
+def end_while_compiling(how: str, is_read: str) -> None:
+    presence.LOST_SECONDS = 3.0
+    world_size = int(os.environ["WORLD_SIZE"])
+    if join(world_size) == 1:
+        if is_read:
+            compiled(world_size)
+        if how == "raises":
+            raise ZeroDivisionError("no samples")
+        time.sleep(1.5)  # for a sign of life
+        os.kill(os.getpid(), signal.SIGKILL)
+    compiled(world_size).engine()
+
+
+@pytest.mark.parametrize(("how", "is_read"), [("raises", ""), ("killed", ""), ("killed", "read")])
+def test_a_rank_that_ends_while_it_compiles_is_named_by_every_other(how: str, is_read: str) -> None:
+    first, _, last = start_processes(3, end_while_compiling, how, is_read, timeout_seconds=60)
+    why = {"raises": "has left after ZeroDivisionError: no samples", "killed": "was lost: no sign of life for 3 s"}
+    for ended in (first, last):
+        assert ended.returncode == 1
+        assert f"and rank 1 {why[how]}" in ended.output.splitlines()[-1]

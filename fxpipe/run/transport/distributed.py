@@ -59,6 +59,7 @@ class DistributedTransport(Collectives):
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
         store = launch.store(f"{next(_num_transports)}", self._timeout)
         with _connecting(launch, timeout_seconds):
+            launch.meet(store, self._timeout)
             if not dist.is_initialized():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
             self._control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -296,6 +297,8 @@ class DistributedTransport(Collectives):
 def _connecting(launch: Launch, seconds: float) -> Iterator[None]:
     try:
         yield
+    except RunError:
+        raise
     except RuntimeError as error:
         first, _, _ = str(error).partition("\n")
         raise RunError(

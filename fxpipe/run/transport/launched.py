@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RunError
+from fxpipe.run.transport.presence import Presence
 
+_present: dict[tuple[str, int], Presence] = {}
+"""This process in a launch, by the address of its store."""
 _stores: dict[tuple[str, int], Any] = {}
 """The launch's store, by its address: a process connects to it once, for its host may not listen twice."""
 _num_shared = itertools.count()
@@ -51,6 +53,36 @@ class Launch:
             )  # fmt: skip
         return dist.PrefixStore(f"fxpipe/{self.attempt}/{name}", _stores[self.address])  # type: ignore[attr-defined]
 
+    def presence(self, timeout: timedelta) -> Presence:
+        """This process in it, which gives signs of life from the first call on."""
+        if self.address not in _present:
+            own = self.store("presence", timeout).clone()  # a connection of its own: others are waited on
+            is_host = self.rank == 0 and not self.launcher_hosts
+            _present[self.address] = Presence(own, self.rank, is_host)
+        return _present[self.address]
+
+    def meet(self, store: Any, timeout: timedelta) -> None:
+        """Collective: all ranks are here.
+
+        Raises:
+            RunError: one was lost, has left, or has not come in time.
+        """
+        store.append("here", f"{self.rank} ")
+        present = self.presence(timeout)
+        seconds = timeout.total_seconds()
+        missing = present.await_ranks(range(self.world_size), lambda: _ranks(store, "here"), seconds, "all to begin")
+        if missing:
+            raise RunError(
+                f"rank {self.rank} did not find all {self.world_size} ranks within {seconds:g} s; see what ranks "
+                f"{missing} said"
+            )
+        present.met()
+
+
+def _ranks(store: Any, key: str) -> set[int]:
+    """Which have written their number there."""
+    return {int(rank) for rank in store.get(key).decode().split()}
+
 
 def join_launch() -> int:
     """This process's rank, connected to the launch's store, so that a rank 0 that is gone from now on is missed.
@@ -60,7 +92,7 @@ def join_launch() -> int:
     """
     launch = Launch.from_environment()
     try:
-        launch.store("join", _JOIN_TIMEOUT)
+        launch.presence(_JOIN_TIMEOUT)
     except RuntimeError as error:
         where = ":".join(map(str, launch.address))
         raise RunError(f"no rank 0 at {where} after {_JOIN_TIMEOUT}: {str(error).splitlines()[0]}") from None
@@ -75,29 +107,32 @@ def from_rank_zero(make: Callable[[], str], timeout_seconds: float) -> str:
     """
     launch = Launch.from_environment()
     store = launch.store(f"shared/{next(_num_shared)}", timedelta(seconds=timeout_seconds))
+    present = launch.presence(_JOIN_TIMEOUT)
 
-    def wait_for_readers(timeout: timedelta) -> None:
-        with suppress(RuntimeError):  # who has not come by then will not
-            store.wait([f"read/{rank}" for rank in range(1, launch.world_size)], timeout)
+    def wait_for_readers(timeout: timedelta) -> None:  # who has not come by then will not
+        others = range(1, launch.world_size)
+        present.await_ranks(others, lambda: _ranks(store, "read"), timeout.total_seconds(), "others to read its plan")
 
     if launch.rank == 0:
+        store.set("read", "")
         try:
             text = make()
         except BaseException as error:
             store.set("text", f"-{type(error).__name__}: {error}")
-            wait_for_readers(_TELL_TIMEOUT)
+            with suppress(RuntimeError):  # one has ended meanwhile
+                wait_for_readers(_TELL_TIMEOUT)
             raise
         store.set("text", f"+{text}")
         wait_for_readers(_JOIN_TIMEOUT)
         return text
-    start = time.monotonic()
     try:
-        store.wait(["text"], timedelta(seconds=timeout_seconds))
+        if present.await_ranks([0], lambda: [0] if store.check(["text"]) else [], timeout_seconds, "rank 0's plan"):
+            raise RunError(f"waited {timeout_seconds:g} s for rank 0's plan")
         found = str(store.get("text").decode())
-        store.set(f"read/{launch.rank}", "")
+        store.append("read", f"{launch.rank} ")
+    except RunError:
+        raise
     except RuntimeError as error:
-        if time.monotonic() - start >= timeout_seconds:
-            raise RunError(f"waited {timeout_seconds:g} s for rank 0's plan") from None
         raise RunError(f"lost rank 0 before it gave its plan: {str(error).splitlines()[0]}") from None
     if found.startswith("-"):
         raise RunError(f"rank 0 has no plan: {found[1:]}")
