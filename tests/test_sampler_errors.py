@@ -130,21 +130,6 @@ def test_a_call_inside_an_autocast_is_refused() -> None:
     assert sampler.predict(**floats).dtype == torch.float32
 
 
-class Autocast(Denoiser):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(*args, **kwargs)
-
-
-def test_an_autocast_of_forwards_own_is_refused() -> None:
-    """Programs would compute in float32, and say that it is something else."""
-    for compiled in (Autocast().double(), Denoiser().float()):  # of which it casts nothing, or that has none
-        example = GIVEN if isinstance(compiled, Autocast) else _floats()
-        assert fxpipe.compile_sampler(compiled, 2, sample=ROWS, example=example).verify().ok
-    with pytest.raises(FxpipeError, match=r"forward has an autocast to bfloat16 of its own.* load the denoiser in"):
-        fxpipe.compile_sampler(Autocast().float(), 2, sample=ROWS, example=_floats())
-
-
 def test_a_call_inside_a_vmap_is_refused() -> None:
     sampler = fxpipe.compile_sampler(Denoiser(), 2, example=GIVEN, sample=ROWS)
     with pytest.raises(FxpipeError, match=r"inside torch.vmap.* all samples as one batch"):

@@ -4,16 +4,17 @@ On disk it is one entry of the cache (`cache.py`), under a digest that tells it 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import Capture, capture, private
 from fxpipe.capture.any_size import AnySize, capture_any_size
+from fxpipe.capture.autocasts import written_out
 from fxpipe.capture.cache import cached
 from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.free_sizes import FreeSizes
@@ -79,43 +80,17 @@ def _captured_call(
             f"forward reads {next(iter(captured.read))} as a number, which may be another at the next call; keep it a "
             "tensor, or a number of the model's"
         )
-    _require_no_autocast(captured)
-    returned = found[0]
+    returned, plain = found[0], replace(captured, graph=written_out(captured.graph))
     if free is None:
-        return CapturedCall(captured, returned, None)
+        return CapturedCall(plain, returned, None)
     try:
         any_size = capture_any_size(model, captured, examples, result_of, free)
         if any(private.sizes.is_traced_number(leaf) for leaf in found[0].leaves):
             raise CaptureError("forward returns a size beside its prediction")
+        any_size = replace(any_size, captured=replace(any_size.captured, graph=written_out(any_size.captured.graph)))
     except CaptureError as error:
-        return CapturedCall(captured, returned, str(error))
-    return CapturedCall(captured, returned, any_size)
-
-
-def _require_no_autocast(captured: Capture) -> None:
-    """Refuse an autocast of forward's own that casts: programs compute in the types that values have.
-
-    Raises:
-        CaptureError: it casts what an operation reads.
-    """
-    for node in captured.graph.nodes:
-        _, dtype, enabled = node.meta.get("autocast", (None, None, False))
-        made = private.first_tensor(node.meta.get("val"))
-        tensors = (private.first_tensor(one.meta.get("val")) for one in node.all_input_nodes)
-        read = {one.dtype for one in tensors if one is not None and one.is_floating_point()}
-        if not enabled or made is None or not made.is_floating_point() or not read or _casts(node):
-            continue
-        if made.dtype not in read or (made.dtype == dtype and read - {dtype, torch.float64}):
-            name = str(dtype).removeprefix("torch.")
-            raise CaptureError(
-                f"{private.where(node)}: forward has an autocast to {name} of its own, which samplers do not follow; "
-                f"leave it out, and load the denoiser in {name}"
-            )
-
-
-def _casts(node: fx.Node) -> bool:
-    """Whether an operation gives another type by itself."""
-    return private.packet_name(node.target) in ("to", "_to_copy", "type_as") or bool(private.argument(node, "dtype"))
+        return CapturedCall(plain, returned, str(error))
+    return CapturedCall(plain, returned, any_size)
 
 
 def _to_data(call: CapturedCall, model: nn.Module) -> dict[str, Any]:

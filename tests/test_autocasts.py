@@ -1,0 +1,86 @@
+"""Denoisers whose forward has an autocast: patches compute in the types that one device computes in."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+from tests.tiny_pipelines import noise
+
+
+class Autocast(nn.Module):
+    """Attention in the way of `attend`, with norms in float32, types mixed and an autocast switched off again."""
+
+    def __init__(self, attend: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.attend, self.dtype = attend, dtype
+        self.into, self.norm, self.time = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(1, 8)
+        self.qkv, self.out, self.up = nn.Linear(8, 24), nn.Linear(8, 8), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            return self.predict(sample, timestep)
+
+    def predict(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        hidden = self.into(sample) + self.time(timestep[:, None])[:, :, None, None]
+        hidden = F.interpolate(F.silu(self.norm(hidden)), scale_factor=2.0)
+        q, k, v = self.qkv(hidden.flatten(2).transpose(1, 2)).chunk(3, -1)
+        with torch.autocast("cpu", enabled=False):
+            k = F.layer_norm(k.float(), (8,))
+        if self.attend == "fused":
+            mixed = F.scaled_dot_product_attention(q[:, None], k[:, None].to(q.dtype), v[:, None])[:, 0]
+        elif self.attend == "einsum":
+            mixed = torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", q, k).softmax(-1), v)
+        else:
+            mixed = (q @ k.transpose(1, 2)).softmax(-1) @ v
+        hidden = hidden + self.out(mixed).transpose(1, 2).reshape(hidden.shape)
+        result: Tensor = self.up(torch.cat([hidden, hidden.float()], 1)[:, 4:12])
+        return result
+
+
+def call(height: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"sample": noise(2, 4, height, 6).to(dtype), "timestep": torch.tensor([3.0, 7.0]).to(dtype)}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("attend", ["fused", "einsum", "products"])
+def test_patches_cast_what_one_device_casts(attend: str, ranks: int) -> None:
+    """In float32 the prediction is another one in its third digit."""
+    torch.manual_seed(0)
+    model = Autocast(attend)
+    sampler = fxpipe.compile_sampler(model, ranks, example=call(12), sample={"sample": 2}, sizes="any")
+    for height in (12, 8):
+        with torch.no_grad():
+            expected, plain = model(**call(height)), model.predict(**call(height))
+            found = sampler.predict(**call(height))
+        assert found.dtype == expected.dtype == torch.bfloat16
+        apart, cast = ((one.float() - expected.float()).abs().mean() for one in (found, plain))
+        assert apart < 0.05 * cast  # sums of another order may round to another number
+
+
+def test_an_autocast_that_casts_nothing() -> None:
+    model = Autocast("fused").double()
+    sampler = fxpipe.compile_sampler(model, 2, example=call(12, torch.float64), sample={"sample": 2})
+    assert sampler.verify().ok
+    assert not any(node.meta.get("autocast") for node in sampler.step.traced.captured.graph.nodes)
+
+
+class Recurrent(Autocast):
+    """Its cell's products are cast, and its state, added to them, is not."""
+
+    def __init__(self) -> None:
+        super().__init__("fused")
+        self.cell = nn.GRUCell(8, 8)
+
+    def predict(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        hidden = self.time(timestep[:, None])
+        return self.up(self.into(sample) + self.cell(hidden, hidden.float())[:, :, None, None])  # type: ignore[no-any-return]
+
+
+def test_what_an_operation_casts_on_its_way_is_refused() -> None:
+    with pytest.raises(
+        FxpipeError, match=r"casts inside of gru_cell.* leave it out, and load the denoiser in bfloat16"
+    ):
+        fxpipe.compile_sampler(Recurrent(), 2, example=call(12), sample={"sample": 2})
