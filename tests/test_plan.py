@@ -139,6 +139,7 @@ def test_what_is_no_plan_is_refused(change: Callable[[str], str], message: str) 
         ("predicted", {"step": {"seconds": float("nan")}}, r"predicted\.step\.idle is missing"),
         ("cut", {"num_blocks": 24, "num_samples": 0}, "num_samples of the plan's cut is 0"),
         ("staged", {"boundaries": [0, "2"]}, "staged.stage_ranks is missing"),
+        ("stedy", None, "stedy is nothing it has"),
         ("outcomes", [{"Pipelines": 1}], r"outcomes\[0\].pipelines is missing"),
     ],
 )

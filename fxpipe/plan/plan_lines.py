@@ -158,7 +158,7 @@ class SavedPlan(ABC):
             for name, value in cls.FORM.items():
                 if data.get(name) != value:
                     raise CompileError(f"its {name} is {data.get(name)!r}")
-            own = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # type: ignore[arg-type]  # dumps say more
+            own = {name: value for name, value in data.items() if name not in cls.FORM}
             return made_of(cls, own, {**_READERS, cls: lambda data, where: cls.from_dict(data)})
         except CompileError as error:
             raise CompileError(f"this is no {cls.KIND}: {error}; {cls.WRITER} writes one") from None

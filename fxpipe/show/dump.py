@@ -35,12 +35,7 @@ def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
 
     With `filled` also fill.txt, and folders prologue, steady and epilogue with their traffic.txt and rank_<r>.py.
     """
-    graph, schedule = program.blocks, program.schedule
-    parts = {
-        "microbatch_sizes": list(program.plan.microbatch_sizes),
-        "blocks": [{"name": block.name, "operations": len(block.nodes)} for block in graph.blocks],
-        "frozen": [{"name": component.name, "operations": len(component.nodes)} for component in graph.components],
-    }
+    schedule = program.schedule
     traffic = [
         {"source": src, "target": dst, "kind": kind, "bytes": size}
         for (src, dst), kinds in program.traffic().by_channel_and_kind().items()
@@ -58,7 +53,7 @@ def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
         "schedule.txt": program.schedule.text(),
         "grid.txt": str(program.schedule),
         "traffic.txt": str(program.traffic()),
-        "plan.json": json.dumps(program.plan.as_dict() | parts, indent=1),
+        "plan.json": json.dumps(program.plan.as_dict(), indent=1),
         "schedule.json": json.dumps(order, indent=1),
         "traffic.json": json.dumps(traffic, indent=1),
     }
