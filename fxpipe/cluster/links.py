@@ -44,9 +44,9 @@ class Link:
         for what in ("taken_share", "overhead_seconds"):
             if not 0 <= getattr(self, what) < float("inf"):
                 raise CompileError(f"link {self.name}: {what} {getattr(self, what)} must be finite and not negative")
-        if not 0 < self.bandwidth_bytes_per_second <= sys.float_info.max or not 0 <= self.latency_seconds < inf:
+        if not 1 <= self.bandwidth_bytes_per_second <= sys.float_info.max or not 0 <= self.latency_seconds < inf:
             raise CompileError(
-                f"link {self.name}: bandwidth {self.bandwidth_bytes_per_second} bytes/s must be positive, latency "
+                f"link {self.name}: bandwidth {self.bandwidth_bytes_per_second} bytes/s must be 1 or more, latency "
                 f"{self.latency_seconds} s not negative, both finite"
             )
 
