@@ -115,8 +115,12 @@ def test_what_needs_all_gradients_is_refused_where_they_are_not(given: Callable[
     def body(model: nn.Module, engines: Any) -> Tensor:
         engine = engines[0]()
         engine.step(batch(0, ROWS[0]))
-        with pytest.raises(fxpipe.RunError, match=r"norm of the gradients on this rank.*call engine.clip_grad_norm_"):
+        with pytest.raises(
+            fxpipe.RunError, match=r"norm of the gradients on this rank.*call engine.clip_grad_norm_ on"
+        ):
             torch.nn.utils.clip_grad_norm_(given(model, engine), 1.0)
+        with pytest.raises(fxpipe.RunError, match=r"would take the norm of the gradients on this rank"):
+            torch.nn.utils.get_total_norm([p.grad for p in given(model, engine) if p.grad is not None])
         with pytest.raises(fxpipe.RunError, match=r"LBFGS computes with all gradients .*shard='none'"):
             torch.optim.LBFGS(given(model, engine)).step(lambda: 0.0)  # type: ignore[arg-type, return-value]
         norm = engine.clip_grad_norm_(1.0)
@@ -132,6 +136,29 @@ def test_what_needs_all_gradients_is_refused_where_they_are_not(given: Callable[
 
     norms = on_threads(2, [LINE], body)
     torch.testing.assert_close(on_threads(2, [COPIES], by_torch), norms, rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize("layout", [LINE, COPIES])
+def test_groups_are_clipped_by_norms_of_their_own(layout: Layout) -> None:
+    def clipped(model: nn.Module, clip: Callable[..., Tensor]) -> list[float]:
+        groups = [[p for name, p in model.named_parameters() if ("bias" in name) is bias] for bias in (True, False)]
+        return [float(clip(parameters=group, max_norm=1e-3)) for group in groups]
+
+    def body(model: nn.Module, engines: Any) -> tuple[list[float], float]:
+        engine = engines[0]()
+        for number in range(2):
+            engine.step(batch(number, ROWS[0]))
+        with pytest.raises(fxpipe.RunError, match="some of the parameters are not the model's"):
+            engine.clip_grad_norm_(1.0, parameters=nn.Linear(2, 2).parameters())
+        return clipped(model, engine.clip_grad_norm_), float(engine.clip_grad_norm_(1.0))
+
+    model = Adapted()
+    one = OneDevice(model)
+    for number in range(2):
+        one.step(batch(number, ROWS[0]))
+    expected = clipped(model, nn.utils.clip_grad_norm_), float(one.clip_grad_norm_(1.0))
+    for found in on_threads(2, [layout], body):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0.0)
 
 
 def test_values_are_clipped_where_a_rank_has_no_gradient() -> None:

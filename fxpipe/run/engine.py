@@ -4,7 +4,7 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -222,10 +222,11 @@ class Engine(Training):
     def _trained_here(self) -> Mapping[str, nn.Parameter]:
         return self._shared.trained_here
 
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
+    def _norm(self, norm_type: float, max_norm: float, names: Collection[str] | None) -> torch.Tensor:
         with told(self._transport):
-            self._agree("clip_grad_norm_", {"norm_type": norm_type, "max_norm": max_norm})
-            norms = self._shared.norms(norm_type)
+            asked = {"norm_type": norm_type, "max_norm": max_norm, "parameters": names}
+            self._agree("clip_grad_norm_", asked)
+            norms = self._shared.norms(norm_type, names)
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
 
     def _bring(self, dst: int | None, *asked: object) -> None:

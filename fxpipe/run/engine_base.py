@@ -7,7 +7,7 @@ The answers here are those of one process that runs all ranks; an engine of one 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,8 @@ class EngineBase:
     def _bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Collective: averages of what other ranks train, to all."""
 
-    def _norm(self, norm_type: float, max_norm: float) -> torch.Tensor:
-        """Collective: of the whole model's gradients."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+    def _norm(self, norm_type: float, max_norm: float, names: Collection[str] | None) -> torch.Tensor:
+        """Collective: of the whole model's gradients, or of those of these parameters."""
+        parameters = ((name, p) for name, p in self._model.named_parameters() if names is None or name in names)
+        gradients = [p.grad for _, p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)

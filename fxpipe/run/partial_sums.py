@@ -1,6 +1,7 @@
 """What torch computes over all gradients at once, on a rank that has a part of them: refused, not left wrong.
 
 rank 0   clip_grad_norm_(model.parameters(), 1.0)     the norm of this rank's gradients: another factor on every rank
+rank 0   get_total_norm(gradients)                    likewise
 rank 1   LBFGS(model.parameters()).step(closure)      products of this rank's gradients
 """
 
@@ -27,7 +28,7 @@ def trained_in_parts(parameters: Iterable[torch.Tensor], elsewhere: Iterable[tor
         _in_parts[parameter] = others
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_refuse_optimizer))
-        private.on_clipping(_refuse_clipping)
+        private.on_clipping(_refuse_clipping, _refuse_norm)
 
 
 def _has_part(parameter: torch.Tensor) -> bool:
@@ -41,6 +42,16 @@ def _refuse_clipping(parameters: Iterable[torch.Tensor]) -> None:
         raise RunError(
             "torch.nn.utils.clip_grad_norm_ would clip by the norm of the gradients on this rank, where other ranks "
             f"have others; call engine.clip_grad_norm_ on every rank, {_WHOLE}"
+        )
+
+
+def _refuse_norm(tensors: Iterable[torch.Tensor]) -> None:
+    given = {id(tensor) for tensor in tensors}
+    if any(id(parameter.grad) in given and _has_part(parameter) for parameter in _in_parts):
+        raise RunError(
+            "torch.nn.utils would take the norm of the gradients on this rank, where other ranks have others; call "
+            "engine.clip_grad_norm_ on every rank, which returns that of all (with max_norm=math.inf it clips none), "
+            f"{_WHOLE}"
         )
 
 

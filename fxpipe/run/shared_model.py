@@ -144,9 +144,11 @@ class SharedModel:
         copies = [(tensor, src, dst) for name, src, dst in routes for tensor in averages[name]]
         self._transport.copy_values(copies, "averages of what other ranks train")
 
-    def norms(self, norm_type: float) -> list[torch.Tensor]:
-        """Collective: of every gradient of the model, in the order of its parameters, each counted once."""
-        gradients = [p.grad if self._counts(p) else None for p in self.parameters.values()]
+    def norms(self, norm_type: float, names: Collection[str] | None) -> list[torch.Tensor]:
+        """Collective: of every gradient of the model, in the order of its parameters, each counted once; or of those of
+        these parameters."""
+        parameters = [p for name, p in self.parameters.items() if names is None or name in names]
+        gradients = [p.grad if self._counts(p) else None for p in parameters]
         norms = [torch.linalg.vector_norm(g.detach(), norm_type) for g in gradients if g is not None]
         mine = torch.zeros(2, len(gradients), dtype=torch.float64)
         if norms:
@@ -156,7 +158,7 @@ class SharedModel:
                 found.double(),
             )
         values, counts = torch.stack(self._transport.all_gather(mine, "the norms of every rank").wait()).sum(0)
-        pairs = zip(self.parameters.values(), values, counts, strict=True)
+        pairs = zip(parameters, values, counts, strict=True)
         return [value.to(p.dtype.to_real()) for p, value, count in pairs if count]
 
     def _counts(self, parameter: nn.Parameter) -> bool:

@@ -1,7 +1,7 @@
 """The model's own parameters, as every engine offers them: what is trained here, and what other ranks have trained."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -27,19 +27,29 @@ class TrainedModel(EngineBase, ABC):
         yield from self._trained_here().values() or [nn.Parameter(torch.empty(0))]
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters; returns their norm before.
+        """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters, or of those given, as a
+        group's; returns their norm before.
 
         On a rank of several torch's own function would clip by the norm of what is trained there.
         """
         self._require_open("clip_grad_norm_")
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        total = self._norm(float(norm_type), float(max_norm))
+        clipped = [*self._model.parameters()] if parameters is None else [*parameters]
+        own = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        if any(id(parameter) not in own for parameter in clipped):
+            raise RunError("clip_grad_norm_: some of the parameters are not the model's")
+        gradients = [p.grad for p in clipped if p.grad is not None]
+        names = None if parameters is None else [own[id(parameter)] for parameter in clipped]
+        total = self._norm(float(norm_type), float(max_norm), names)
         total = total.to(gradients[0].device) if gradients else total
         if error_if_nonfinite and not total.isfinite():
             raise RunError(f"the norm of the gradients is {float(total)}; they are as they were")
-        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
         return total
 
     def sync_model(self, *averages: Any) -> None:

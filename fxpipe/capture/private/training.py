@@ -1,5 +1,6 @@
 """Of training: scalers, clipping, gradient hooks and torch's compiler."""
 
+import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter
@@ -34,9 +35,12 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
-def on_clipping(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """From now on calls `check` with the parameters whose gradients torch's own `clip_grad_norm_` is about to scale;
-    `clip_grad_value_` takes parameters without any gradient, too."""
+def on_clipping(
+    check: Callable[[Iterable[torch.Tensor]], None], check_norm: Callable[[Iterable[torch.Tensor]], None]
+) -> None:
+    """From now on calls `check` with the parameters whose gradients torch's own `clip_grad_norm_` is about to scale,
+    and `check_norm` with tensors whose norm it, or `get_total_norm`, is to take; `clip_grad_value_` takes parameters
+    without any gradient, too."""
     module: Any = torch.nn.utils.clip_grad
     original, grouped = module._clip_grads_with_norm_, module._group_tensors_by_device_and_dtype
 
@@ -44,8 +48,13 @@ def on_clipping(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
         check([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         original(parameters, *args, **kwargs)
 
+    def grouping(lists: Any, *rest: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "_get_total_norm":
+            check_norm(lists[0])
+        return grouped(lists, *rest) if lists[0] else {}
+
     module._clip_grads_with_norm_ = checked  # what torch.nn.utils offers by itself stays the original
-    module._group_tensors_by_device_and_dtype = lambda lists, *rest: grouped(lists, *rest) if lists[0] else {}
+    module._group_tensors_by_device_and_dtype = grouping
 
 
 def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
