@@ -101,6 +101,19 @@ def test_nothing_left_out_by_a_bound_is_faster(cluster: str) -> None:
     assert best.seconds == min(trial.seconds or 0.0 for trial in every)
 
 
+def test_a_spent_search_finishes_what_was_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many, the first that was looked at with its messages is known in full, and no other is looked at so closely."""
+    of, request = on(8, 64, "2x4xV100"), Request("auto", 8, 64)
+    free, spent = Trials(of, request), Trials(of, request)
+    best = search(free, candidates(of, request)).best
+    monkeypatch.setattr("passes.tuner.search._MOST_ACTIONS", 0)
+    found = search(spent, candidates(of, request))
+    assert found.best.done
+    assert best.bound_seconds <= found.best.bound_seconds
+    assert sum(trial.simulated is not None for trial in found.ranked if not trial.candidate.ahead) == 1
+    assert spent.walks.num_actions < free.walks.num_actions / 2
+
+
 def test_what_is_promised_is_what_the_order_takes() -> None:
     for cluster, fill in (("4xA100-PCIe", "auto"), ("2x2xV100", "none"), ("4xA100-80GB", "idle")):
         of, best = on(4, 16, cluster), found(4, 16, cluster, 0.2, fill=fill).best
