@@ -102,7 +102,7 @@ def test_nothing_left_out_by_a_bound_is_faster(cluster: str) -> None:
 
 
 def test_a_spent_search_finishes_what_was_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many, the first that was looked at with its messages is known in full, and no other is looked at so closely."""
+    """The first that was looked at with its messages is known in full, and no other is looked at so closely."""
     of, request = on(8, 64, "2x4xV100"), Request("auto", 8, 64)
     free, spent = Trials(of, request), Trials(of, request)
     best = search(free, candidates(of, request)).best
