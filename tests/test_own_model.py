@@ -191,7 +191,8 @@ class Averaged(nn.Module):
 
 
 @pytest.mark.parametrize("synced", [True, False])
-def test_frozen_weights_that_are_written_between_steps(synced: bool) -> None:
+@pytest.mark.parametrize("microbatches", [2, 1])  # in one, the target is on one rank alone
+def test_frozen_weights_that_are_written_between_steps(microbatches: int, synced: bool) -> None:
     batches = [batch(number, ROWS[0]) for number in range(3)]
 
     def trained(model: Averaged, step: Callable[..., Tensor], sync: Callable[[], None]) -> list[Tensor]:
@@ -210,7 +211,10 @@ def test_frozen_weights_that_are_written_between_steps(synced: bool) -> None:
         return trained(model, engine.step, engine.sync_model if synced else lambda: None)
 
     models = [Averaged() for _ in range(2)]
-    programs = [fxpipe.compile(m, 2, example_inputs=batches[0], schedule="1f1b", fill="idle") for m in models]
+    options: Layout = {"schedule": "1f1b", "fill": "idle", "microbatches": microbatches}
+    programs = [fxpipe.compile(m, 2, example_inputs=batches[0], **options) for m in models]
+    held = [sum("target" in name for name in one.step.programs[rank].state) for one in programs[:1] for rank in (0, 1)]
+    assert (min(held) == 0) == (microbatches == 1)
     if not synced:
         with pytest.raises(fxpipe.RunError, match=r"target.* differs between ranks 0 and 1; call engine.sync_model"):
             run_ranks(2, of_rank)

@@ -4,7 +4,7 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 `.grad` of every trainable parameter and returns the loss; the optimizer is the user's.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from fxpipe.run.accumulation import Accumulation
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, sampled, told
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind, Kinds
-from fxpipe.run.marks import marks_of
+from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.optimizer_steps import OptimizerSteps
 from fxpipe.run.ownership import empty, is_empty, is_outdated, owners
@@ -99,10 +99,19 @@ class Engine(Training):
 
     def _agree_on_state(self) -> None:
         agree_on_state(self._transport, {name: t for name, t in self._state.items() if not is_outdated(t)})
-        self._frozen_marks = marks_of(self._frozen())
+        self._frozen_marks = marks_of(self._frozen().values())
 
-    def _frozen(self) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in self._state.values() if not _is_trained(tensor))
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self._state.items() if not _is_trained(tensor)}
+
+    def _agree_on_written(self, now: Marks) -> None:
+        """What a rank has written, of what it reads, must be alike wherever it is: a rank that writes the same without
+        reading it may know better what it was computed of."""
+        names = [*self._frozen()]
+        written = {names[number] for number in now.differing(self._frozen_marks)}
+        everywhere = {name: self._given[name] for name in sorted(written.union(*everyones(self._transport, written)))}
+        here = {n: t for n, t in everywhere.items() if t.device.type == self.device.type and not is_empty(t)}
+        agree_on_state(self._transport, here, _WRITTEN)
 
     def _open(self, channels: Mapping[Channel, int], groups: Iterable[tuple[int, ...]]) -> None:
         """Those that no engine on this transport has opened."""
@@ -152,7 +161,7 @@ class Engine(Training):
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> bool:
         """Work for this batch counts where all ranks have it; what they hold alike must still be so once written."""
         self._as_left = False
-        frozen = marks_of(self._frozen())
+        frozen = marks_of(self._frozen().values())
         mine = _NOTHING_MADE * (not has_made) + _WROTE_FROZEN * (frozen != self._frozen_marks)
         if not self.check_batches:
             return not self._agree("step", {}, mine) & _NOTHING_MADE if self._make_filled is not None else has_made
@@ -171,7 +180,7 @@ class Engine(Training):
             self._refuse_some_steps(stepped)
         self._as_left = not found & _WROTE_TRAINED
         if found & _WROTE_FROZEN:
-            agree_on_state(self._transport, {n: t for n, t in self._state.items() if not _is_trained(t)}, _WRITTEN)
+            self._agree_on_written(frozen)
             self._frozen_marks = frozen
         if batch.part is not None:
             self._agree_on_samples(batch)

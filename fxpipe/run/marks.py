@@ -17,10 +17,12 @@ _ENTRIES = 16  # of a tensor
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """Where tensors are, how often they were written to, and some entries, by type."""
+    """Where tensors are, how often they were written to, and some entries as bytes, by type; `counts` has how many
+    bytes of which tensor."""
 
     places: tuple[tuple[int, int], ...]
     entries: tuple[torch.Tensor, ...]
+    counts: tuple[tuple[tuple[int, int], ...], ...]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Marks) or self.places != other.places:
@@ -29,17 +31,29 @@ class Marks:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def differing(self, before: "Marks") -> list[int]:
+        """The numbers of the tensors that were written since; all, where others are marked."""
+        if (len(self.places), self.counts) != (len(before.places), before.counts):
+            return [*range(len(self.places))]
+        pairs = enumerate(zip(self.places, before.places, strict=True))
+        found = {number for number, (now, then) in pairs if now != then}
+        for own, other, counts in zip(self.entries, before.entries, self.counts, strict=True):
+            parts = (own != other).split([size for _, size in counts])
+            found |= {number for (number, _), part in zip(counts, parts, strict=True) if bool(part.any())}
+        return sorted(found)
+
 
 @torch.no_grad()
 def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
     """As they are now."""
     held = list(tensors)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in held:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(held):
         if (some := _some(tensor)) is not None:
-            by_kind.setdefault((some.dtype, some.device), []).append(some)
-    entries = tuple(torch.cat(some).view(torch.uint8) for some in by_kind.values())
-    return Marks(tuple((tensor.data_ptr(), version(tensor)) for tensor in held), entries)
+            by_kind.setdefault((some.dtype, some.device), []).append((number, some))
+    entries = tuple(torch.cat([some for _, some in of]).view(torch.uint8) for of in by_kind.values())
+    counts = tuple(tuple((number, some.nbytes) for number, some in of) for of in by_kind.values())
+    return Marks(tuple((tensor.data_ptr(), version(tensor)) for tensor in held), entries, counts)
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor | None:
