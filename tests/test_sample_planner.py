@@ -290,7 +290,7 @@ def test_another_size_is_planned_by_what_was_near_the_best(name: str, mode: str)
     batch, channels, height, width = X.shape
     for wider, near in ((width + width // 2, True), (4 * width, False)):
         call = {"x": torch.zeros(batch, channels, height, wider, dtype=X.dtype), "text": TEXT}
-        other = SampleCase(lowering.resized(case.traced, (), call), 2, case.cost_model)
+        other = SampleCase(lowering.tracing.resized(case.traced, (), call), 2, case.cost_model)
         found, anew = ranked(other, request, setting), ranked(other, request, setting, anew=True)
         assert (found.narrowed, anew.narrowed) == (near, False)
         assert found.best.made == anew.best.made
@@ -305,7 +305,7 @@ def test_all_is_looked_at_where_what_was_near_the_best_does_not_fit() -> None:
     case, request, setting = asked(made)
     lowering: Any = made.denoiser.lowering
     call = {"x": torch.zeros(*X.shape[:3], X.shape[3] + 2, dtype=X.dtype), "text": TEXT}
-    other = SampleCase(lowering.resized(case.traced, (), call), 2, case.cost_model)
+    other = SampleCase(lowering.tracing.resized(case.traced, (), call), 2, case.cost_model)
     sizes = {one.found.memory_bytes for one in ranked(other, request, setting, anew=True).candidates if one.found}
     narrowed = set[bool]()
     for size in sorted(sizes):
@@ -323,7 +323,7 @@ def test_patches_that_another_size_has_no_units_for_are_looked_at() -> None:
     case, request, setting = asked(made)
     lowering: Any = made.denoiser.lowering
     call = {"x": torch.zeros(2, 3, 20, 8, dtype=X.dtype), "text": TEXT}
-    other = SampleCase(lowering.resized(case.traced, (), call), 2, case.cost_model)
+    other = SampleCase(lowering.tracing.resized(case.traced, (), call), 2, case.cost_model)
     found, anew = ranked(other, request, setting), ranked(other, request, setting, anew=True)
     assert found.narrowed
     assert {one.request.num_patches for one in found.candidates} == {4, 8, 10}

@@ -220,9 +220,7 @@ def calibrated(
 
 def made_of(spread: Spread, step: SampleStep, plan: SamplePlan, ranks: Ranks | None = None) -> SampleStep:
     """The programs of a plan for the calls of a step: of all ranks, or of these."""
-    lowering: Any = spread.lowering
-    made: SampleStep = replace(lowering, plan=plan).step(step.traced, step.batch_size, ranks)
-    return made
+    return replace(spread.lowering, plan=plan).step(step.traced, step.batch_size, ranks)
 
 
 def _noted(made: SamplePlan, before: SamplePlan, found: Calibration, longer: float) -> SamplePlan:

@@ -8,10 +8,10 @@ programs    patches in turn through stages, or beside each other, group by group
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.analysis import Observe
 from fxpipe.cluster import Cluster
@@ -72,14 +72,6 @@ class SampleLowering:
     plan: SamplePlan | None = None
     setting: Setting | None = None
     looked_at: Ranked | None = None
-
-    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
-        """The call as one flat graph, and which inputs have rows."""
-        return self.tracing.traced(module, args, kwargs, num_free)
-
-    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The graph with free sizes at another call's."""
-        return self.tracing.resized(traced, args, kwargs)
 
     def case(self, traced: Traced, batch_size: int) -> SampleCase:
         """What planning asks of a call."""

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.sample_plan import EXACT
+from fxpipe.plan.sample_plan import EXACT, SamplePlan
 from fxpipe.plan.sample_quality import Measured, Quality
-from fxpipe.sampling.candidates import Candidate
+from fxpipe.sampling.candidates import Candidate, Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
+from fxpipe.sampling.lowering import SampleLowering
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep
 
@@ -47,14 +48,13 @@ def measured(spread: Spread, run: Run, most: int) -> Quality:
             decibels = psnr(values_of(run(_Again(spread, alone))), wanted)
         found.append(Measured(name, seconds, decibels, exact, chosen))
     found.sort(key=lambda one: (one.seconds, -one.decibels))
-    return Quality(tuple(found), _lowering(spread).setting.steps)
+    return Quality(tuple(found), _setting(spread.lowering).steps)
 
 
 def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, float, bool, bool, SampleStep]]:
     """By name, with predicted seconds, whether it is exact, whether it is the one that calls go now."""
-    lowering = _lowering(spread)
+    lowering, plan = spread.lowering, step.plan
     case = lowering.case(step.traced, step.batch_size)
-    plan = step.plan
     with spread.ranks.compiling(lowering.compared(case)):
         candidates = spread.ranks.of_rank_zero(lambda: _candidates(lowering, case))
     fresh = f", {len(plan.how.fresh)} exchanges kept fresh" * bool(plan.how.fresh)
@@ -74,9 +74,9 @@ def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, fl
             yield str(one), one.found.seconds, one.is_exact, False, made
 
 
-def _candidates(lowering: Any, case: SampleCase) -> list[Candidate]:
+def _candidates(lowering: SampleLowering, case: SampleCase) -> list[Candidate]:
     """All layouts, the fastest first."""
-    asked, setting = lowering.request, replace(lowering.setting, objective="latency")
+    asked, setting = lowering.request, replace(_setting(lowering), objective="latency")
     found = list[Candidate]()
     for request in dict.fromkeys((asked, replace(asked, how=EXACT))):
         try:
@@ -86,7 +86,7 @@ def _candidates(lowering: Any, case: SampleCase) -> list[Candidate]:
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _is(plan: Any, one: Candidate) -> bool:
+def _is(plan: SamplePlan, one: Candidate) -> bool:
     made = one.made
     assert made is not None
     return (made.grid, made.bounds, made.order) == (plan.grid, plan.bounds, plan.staged.schedule) and (
@@ -94,9 +94,9 @@ def _is(plan: Any, one: Candidate) -> bool:
     )
 
 
-def _lowering(spread: Spread) -> Any:
-    lowering: Any = spread.lowering
-    return lowering
+def _setting(lowering: SampleLowering) -> Setting:
+    assert lowering.setting is not None
+    return lowering.setting
 
 
 class _OneDevice:

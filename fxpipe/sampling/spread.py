@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,13 +19,12 @@ from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.capture.trees import named_leaves
-from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.run.ownership import is_released, release, require_new
 from fxpipe.run.ranks import Ranks
+from fxpipe.sampling.lowering import SampleLowering
 from fxpipe.sampling.step import SampleStep, Traced
-from fxpipe.simulate.op_lists import StepOps
 
 _log = logging.getLogger(__name__)
 
@@ -38,29 +37,6 @@ _MANY_NUMBERS = 2
 """As many other values of one number as are traced without a word."""
 _MOST_OTHERS = 4
 """As many other settings as programs are kept of, for when they are back."""
-
-
-class Lowering(Protocol):
-    """What the compiler does for a spread module."""
-
-    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
-        """The module's call as a graph; `num_free`: graphs with free sizes that do not hold for it."""
-        ...
-
-    def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The graph with free sizes at this call's; CompileError where it does not hold for them."""
-        ...
-
-    def step(self, traced: Traced, batch_size: int, ranks: Ranks | None = None) -> SampleStep:
-        """The programs for so many samples, of this rank of a launch, or of all. Collective over a launch."""
-        ...
-
-    def ops(
-        self, step: SampleStep, num_steps: int, cost_model: CostModel | None = None, keeps_sent: bool = False
-    ) -> StepOps:
-        """What every rank does in so many steps of a call, for how long, and in how many bytes; those of what is sent
-        as long as a transport `keeps_sent`."""
-        ...
 
 
 @dataclass
@@ -89,7 +65,7 @@ class Spread:
     like timestep, sigma or t); where there is none, by their conditions.
     """
 
-    def __init__(self, module: nn.Module, lowering: Lowering, ranks: Ranks, or_whole: bool = False) -> None:
+    def __init__(self, module: nn.Module, lowering: SampleLowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
         self._whole_kinds = set[Kind]()
         self.stream_name: str | None = None
@@ -188,11 +164,11 @@ class Spread:
         for traced in self._known.traced:
             if isinstance(traced.any_size, AnySize):
                 try:
-                    return self.lowering.resized(traced, args, kwargs)
+                    return self.lowering.tracing.resized(traced, args, kwargs)
                 except CompileError as error:
                     apart = str(error)
         tried = sum(traced.any_size is not None for traced in self._known.traced)
-        return replace(self.lowering.traced(self.module, args, kwargs, tried), apart=apart)
+        return replace(self.lowering.tracing.traced(self.module, args, kwargs, tried), apart=apart)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls is no graph, for calls may follow from each
@@ -230,8 +206,7 @@ class Spread:
 
     def adopt(self, made: SampleStep) -> None:
         """Run the calls that these programs are for by them from now on."""
-        lowering: Any = self.lowering
-        self.lowering = replace(lowering, plan=made.plan)
+        self.lowering = replace(self.lowering, plan=made.plan)
         key = made.traced, made.batch_size
         if (before := self._steps.get(key)) is not None:
             self.ranks.forget(before)
@@ -239,8 +214,7 @@ class Spread:
 
     def follow(self, plan: SamplePlan) -> None:
         """Make the programs of calls that another module's plan is for, if there are such, by it from now on."""
-        lowering: Any = self.lowering
-        self.lowering = replace(lowering, plan=plan)
+        self.lowering = replace(self.lowering, plan=plan)
         for kind in [kind for kind, step in self._steps.items() if step.plan.fingerprint == plan.fingerprint]:
             self.ranks.forget(self._steps.pop(kind))
 
