@@ -28,7 +28,7 @@ from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call
 from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
 from fxpipe.plan.sample_plan import EXACT, How, Norms, SamplePlan
 from fxpipe.run.launch import join
-from fxpipe.run.launched_rank import Launched, LaunchedRank
+from fxpipe.run.launched_rank import LaunchedRank
 from fxpipe.run.ranks import LocalRanks, Ranks
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
@@ -165,7 +165,7 @@ def compile_sampler(
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
     where = _device_of(module)
-    ranks: Ranks = LaunchedRank(lambda: _connected(where)) if launched else LocalRanks()
+    ranks = _launched(where) if launched else LocalRanks()
 
     # programs: for the example, and for other calls when they come
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
@@ -251,10 +251,10 @@ def _denoiser_call(
     return None, model, (), dict(example)
 
 
-def _connected(device: torch.device) -> Launched:
+def _launched(device: torch.device) -> Ranks:
     from fxpipe.run.transport.distributed import DistributedTransport
 
-    return DistributedTransport(device)
+    return LaunchedRank(DistributedTransport(device))
 
 
 def _decoder_of(pipe: Any) -> nn.Module | None:

@@ -253,7 +253,7 @@ def planning() -> list[str]:
 
     said = list[str]()
     for bound, fails, seconds in ((1800.0, False, 3.5), (0.5, False, 1.0), (1800.0, True, 0.0)):
-        launch.PLAN_SECONDS, ranks = bound, LaunchedRank(made)
+        launch.PLAN_SECONDS, ranks = bound, LaunchedRank(made())
         try:
             with ranks.compiling({}):
                 said.append(ranks.of_rank_zero(partial(plan, fails, seconds)))

@@ -69,7 +69,7 @@ class Loop:
     def again(self) -> Iterator[None]:
         """With ranks that are new, and weights that are as before."""
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        self.sampler.denoiser.ranks = ranks = LaunchedRank(distributed.DistributedTransport)
+        self.sampler.denoiser.ranks = ranks = LaunchedRank(distributed.DistributedTransport())
         object.__setattr__(self.sampler, "ranks", ranks)
         try:
             yield
@@ -199,7 +199,7 @@ def released() -> dict[str, Any]:
 
 def test_ranks_that_cannot_compile_are_in_the_loop_again() -> None:
     transport: Any = InProcessTransport(Mailboxes(1, 1.0), 0)
-    ranks = LaunchedRank(lambda: transport)
+    ranks = LaunchedRank(transport)
     with pytest.raises(CompileError, match="no"), ranks.compiling({}):
         raise CompileError("no")
     assert transport._action == "the loop around predictions"
@@ -209,7 +209,7 @@ def test_patches_of_one_rank_that_exchange_something_else_have_no_programs_on_an
     """Of the same model, as each has compared before: the next plan is tried."""
 
     def agreed(transport: Any) -> Any:
-        return LaunchedRank(lambda: transport).agreed(SimpleNamespace(digest=str(transport.rank % 2)))
+        return LaunchedRank(transport).agreed(SimpleNamespace(digest=str(transport.rank % 2)))
 
     for found in RankThreads(3).run(agreed):
         assert isinstance(found, CompileError)

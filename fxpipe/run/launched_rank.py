@@ -4,39 +4,33 @@ compiling    every rank says what it compiles; rank 0 plans; each lowers its own
 predict      every rank says what it predicts; weights are compared when they are first used
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import CompileError, RunError, Stopped
-from fxpipe.plan.transport import Channel, T, Transport
+from fxpipe.plan.transport import Channel, T
 from fxpipe.run import launch
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, told
 from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.ownership import is_empty, is_released
-from fxpipe.run.ranks import D, Programs, Ranks, shapes_of
+from fxpipe.run.ranks import Ranks, shapes_of
 from fxpipe.run.read_ahead import version
 from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors
 from fxpipe.run.step_agreement import StepAgreement
 
+if TYPE_CHECKING:
+    from fxpipe.run.transport.distributed import DistributedTransport
+    from fxpipe.sampling.step import SampleStep
+
 _LOOP = "the loop around predictions"
 """What a rank does between them, for errors."""
-
-
-class Launched(Transport, Protocol):
-    """The network of a launch."""
-
-    def met(self, what: str) -> bool:
-        """Whether every rank says the same, within a bounded time."""
-        ...
-
-    def await_rank_zero(self, what: str, seconds: float) -> None:
-        """Collective: returns when rank 0 is here. Raises RunError where it is not in time; `what` is said once."""
-        ...
 
 
 class LaunchedRank(Ranks):
@@ -47,10 +41,10 @@ class LaunchedRank(Ranks):
     `.data`, which torch does not count, is seen by the next call.
     """
 
-    def __init__(self, connect: Callable[[], Launched]) -> None:
+    def __init__(self, transport: DistributedTransport) -> None:
         super().__init__()
-        self._transport = connect()
-        self.rank: int = self._transport.rank
+        self._transport = transport
+        self.rank: int = transport.rank
         self._num_calls, self._num_begun, self._num_made = 0, 0, 0  # predictions since the last call began
         self._num_plans = 0
         self._run = SampleRun(self._transport)
@@ -62,7 +56,7 @@ class LaunchedRank(Ranks):
         self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
         self._marks: list[tuple[Tensors, Marks]] = []  # of states, when they were
 
-    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
+    def _predict(self, step: SampleStep, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         self._transport.set_action("predict")
         self._num_begun += 1
         held, shapes = self._bound.get(id(step)) or _Held(step), shapes_of(tensors)
@@ -87,7 +81,7 @@ class LaunchedRank(Ranks):
         """Whether weights are as they were compared in this call."""
         return any(state is used and num_writes == _num_writes(state) for used, num_writes in self._used)
 
-    def forget(self, step: Programs) -> None:
+    def forget(self, step: SampleStep) -> None:
         self._bound.pop(id(step), None)
 
     @contextmanager
@@ -120,7 +114,7 @@ class LaunchedRank(Ranks):
             raise error
         return cast(T, made)
 
-    def agreed(self, made: "D | CompileError") -> "D | CompileError":
+    def agreed(self, made: SampleStep | CompileError) -> SampleStep | CompileError:
         own = made if isinstance(made, CompileError) else made.digest
         found = everyones(self._transport, own)
         errors = [one for one in found if isinstance(one, CompileError)]
@@ -163,7 +157,7 @@ class LaunchedRank(Ranks):
     def close(self) -> None:
         self._transport.close()
 
-    def _take(self, held: "_Held", state: Tensors) -> None:
+    def _take(self, held: _Held, state: Tensors) -> None:
         """Hold this rank's program; all ranks are here at once, for they make the same prediction."""
         self._agreement.settle()
         self._agree_on_weights(state)
@@ -206,7 +200,7 @@ class LaunchedRank(Ranks):
 class _Held:
     """Programs that are kept, and so is their id; with what this rank runs by which state."""
 
-    step: Programs
+    step: SampleStep
     state: Tensors | None = None
     bound: BoundProgram | None = None
 

@@ -9,23 +9,26 @@ with ranks.compiling(what):                             all ranks of a launch ar
     ranks.agreed(lowered(plan))                         this rank's programs, if all have theirs
 """
 
+from __future__ import annotations
+
 import logging
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock, RLock, get_ident
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from fxpipe.errors import CompileError, RunError
-from fxpipe.plan.lanes import SendOrder
-from fxpipe.plan.sample_program import SampleProgram
-from fxpipe.plan.transport import Channel, T
+from fxpipe.plan.transport import T
 from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
+
+if TYPE_CHECKING:
+    from fxpipe.sampling.step import SampleStep
 
 _log = logging.getLogger(__name__)
 
@@ -36,51 +39,7 @@ _TIME = re.compile(r"^(t|r|tau)$|time|sigma|noise_level|noise_label|(^|_)c_noise
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
-
-class Digested(Protocol):
-    """What ranks make of a plan."""
-
-    @property
-    def digest(self) -> str:
-        """The same on ranks that make the same."""
-        ...
-
-
-D = TypeVar("D", bound=Digested)
-
-
-class Programs(Digested, Protocol):
-    """The programs for one kind of call, of all ranks or of this process's; displaced ones run after `warmup` steps, of
-    which the first, `num_warm`, are in another layout."""
-
-    @property
-    def programs(self) -> Sequence[SampleProgram]: ...
-
-    def program(self, rank: int) -> SampleProgram: ...
-
-    @property
-    def channels(self) -> Mapping[Channel, int]: ...
-
-    def sends(self, form: str) -> SendOrder: ...
-
-    @property
-    def warmup(self) -> int: ...
-
-    @property
-    def num_warm(self) -> int: ...
-
-    @property
-    def inputs(self) -> Mapping[str, str]:
-        """The module's input that each input of a program is."""
-        ...
-
-    @property
-    def samples(self) -> Collection[str]:
-        """The inputs of programs that have rows."""
-        ...
-
-
-Counts = Counter[tuple[str, Programs]]
+Counts = Counter[tuple[str, "SampleStep"]]
 """Steps of streams by programs."""
 
 
@@ -160,10 +119,10 @@ class Ranks(ABC):
         return True
 
     @abstractmethod
-    def forget(self, step: Programs) -> None:
+    def forget(self, step: SampleStep) -> None:
         """Let go of what is held to run these programs, which no call is made by any more, or not soon."""
 
-    def predict(self, step: Programs, state: Tensors, tensors: Tensors, stream: str | None = None) -> torch.Tensor:
+    def predict(self, step: SampleStep, state: Tensors, tensors: Tensors, stream: str | None = None) -> torch.Tensor:
         """The whole prediction.
 
         Args:
@@ -178,7 +137,7 @@ class Ranks(ABC):
             return self._next(self._num_steps, step, state, tensors, stream)
 
     def _next(
-        self, num_steps: Counts, step: Programs, state: Tensors, tensors: Tensors, stream: str | None
+        self, num_steps: Counts, step: SampleStep, state: Tensors, tensors: Tensors, stream: str | None
     ) -> torch.Tensor:
         """The next prediction of the call that is open."""
         self._num_predictions += 1
@@ -190,7 +149,7 @@ class Ranks(ABC):
             num_steps[name, step] += 1
         return self._predict(step, state, tensors, form, name)
 
-    def stream(self, step: Programs, tensors: Tensors) -> str:
+    def stream(self, step: SampleStep, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.
 
         A step goes on while its times do not change. Where no input is called a time, predictions of equal conditions
@@ -217,7 +176,7 @@ class Ranks(ABC):
         return f"conditions {len(self._conditions) - 1}"
 
     @abstractmethod
-    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor: ...
+    def _predict(self, step: SampleStep, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor: ...
 
     @abstractmethod
     @contextmanager
@@ -240,7 +199,7 @@ class Ranks(ABC):
         on all ranks."""
         return make()
 
-    def agreed(self, made: "D | CompileError") -> "D | CompileError":
+    def agreed(self, made: SampleStep | CompileError) -> SampleStep | CompileError:
         """Collective over a launch: what each rank has made of the same plan, or the error of the first that could
         not."""
         return made
@@ -274,16 +233,16 @@ class LocalRanks(Ranks):
     def __init__(self) -> None:
         super().__init__()
         self._runs: dict[int, LocalRun] = {}  # by the number of ranks
-        self._bound: dict[int, tuple[Programs, Tensors, list[BoundProgram]]] = {}
+        self._bound: dict[int, tuple[SampleStep, Tensors, list[BoundProgram]]] = {}
 
-    def _predict(self, step: Programs, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
+    def _predict(self, step: SampleStep, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         known = self._bound.get(id(step))
         if known is None or known[1] is not state:
             known = self._bound[id(step)] = step, state, [BoundProgram(program, state) for program in step.programs]
         run = self._runs.setdefault(len(step.programs), LocalRun(len(step.programs)))
         return run.predict(known[2], tensors, form, stream)[0]
 
-    def forget(self, step: Programs) -> None:
+    def forget(self, step: SampleStep) -> None:
         self._bound.pop(id(step), None)
 
     @contextmanager

@@ -174,7 +174,7 @@ class DistributedTransport(Collectives):
         return self._watchdog.met(what)
 
     def await_rank_zero(self, what: str, seconds: float) -> None:
-        """Collective: returns when rank 0 is here, which may take longer than the timeout of messages."""
+        """Collective: returns when rank 0 is here, which may take longer than messages; `what` is said once."""
         start = time.monotonic()
         if self.rank == 0:
             self._watchdog.say(what)
