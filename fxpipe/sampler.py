@@ -316,9 +316,9 @@ class Sampler:
 
     def dump(self, directory: str | Path) -> Path:
         """Write plan, rows, traffic and every rank's program as readable Python."""
-        from fxpipe.show.sample_dump import dump
+        from fxpipe.show.dump import dump_sampler
 
-        return dump(self, Path(directory))
+        return dump_sampler(self, Path(directory))
 
     def report(self, path: str | Path, steps: int = 1, quality: Quality | None = None) -> Path:
         """Write what is predicted of a call's first steps as one HTML page: timeline, load, memory, traffic, plan; and
