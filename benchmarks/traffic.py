@@ -3,8 +3,7 @@
     python benchmarks/traffic.py
     python benchmarks/traffic.py --ranks 4 --samples 1
 
-    line, relayed     a stage per rank, balanced exactly; what a later stage reads is handed on from rank to rank
-    line, direct      the same stages, every value sent once to every rank that reads it
+    line              a stage per rank, balanced exactly; every value is sent once to every rank that reads it
     wave, soft        two stages per rank, folded; a skip may cross ranks where that balances better than it costs
     wave, hard        the same, every skip on its rank
 
@@ -46,10 +45,9 @@ DEVICE, NUM_BLOCKS, BUDGET = "A100-80GB", 128, 2.0
 MICROBATCHES = 32
 SLACKS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 ROWS = (
-    ("line, relayed", "1f1b", True, True),
-    ("line, direct", "1f1b", True, False),
-    ("wave, soft", "wave", False, False),
-    ("wave, hard", "wave", True, False),
+    ("line", "1f1b", True),
+    ("wave, soft", "wave", False),
+    ("wave, hard", "wave", True),
 )
 
 
@@ -90,14 +88,14 @@ def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule
     return orders.named() if budget is None else orders.searched(budget, None, ())[0]
 
 
-def seconds(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
-    return simulate(step_ops(case, staged, schedule, sizes_of(case), relayed=relayed), case.cluster).seconds
+def seconds(case: Case, staged: Staged, schedule: Schedule) -> float:
+    return simulate(step_ops(case, staged, schedule, sizes_of(case)), case.cluster).seconds
 
 
-def bytes_per_sample(case: Case, staged: Staged, schedule: Schedule, relayed: bool) -> float:
+def bytes_per_sample(case: Case, staged: Staged, schedule: Schedule) -> float:
     """Activations and gradients between stages."""
     of_frozen = {edge.name for edge in case.graph.edges if isinstance(edge.producer, str)}
-    messages = step_of(case, staged, schedule, sizes_of(case), relayed).messages
+    messages = step_of(case, staged, schedule, sizes_of(case)).messages
     return sum(m.num_bytes for m in messages if m.value not in of_frozen) / case.batch_size
 
 
@@ -114,22 +112,22 @@ def table(case: Case, ranks: int) -> Table:
         title=f"{ranks} ranks, {MICROBATCHES} micro-batches of {case.batch_size // MICROBATCHES}",
         title_justify="left",
     )
-    for column in ("max/mean", "bytes a sample", "less than relays", "less than direct", *networks(ranks)):
+    for column in ("max/mean", "bytes a sample", "less than the line", *networks(ranks)):
         found.add_column(column, justify="right")
     sent: dict[str, float] = {}
-    for name, schedule, hard, relayed in ROWS:
+    for name, schedule, hard in ROWS:
         cells, best = [], []
         for network in networks(ranks).values():
             here = replace(case, cluster=network, world_size=ranks)
             staged = placed(here, schedule, hard)
             plan = ordered(here, staged)
             if not cells:
-                sent[name] = bytes_per_sample(here, staged, plan, relayed)
+                sent[name] = bytes_per_sample(here, staged, plan)
                 cells += [f"{max_over_mean(here, staged):.3f}", human_bytes(int(sent[name]))]
-                cells += ["" if row not in sent else f"{1 - sent[name] / sent[row]:.0%}" for row, *_ in ROWS[:2]]
-            cells.append(human_seconds(seconds(here, staged, plan, relayed)))
+                cells.append(f"{1 - sent[name] / sent['line']:.0%}")
+            cells.append(human_seconds(seconds(here, staged, plan)))
             if schedule == "wave":
-                best.append(human_seconds(seconds(here, staged, ordered(here, staged, BUDGET), relayed)))
+                best.append(human_seconds(seconds(here, staged, ordered(here, staged, BUDGET))))
         found.add_row(name, *cells)
         if best:
             found.add_row("  searched", "", "", "", "", *best)
@@ -139,18 +137,18 @@ def table(case: Case, ranks: int) -> Table:
 def frontier(case: Case, ranks: int) -> Table:
     """Bytes against balance, every skip on its rank."""
     found = Table("slack", title=f"{ranks} ranks, wave, hard: fewer bytes for more load", title_justify="left")
-    for column in ("max/mean", "bytes a sample", "less than relays"):
+    for column in ("max/mean", "bytes a sample", "less than the line"):
         found.add_column(column, justify="right")
     here = replace(case, world_size=ranks)
     line, times = placed(here, "1f1b", True), times_of(case)
-    relayed = bytes_per_sample(here, line, ordered(here, line), True)
+    of_line = bytes_per_sample(here, line, ordered(here, line))
     skips, cuts = list(skip_pairs(case.graph)), traffic(case.graph).main.tolist()
     for slack in SLACKS:
         boundaries = wave(times.total, skips, ranks, True, cuts, slack=slack).boundaries
         staged = replace(placed(here, "wave", True), boundaries=boundaries)
-        sent = bytes_per_sample(here, staged, ordered(here, staged), False)
+        sent = bytes_per_sample(here, staged, ordered(here, staged))
         found.add_row(
-            f"{slack:.0%}", f"{max_over_mean(here, staged):.3f}", human_bytes(int(sent)), f"{1 - sent / relayed:.0%}"
+            f"{slack:.0%}", f"{max_over_mean(here, staged):.3f}", human_bytes(int(sent)), f"{1 - sent / of_line:.0%}"
         )
     return found
 

@@ -165,7 +165,7 @@ class Program:
         otherwise cut, and what ruled other layouts out. It prints."""
         whole = self.whole
         form = whole.filled.steady if whole.filled is not None else whole.step
-        return explain(self.plan, step_ops(form, self.capture, self.costing)[0], self.cluster, self.again)
+        return explain(self.plan, step_ops(form, self.capture, self.costing), self.cluster, self.again)
 
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is.

@@ -35,11 +35,10 @@ def skips(num_blocks: int) -> Sequence[Edge]:
     st.integers(1, 6),
     st.sampled_from([1e0, 1e2, 1e9]),
     st.booleans(),
-    st.booleans(),
     st.integers(0, 3),
 )
 def test_no_step_is_shorter_than_its_bounds(
-    name: str, stages: int, replicas: int, microbatches: int, bandwidth: float, shared: bool, relayed: bool, more: int
+    name: str, stages: int, replicas: int, microbatches: int, bandwidth: float, shared: bool, more: int
 ) -> None:
     world = stages * replicas
     cluster = Cluster("toy", (Level(world, Link("toy", bandwidth, 0.1, duplex=not shared, shared=shared)),))
@@ -52,10 +51,8 @@ def test_no_step_is_shorter_than_its_bounds(
     work = of.work.of(staged, count)
     schedule = make_schedule(name, work, ranks, (1.0,) * stages, (2.0,) * stages, world_size=world)
     sizes = microbatch_sizes(of.batch_size, count)
-    found = simulate(step_ops(of, staged, schedule, sizes, relayed=relayed), cluster).seconds
-    assert max(placed_seconds(of, staged, sizes, relayed), reduction_seconds(of, staged, len(sizes))) <= found * (
-        1 + 1e-9
-    )
+    found = simulate(step_ops(of, staged, schedule, sizes), cluster).seconds
+    assert max(placed_seconds(of, staged, sizes), reduction_seconds(of, staged, len(sizes))) <= found * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=30)

@@ -50,12 +50,6 @@ def test_by_hand(edges: list[Edge], staged: Staged, seconds: float) -> None:
     assert message_seconds(graph_of(*edges), staged, (4, 4), NODES) == pytest.approx(seconds)
 
 
-def test_relays_cross_every_border_once() -> None:
-    graph = graph_of(edge(0, 2, 3))
-    assert message_seconds(graph, ONE_EACH, (8,), NODES) == pytest.approx(2 * 8 * 10 / 100)
-    assert message_seconds(graph, ONE_EACH, (8,), NODES, relayed=True) == pytest.approx(8 * 10 / 100)
-
-
 def test_replicas_share_samples_as_they_take_turns() -> None:
     """Replica 0 has micro-batches of 3 and 2 samples, replica 1 one of 3."""
     inside = line((0, 2), (1, 3), (1, 3), (1, 3))

@@ -19,7 +19,6 @@ from fxpipe.show.report.figures import (
     gaps,
     load_figure,
     memory_figure,
-    relayed_bytes,
     timeline_figure,
     traffic_figure,
 )
@@ -88,13 +87,11 @@ def test_skips_within_and_across_ranks_are_told_apart(program: fxpipe.Program) -
     assert sorted(map(int, shown)) == list(range(len(linear.blocks.blocks)))
 
 
-def test_traffic_beside_relays(program: fxpipe.Program) -> None:
-    relayed = relayed_bytes(program.plan, program.blocks, program.block_seconds)
-    assert set(relayed) == {(0, 1), (1, 0)}
-    data = traffic_figure(program.traffic(), relayed)["data"]
-    drawn = sum(sum(trace["y"]) for trace in data if trace["offsetgroup"] == "this")
-    scale = sum(relayed.values()) / sum(data[-1]["y"])
-    assert drawn * scale == pytest.approx(program.traffic().total_bytes)
+def test_traffic_by_channel_and_kind(program: fxpipe.Program) -> None:
+    data = traffic_figure(program.traffic())["data"]
+    assert {name for bars in data for name in bars["x"]} == {"0 → 1", "1 → 0"}
+    scale = program.traffic().kinds["main"] / sum(data[0]["y"])
+    assert sum(sum(bars["y"]) for bars in data) * scale == pytest.approx(program.traffic().total_bytes)
 
 
 def test_memory_with_and_without_a_limit(program: fxpipe.Program) -> None:

@@ -19,7 +19,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.timeline import END, Event, RankMemory, Timeline
-from fxpipe.simulate import noisy_makespans, simulate, walk
+from fxpipe.simulate import simulate, walk
 from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.op_lists import Op, StepOps
 from tests.unet import TinyUNet
@@ -190,8 +190,6 @@ def test_times_are_longest_paths(steps: list[tuple[int, int | float]], generator
     walked = walk(ranks, {}, A_SECOND)
     assert [nodes[-1][1] if nodes else 0.0 for nodes in walked.op_seconds] == pytest.approx(clock)
     assert walked.arrival_seconds == pytest.approx(dict(enumerate(arrival)))
-    lasting = noisy_makespans(ranks, {}, A_SECOND, 1, seed=0)
-    assert lasting == pytest.approx((max(clock),))  # what nobody waits for takes none of it
 
 
 def test_messages_share_the_ports_of_their_ranks() -> None:
@@ -199,14 +197,6 @@ def test_messages_share_the_ports_of_their_ranks() -> None:
     reads = [[begin("1F0"), Op("wait", message=message(e, 0, e + 1, 10)), begin(END)] for e in range(2)]
     arrivals = walk([sends, *reads], {}, cluster_of(10.0, 0.5)).arrival_seconds
     assert arrivals == {0: 2.5, 1: 2.5}
-
-
-def test_noise_is_reproducible_and_bounded() -> None:
-    ranks = [[begin("0F0"), RUN, RUN, begin(END)]]
-    found = noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, A_SECOND, 50, seed=3)
-    assert found == noisy_makespans(ranks, {"stage": {0: 0.5, 1: 0.5}}, A_SECOND, 50, seed=3)
-    assert found == tuple(sorted(found))
-    assert 1.8 <= found[0] < 2.0 < found[-1] <= 2.2
 
 
 @pytest.fixture(
@@ -236,8 +226,6 @@ def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.P
         str(a) for actions in program.schedule.ranks for a in actions if a.kind == "R"
     }
     assert 0 < timeline.bubble_ratio < 1
-    assert timeline.spread[0] <= timeline.makespan_seconds * 1.1
-    assert timeline.spread[-1] >= timeline.makespan_seconds * 0.9
     assert len(timeline.peak_bytes) == program.world_size
     assert f"rank {program.world_size - 1}: busy" in str(timeline)
 

@@ -155,7 +155,7 @@ def check(name: str, layout: Layout, staged: Staged | None = None, by: float = B
     for form, order in orders.items():
         if order is not None:
             programs = back.lower(form, None)  # type: ignore[arg-type]
-            real = ops_of_programs(programs, step.captured, Costing(step.costs, step.model, case.cluster))[0]
+            real = ops_of_programs(programs, step.captured, Costing(step.costs, step.model, case.cluster))
             assert_equal(step_ops(case, plan.staged, order, plan.microbatch_sizes), real, by)
 
 

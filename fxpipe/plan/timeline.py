@@ -59,16 +59,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of all ranks.
-
-    `memory` and `spread` are there in predictions only: `spread` holds the makespans, sorted, of repeated simulations
-    with every block's time off by up to 10 %.
-    """
+    """Events of all ranks; `memory` is there in predictions only."""
 
     events: tuple[Event, ...]
     num_ranks: int
     memory: tuple[RankMemory, ...] = ()
-    spread: tuple[float, ...] = ()
 
     @cached_property
     def actions(self) -> tuple[Event, ...]:
@@ -131,9 +126,6 @@ class Timeline:
 
     def __str__(self) -> str:
         lines = [f"step: {human_seconds(self.makespan_seconds)}, bubbles {self.bubble_ratio:.1%}"]
-        if self.spread:
-            low, high = human_seconds(self.spread[0]), human_seconds(self.spread[-1])
-            lines[0] += f", {low} to {high} with block times off by up to 10 %"
         for rank, busy in enumerate(self.busy_seconds):
             share = busy / self.makespan_seconds if self.makespan_seconds else 0.0
             peak = f", peak {human_bytes(self.peak_bytes[rank])}" if self.memory else ""

@@ -9,14 +9,12 @@ rank_memory    bytes over time, from op lists                memory       what r
 prediction     a rank program's step, simulated          host_update  the optimizer on the host
 """
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
 from fxpipe.cluster import Cluster
-from fxpipe.costs.call_costs import Block
 from fxpipe.plan.timeline import NOT_ACTIONS, Event, RankMemory, Timeline, kind_of
 from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.machine import Machine
@@ -91,13 +89,13 @@ def _starts(begins: Sequence[float], waits: Sequence[tuple[float, float, int]]) 
         yield begin
 
 
-def timeline(step: StepOps, cluster: Cluster, spread: tuple[float, ...] = ()) -> Timeline:
+def timeline(step: StepOps, cluster: Cluster) -> Timeline:
     """The events and the memory of a step's ops."""
     walked = walk(step.ranks, step.seconds, cluster)
     arrivals = None if cluster.keeps_sent else walked.arrival_seconds
     ranks = enumerate(zip(step.ranks, step.held, walked.op_seconds, strict=True))
     memory = tuple(rank_memory(rank, ops, held, seconds, arrivals) for rank, (ops, held, seconds) in ranks)
-    return walked.timeline(memory, spread)
+    return walked.timeline(memory)
 
 
 def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> "RecordingMachine":
@@ -118,9 +116,9 @@ class RecordingMachine(Machine):
         self._sent: dict[int, tuple[str, Transfer]] = {}
         self._issued: dict[tuple[int, int], str] = {}  # (collective's edge, rank) -> action
 
-    def timeline(self, memory: tuple[RankMemory, ...] = (), spread: tuple[float, ...] = ()) -> Timeline:
+    def timeline(self, memory: tuple[RankMemory, ...] = ()) -> Timeline:
         """The events as a step of all ranks."""
-        return Timeline(tuple(sorted(self._events, key=_by_time)), len(self.op_seconds), memory, spread)
+        return Timeline(tuple(sorted(self._events, key=_by_time)), len(self.op_seconds), memory)
 
     def _do(self, rank: int, op: Op, clock: float) -> float | None:
         end = super()._do(rank, op, clock)
@@ -167,24 +165,3 @@ class RecordingMachine(Machine):
 
 def _by_time(event: Event) -> tuple[float, int, bool, float]:
     return event.start_seconds, event.rank, event.kind in NOT_ACTIONS, event.end_seconds
-
-
-def noisy_makespans(
-    op_lists: Sequence[Sequence[Op]],
-    blocks: Mapping[str, Mapping[Block, float]],
-    cluster: Cluster,
-    num_runs: int,
-    seed: int,
-) -> tuple[float, ...]:
-    """Makespans, sorted, when every block's time is wrong by a factor of its own, up to 10 %, all step long."""
-    generator = random.Random(seed)
-    keys = list(dict.fromkeys(key for times in blocks.values() for key in times))
-    lasting = [[op for op in ops if op.kind not in ("none", "begin")] for ops in op_lists]
-    found = []
-    for _ in range(num_runs):
-        factor = {key: 1 + generator.uniform(-0.1, 0.1) for key in keys}
-        seconds = {name: sum(t * factor[key] for key, t in times.items()) for name, times in blocks.items()}
-        machine = Machine(lasting, seconds, cluster)
-        machine.run()
-        found.append(machine.end_seconds)
-    return tuple(sorted(found))

@@ -8,18 +8,15 @@ import torch
 from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
 from fxpipe.cluster import Cluster
-from fxpipe.costs.call_costs import Block
 from fxpipe.costs.model import CostModel, node_seconds
 from fxpipe.costs.table import CostTable
 from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import Timeline
-from fxpipe.simulate import noisy_makespans, timeline
+from fxpipe.simulate import timeline
 from fxpipe.simulate.host_update import host_update
 from fxpipe.simulate.memory import ADAMW_BYTES, graphs_memory, held_bytes, program_bytes
 from fxpipe.simulate.op_lists import Op, StepOps, program_ops
-
-NUM_NOISY_RUNS, NOISE_SEED = 20, 0
 
 
 @dataclass(frozen=True)
@@ -33,29 +30,25 @@ class Costing:
 
 @dataclass(frozen=True)
 class Planned:
-    """The ops of all ranks, and the seconds of the graphs they call by block: {graph: {block: seconds}}."""
+    """The ops of all ranks, and the seconds of the graphs they call."""
 
     op_lists: Sequence[Sequence[Op]]
-    blocks: Mapping[str, Mapping[Block, float]]
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return {name: sum(times.values()) for name, times in self.blocks.items()}
+    seconds: Mapping[str, float]
 
 
 def planned(step: StepPlan, capture: Capture, costing: Costing) -> Planned:
     """What every rank does, and for how long."""
     model, sizes = costing.model, {call.num_samples for call in step.calls.values()}
     of_nodes = {size: node_seconds(model, costing.costs, size) for size in sizes}
-    blocks = {name: call.seconds(costing.costs, of_nodes[call.num_samples]) for name, call in step.calls.items()}
+    seconds = {
+        name: sum(call.seconds(costing.costs, of_nodes[call.num_samples]).values()) for name, call in step.calls.items()
+    }
     drawn = whole_bytes(capture, step.batch_size)
     draws = {index: model.drawing_seconds(draw.target, drawn[index]) for index, draw in step.draws.items()}
-    return Planned(program_ops(step.programs, step.messages, model, draws), blocks)
+    return Planned(program_ops(step.programs, step.messages, model, draws), seconds)
 
 
-def step_ops(
-    step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES
-) -> tuple[StepOps, Planned]:
+def step_ops(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int = ADAMW_BYTES) -> StepOps:
     """What every rank does, for how long, and in how many bytes."""
     plan, whole = planned(step, capture, costing), whole_bytes(capture, step.batch_size)
     calls = graphs_memory(step.programs)
@@ -66,7 +59,7 @@ def step_ops(
     if step.offloaded:
         optimizer_bytes, device = 0, costing.cluster.device
         ranks = [[*ops, host_update(device, *_trained(p))] for ops, p in zip(ranks, step.programs, strict=True)]
-    return StepOps(ranks, [held_bytes(program, optimizer_bytes) for program in step.programs], plan.seconds), plan
+    return StepOps(ranks, [held_bytes(program, optimizer_bytes) for program in step.programs], plan.seconds)
 
 
 def _trained(program: RankProgram) -> tuple[int, int]:
@@ -76,10 +69,8 @@ def _trained(program: RankProgram) -> tuple[int, int]:
 
 
 def predict(step: StepPlan, capture: Capture, costing: Costing, optimizer_bytes: int) -> Timeline:
-    """The timeline of one step, with memory and the spread under noise."""
-    ops, plan = step_ops(step, capture, costing, optimizer_bytes)
-    spread = noisy_makespans(ops.ranks, plan.blocks, costing.cluster, NUM_NOISY_RUNS, NOISE_SEED)
-    return timeline(ops, costing.cluster, spread)
+    """The timeline of one step, with memory."""
+    return timeline(step_ops(step, capture, costing, optimizer_bytes), costing.cluster)
 
 
 def whole_bytes(capture: Capture, batch_size: int) -> dict[str | int, int]:

@@ -7,8 +7,7 @@ DDP, ZeRO-3                    every rank the whole step on its samples, in buck
 GPipe, 2 stages                two ranks a pipeline, four micro-batches: DiffusionPipe's baseline (Tian et al.,
                                MLSys 2024)
 GPipe, recomputed              the same as published: every stage keeps its inputs alone (Huang et al., NeurIPS 2019)
-GPipe, 1F1B, relayed           a stage per rank, all that is sent goes from stage to stage
-1F1B, direct                   the same, skips sent to where they are read
+GPipe, 1F1B                    a stage per rank, skips sent to where they are read
 
 Stages are balanced exactly, by time. The frozen part comes first, its micro-batches on the ranks of their pipeline in
 turn.
@@ -16,10 +15,9 @@ turn.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.actions import Work
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.staged import Staged, whole_stages
 from fxpipe.show.comparison import Contestant
@@ -34,7 +32,6 @@ from passes.placement.ports import message_seconds
 from passes.placement.shape import pipelines
 from passes.step_ops import step_ops
 from passes.step_ops.seconds import ActionSeconds
-from passes.step_ops.units import Units
 from passes.tuner.bounds import busiest_seconds, line_seconds, reduction_seconds
 from passes.tuner.finals import EARLY
 from passes.tuner.orders import Orders
@@ -62,9 +59,8 @@ def baselines(case: Case) -> list[Contestant]:
         if ranks % 2 == 0:
             found.append(best(case, "GPipe, 2 stages", _gpipe(case, (False, True))))
             found.append(best(case, "GPipe, recomputed", _gpipe(case, (True,))))
-        for name, relayed in (("gpipe", True), ("1f1b", True), ("1f1b", False)):
-            title = f"{'GPipe' if name == 'gpipe' else '1F1B'}, {'relayed' if relayed else 'direct'}"
-            lines = [Line(case, name, ranks, 1, relayed, again) for again in (False, True)]
+        for title in ("GPipe", "1F1B"):
+            lines = [Line(case, title.lower(), ranks, 1, again) for again in (False, True)]
             found.append(best(case, title, (line.attempts(_counts(case, ranks)) for line in lines)))
     return [contestant for contestant in found if contestant is not None]
 
@@ -118,7 +114,7 @@ def _gpipe(case: Case, recompute: Sequence[bool]) -> Iterator[list[Attempt]]:
     copies = case.world_size // 2
     for count in (4, 8, 16, 32):
         for again in recompute:
-            ways = (Line(case, "gpipe", 2, copies, False, again, strided) for strided in {False, 2 < case.world_size})
+            ways = (Line(case, "gpipe", 2, copies, again, strided) for strided in {False, 2 < case.world_size})
             yield [attempt for way in ways for attempt in way.attempts([count])]
 
 
@@ -136,7 +132,6 @@ class Line:
     schedule: str
     stages: int
     copies: int
-    relayed: bool
     recompute: bool
     strided: bool = False
 
@@ -147,9 +142,9 @@ class Line:
     def _attempt(self, count: int) -> Attempt:
         sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
-        port = message_seconds(self.case.graph, staged, sizes, self.case.cluster, self.relayed)
+        port = message_seconds(self.case.graph, staged, sizes, self.case.cluster)
         sums = reduction_seconds(self.case, staged, len(sizes))
-        bound = max(line_seconds(self.case, staged, sizes, self.relayed), port, sums)
+        bound = max(line_seconds(self.case, staged, sizes), port, sums)
         write, early = (partial(self._write, each, sizes) for each in (staged, replace(staged, prefetch=EARLY)))
         expected = partial(self._expected, count) if count > _FEW_PER_STAGE * self.stages else None
         return Attempt(self._setting(count, sizes[0]), bound, sizes[0], write, early, expected)
@@ -174,27 +169,9 @@ class Line:
         return Staged(boundaries, ranks, self.schedule, False, self.case.world_size, again)
 
     def _write(self, staged: Staged, sizes: tuple[int, ...]) -> StepOps:
-        orders = (_RelayedOrders if self.relayed else Orders)(self.case, staged, len(sizes), ahead=False)
-        schedule = orders.named()
-        return step_ops(self.case, staged, schedule, sizes, relayed=self.relayed)
+        return step_ops(self.case, staged, Orders(self.case, staged, len(sizes), ahead=False).named(), sizes)
 
     def _setting(self, count: int, size: int) -> str:
         copies = f" x {self.copies} replicas" if self.copies > 1 else ""
         text = f"{self.stages} stages{copies}, {count} micro-batch{'es' if count > 1 else ''} of {size}"
         return text + ", recomputed" * self.recompute
-
-
-class _RelayedOrders(Orders):
-    """Every stage waits for what it hands on, too."""
-
-    @cached_property
-    def work(self) -> Work:
-        units, work = Units(self.case, self.staged, relayed=True), super().work
-        hops = [
-            (value, source[1], stage)
-            for (kind, stage), unit in units.table.items()
-            for value, source in unit.makers.items()
-            if kind == source[0] == "F"
-        ]
-        back = frozenset((b, a) for value, a, b in hops if units.returns_gradient(value) and b in work.backward)
-        return replace(work, edges=frozenset((a, b) for _, a, b in hops), grad_edges=back)

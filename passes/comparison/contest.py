@@ -22,7 +22,7 @@ LONGER = 1.1
 @dataclass(frozen=True)
 class Attempt:
     """One way to run the step, in micro-batches of `num_samples` at most, which takes `bound_seconds` or more, about as
-    long as is `expected`; written and walked only if it may be the best; then `early`, too, where the same can be with
+    long as is `expected`; written and walked only if it may be the best; of the best `early`, too, the same with
     receives posted early."""
 
     setting: str
@@ -43,6 +43,7 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
     least: tuple[int, str, StepOps] | None = None  # bytes
     for rung in ladder:
         found: Contestant | None = None
+        early: Callable[[], StepOps] | None = None
         too_large = inf  # samples of a micro-batch
         for attempt in sorted(rung, key=lambda a: a.bound_seconds):
             if found is not None and attempt.bound_seconds >= found.seconds:
@@ -57,13 +58,13 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
                 walked = contestant(case, name, attempt.setting, ops)
                 needed = walked.peak_bytes
                 if walked.fits and (found is None or walked.seconds < found.seconds):
-                    found = walked
-                    if attempt.early is not None:
-                        sooner = contestant(case, name, f"{attempt.setting}, early receives", attempt.early())
-                        found = min(found, sooner, key=lambda row: (not row.fits, row.seconds))
+                    found, early = walked, attempt.early
             if not case.fits(needed):
                 too_large = attempt.num_samples
                 least = (needed, attempt.setting, ops) if least is None or needed < least[0] else least
+        if found is not None and early is not None:
+            sooner = contestant(case, name, f"{found.setting}, early receives", early())
+            found = min(found, sooner, key=lambda row: (not row.fits, row.seconds))
         if found is not None:
             return found
     return None if least is None else contestant(case, name, *least[1:])

@@ -8,7 +8,6 @@ this bound is what a step takes.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from math import lcm
 
 from fxpipe.cluster import Cluster
@@ -20,28 +19,22 @@ Ranks = tuple[int, ...]
 _Hop = tuple[Ranks, Ranks, bool]
 
 
-def message_seconds(
-    graph: BlockGraph, staged: Staged, sizes: Sequence[int], cluster: Cluster, relayed: bool = False
-) -> float:
-    """Seconds in which the busiest port has something to send, reductions aside.
-
-    Args:
-        sizes: samples of every micro-batch.
-        relayed: what a later stage reads is handed on from stage to stage; else it is sent there once per rank.
-    """
+def message_seconds(graph: BlockGraph, staged: Staged, sizes: Sequence[int], cluster: Cluster) -> float:
+    """Seconds in which the busiest port has something to send, reductions aside; `sizes` are samples of every
+    micro-batch."""
     busy: dict[Port, float] = {}
-    for (a, b), num_bytes in rank_bytes(graph, staged, sizes, relayed).items():
+    for (a, b), num_bytes in rank_bytes(graph, staged, sizes).items():
         link, ports = route(cluster, a, b)
         for port in ports:
             busy[port] = busy.get(port, 0.0) + num_bytes / link.bandwidth_bytes_per_second
     return max(busy.values(), default=0.0)
 
 
-def rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int], relayed: bool) -> dict[tuple[int, int], float]:
+def rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int]) -> dict[tuple[int, int], float]:
     """Bytes a step from rank to rank: a value one way, its gradient back."""
     there, back = Counter[_Hop](), Counter[_Hop]()  # bytes of a sample, or of a value that all samples share
     for edge in (edge for edge in graph.edges if isinstance(edge.producer, int)):
-        for made, reading in _hops(edge, staged, relayed):
+        for made, reading in _hops(edge, staged):
             there[made, reading, edge.batched] += edge.bytes_per_sample
             back[made, reading, edge.batched] += edge.requires_grad * edge.bytes_per_sample
     found, samples = dict[tuple[int, int], float](), dict[int, list[int]]()
@@ -59,12 +52,9 @@ def rank_bytes(graph: BlockGraph, staged: Staged, sizes: Sequence[int], relayed:
     return found
 
 
-def _hops(edge: Edge, staged: Staged, relayed: bool) -> Iterator[tuple[Ranks, Ranks]]:
+def _hops(edge: Edge, staged: Staged) -> Iterator[tuple[Ranks, Ranks]]:
     """The ranks between which a value goes."""
     ranks, stages = staged.stage_ranks, [staged.stage_of_block[c] for c in edge.consumers if isinstance(c, int)]
     assert isinstance(edge.producer, int)
     made = staged.stage_of_block[edge.producer]
-    if relayed:
-        passed = [stage for stage in range(made, max(stages, default=made) + 1) if staged.blocks(stage)]
-        return ((ranks[a], ranks[b]) for a, b in pairwise(passed))
     return ((ranks[made], reading) for reading in {ranks[stage] for stage in stages} - {ranks[made]})

@@ -44,7 +44,6 @@ def step_ops(
     schedule: Schedule,
     sizes: Sequence[int],
     *,
-    relayed: bool = False,
     only: Collection[int] | None = None,
 ) -> StepOps:
     """One step of all ranks.
@@ -53,11 +52,10 @@ def step_ops(
         schedule: with frozen work of its micro-batches (`0T3`), of the next batch in pieces (`0T[0:4]x0:9`), or none:
             then what frozen work makes is there when the step begins.
         sizes: samples of every micro-batch.
-        relayed: whether what a later stage reads is handed on from stage to stage; else it is sent there.
         only: ranks of some of equal pipelines: the others, whose schedules are empty, have no ops, and what goes to
             them and comes from them at the end of the step is left out, but for sums over replicas.
     """
-    step = step_of(case, staged, schedule, sizes, relayed)
+    step = step_of(case, staged, schedule, sizes)
     if only is not None:
         step = replace(step, only=frozenset(only))
     closing = Closing(step)
@@ -76,9 +74,9 @@ def step_ops(
     return StepOps(ranks, held)
 
 
-def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int], relayed: bool = False) -> Step:
+def step_of(case: Case, staged: Staged, schedule: Schedule, sizes: Sequence[int]) -> Step:
     """What the writers of all ranks read; arguments as for `step_ops`."""
-    units = Units(case, staged, relayed)
+    units = Units(case, staged)
     routes, seconds = Routes(units, schedule), ActionSeconds(case, staged)
     return Step(case, units, schedule, tuple(sizes), routes, seconds, case.calls.of(staged))
 

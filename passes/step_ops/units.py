@@ -3,15 +3,11 @@
 stage 1      reads  h_3 (of stage 0), emb (of stage 0)
              gives  h_7 to stage 2, h_5 to stages 2 and 3
              back   the gradient of h_3 to stage 0
-
-Relayed, whatever a later stage reads is handed on from stage to stage: stage 1 also reads and gives what stage 3 reads
-of stage 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Protocol
 
 from fxpipe.plan.block_graph import BlockGraph, Edge
@@ -46,7 +42,6 @@ class Units:
 
     step: Dataflow
     staged: Staged
-    relayed: bool = False
 
     @cached_property
     def edges(self) -> Mapping[str, Edge]:
@@ -67,16 +62,10 @@ class Units:
         for edge in self.step.graph.edges:
             made = self.unit_of(edge.producer)
             readers = sorted({self.unit_of(consumer) for consumer in edge.consumers} - {made})
-            for source, target in self._hops(made, readers) if readers else ():
-                found[source].readers.setdefault(edge.name, []).append(target)
-                found[target].makers.setdefault(edge.name, source)
+            for reader in readers:
+                found[made].readers.setdefault(edge.name, []).append(reader)
+                found[reader].makers.setdefault(edge.name, made)
         return found
-
-    def _hops(self, made: UnitKey, readers: Sequence[UnitKey]) -> Iterable[tuple[UnitKey, UnitKey]]:
-        if not self.relayed or made[0] == "T":
-            return ((made, reader) for reader in readers)
-        stages = [stage for stage in range(made[1], max(readers)[1] + 1) if self.staged.blocks(stage)]
-        return ((("F", a), ("F", b)) for a, b in pairwise(stages))
 
     def returns_gradient(self, name: str) -> bool:
         """Whether readers of a value give a gradient back to its maker."""

@@ -143,14 +143,14 @@ def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:
     return most
 
 
-def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool = False) -> float:
+def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int]) -> float:
     """The largest of the bounds that stages on ranks have, whatever the order, sums of gradients aside; `sizes` are
     samples of micro-batches."""
-    port = message_seconds(case.graph, staged, sizes, case.cluster, relayed)
+    port = message_seconds(case.graph, staged, sizes, case.cluster)
     return max(busiest_seconds(ActionSeconds(case, staged), sizes), port)
 
 
-def line_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool) -> float:
+def line_seconds(case: Case, staged: Staged, sizes: Sequence[int]) -> float:
     """Of the stage with most to do before, in and after it, where each is alone on its ranks, frozen work comes first
     on them in turn, and no backward is split.
 
@@ -158,7 +158,7 @@ def line_seconds(case: Case, staged: Staged, sizes: Sequence[int], relayed: bool
     """
     seconds, stages, least = ActionSeconds(case, staged), range(staged.num_stages), sizes[-1]
     ranks = [ranks[0] for ranks in staged.stage_ranks]
-    sent = rank_bytes(case.graph, staged, [least] * staged.replicas, relayed)
+    sent = rank_bytes(case.graph, staged, [least] * staged.replicas)
 
     def waits(kind: str) -> list[float]:
         """Of every stage the longest chain of others that comes before its forward, or after its backward."""

@@ -57,13 +57,12 @@ def _written(path: str | Path, data: Callable[[], dict[str, Any]]) -> Path:
 def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, Any]:
     """What the template shows: texts, and figures as JSON that is safe inside a script element."""
     timeline, filled = program.simulate(), None if program.filled is None else program.simulate(filled=True)
-    relayed = figures.relayed_bytes(program.plan, program.blocks, program.block_seconds)
     components = [component.name for component in program.blocks.components]
     drawn = {
         "timeline": figures.timeline_figure(timeline, components),
         "load": figures.load_figure(filled or timeline, components),
         "blocks": figures.blocks_figure(program.plan, program.blocks, program.block_seconds),
-        "traffic": figures.traffic_figure(program.traffic(), relayed),
+        "traffic": figures.traffic_figure(program.traffic()),
         "memory": figures.memory_figure(filled or timeline, memory_limit_bytes),
     }
     if filled is not None:
@@ -72,7 +71,7 @@ def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, A
         drawn["frontier"] = figures.frontier_figure(program.plan.outcomes, memory_limit_bytes)
     return {
         "title": type(program.model).__name__,
-        "tiles": _tiles(program, timeline, filled, sum(relayed.values()), memory_limit_bytes),
+        "tiles": _tiles(program, timeline, filled, memory_limit_bytes),
         "figures": json.dumps(drawn).replace("</", "<\\/"),
         "names": list(drawn),
         "plan": _without_notes(program.plan.summary()),
@@ -82,12 +81,12 @@ def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, A
 
 
 def sample_data(sampler: "Sampler", steps: int, quality: Quality | None) -> dict[str, Any]:
-    """What the template shows of a sampler: no blocks, and nothing that its traffic is compared with."""
+    """What the template shows of a sampler, which has no blocks."""
     timeline, form = sampler.simulate(steps), sampler.step.sequence(steps)[-1]
     drawn = {
         "timeline": figures.timeline_figure(timeline),
         "load": figures.load_figure(timeline),
-        "traffic": figures.traffic_figure(sampler.traffic(form), {}),
+        "traffic": figures.traffic_figure(sampler.traffic(form)),
         "memory": figures.memory_figure(timeline, None),
     }
     if quality is not None:
@@ -115,22 +114,18 @@ def _without_notes(summary: str) -> str:
 
 
 def _tiles(
-    program: "Program", first: Timeline, filled: Timeline | None, relayed: int, limit: int | None
+    program: "Program", first: Timeline, filled: Timeline | None, limit: int | None
 ) -> list[tuple[str, str, str]]:
     """(name, number, what to compare it with)."""
-    timeline, traffic = filled or first, program.traffic().total_bytes
-    saved = f"{1 - traffic / relayed:.0%} less than a line with relayed skips" if relayed > traffic else ""
-    low, high = human_seconds(timeline.spread[0]), human_seconds(timeline.spread[-1])
-    spread = f"{low} to {high} with block times off by up to 10 %"
-    if filled is not None:
-        spread = f"{human_seconds(first.makespan_seconds)} with the frozen work first; {spread}"
+    timeline, traffic = filled or first, program.traffic()
+    unfilled = "" if filled is None else f"{human_seconds(first.makespan_seconds)} with the frozen work first"
     peak = max(timeline.peak_bytes)
     against = f"on rank {timeline.peak_bytes.index(peak)}"
     if limit is not None:
         against += f", {'over' if peak > limit else 'within'} the limit of {human_bytes(limit)}"
     return [
-        ("step", human_seconds(timeline.makespan_seconds), spread),
+        ("step", human_seconds(timeline.makespan_seconds), unfilled),
         ("bubbles", f"{timeline.bubble_ratio:.1%}", f"of {timeline.num_ranks} ranks' time"),
-        ("traffic", human_bytes(traffic), saved),
+        ("traffic", human_bytes(traffic.total_bytes), f"in {counted(len(traffic.messages), 'message')}"),
         ("peak memory", human_bytes(peak), against),
     ]

@@ -233,49 +233,19 @@ def _skip_hover(skips: Sequence[tuple[tuple[float, float], tuple[float, float], 
             "marker": {"size": 14, "opacity": 0}}  # fmt: skip
 
 
-def traffic_figure(traffic: Traffic, relayed: Mapping[tuple[int, int], int]) -> Figure:
-    """Bytes per channel by kind, beside a line of stages whose skips are handed on from rank to rank."""
+def traffic_figure(traffic: Traffic) -> Figure:
+    """Bytes per channel by kind."""
     rows = traffic.by_channel_and_kind()
-    channels = sorted({*rows, *relayed})
-    scale, unit = _unit(max([0, *relayed.values(), *traffic.channels.values()]))
-    names = [_channel(channel) for channel in channels]
+    scale, unit = _unit(max([0, *traffic.channels.values()]))
+    names = [_channel(channel) for channel in sorted(rows)]
     data: list[Figure] = []
     for kind in MESSAGE_KINDS:
         if traffic.kinds[kind]:
-            sizes = [rows.get(channel, {}).get(kind, 0) / scale for channel in channels]
-            data.append({"type": "bar", "name": kind, "color": kind, "x": names, "y": sizes, "offsetgroup": "this",
+            sizes = [rows[channel].get(kind, 0) / scale for channel in sorted(rows)]
+            data.append({"type": "bar", "name": kind, "color": kind, "x": names, "y": sizes,
                          "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit}"})  # fmt: skip
-    if relayed:
-        sizes = [relayed.get(channel, 0) / scale for channel in channels]
-        data.append({"type": "bar", "name": "line with relayed skips", "color": "relayed", "x": names, "y": sizes,
-                     "offsetgroup": "relayed", "hovertemplate": f"%{{x}}: %{{y:.4g}} {unit}"})  # fmt: skip
     layout = {"barmode": "relative", "yaxis": {"title": {"text": unit}}, "xaxis": {"type": "category"}, "height": 320}
     return {"data": data, "layout": layout}
-
-
-def relayed_bytes(plan: Plan, graph: BlockGraph, seconds: Sequence[float]) -> dict[tuple[int, int], int]:
-    """Bytes per step and channel of one stage per rank in a line, balanced by time, where every value that a later rank
-    reads, and its gradient back, is handed on from rank to rank."""
-    owner = _line_ranks(seconds, plan.staged.world_size)
-    found: dict[tuple[int, int], int] = {}
-    for edge in graph.edges:
-        readers = [owner[consumer] for consumer in edge.consumers if isinstance(consumer, int)]
-        if not isinstance(edge.producer, int) or not readers:
-            continue
-        moved = sum(edge.num_bytes(size) for size in plan.microbatch_sizes)
-        for rank in range(owner[edge.producer], max(readers)):
-            for channel in [(rank, rank + 1), *([(rank + 1, rank)] if edge.requires_grad else [])]:
-                found[channel] = found.get(channel, 0) + moved
-    return dict(sorted(found.items()))
-
-
-def _line_ranks(seconds: Sequence[float], world_size: int) -> list[int]:
-    """Contiguous shares of the total, by where each block's middle lies."""
-    total, before, found = sum(seconds) or 1.0, 0.0, []
-    for second in seconds:
-        found.append(min(world_size - 1, int((before + second / 2) / total * world_size)))
-        before += second
-    return found
 
 
 def frontier_figure(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Figure:
@@ -287,7 +257,7 @@ def frontier_figure(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Fig
     chosen, best = outcomes[0], set(map(id, frontier(known)))
     most = max([limit_bytes or 0, *(o.peak_bytes or 0 for o in known)]) or 1
     groups = {
-        "relayed": ("another way is better in all", [o for o in known if id(o) not in best]),
+        "other": ("another way is better in all", [o for o in known if id(o) not in best]),
         "F": ("frontier", [o for o in known if id(o) in best and o is not chosen]),
         "crossing": ("chosen", [o for o in known if o is chosen]),
     }
@@ -298,7 +268,7 @@ def frontier_figure(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Fig
             "x": [(o.wire_bytes or 0) / scale for o in group], "y": [(o.seconds or 0.0) * 1e3 for o in group],
             "marker": {
                 "size": [6 + 22 * ((o.peak_bytes or 0) / most) ** 0.5 for o in group],
-                "opacity": 0.45 if color == "relayed" else 0.9,
+                "opacity": 0.45 if color == "other" else 0.9,
             },
             "hovertext": [
                 f"{o}<br>{human_seconds(o.seconds or 0.0)}, {human_bytes(o.wire_bytes or 0)} on wires, "
@@ -321,7 +291,7 @@ def quality_figure(quality: Quality) -> Figure:
     """
     best = quality.frontier
     groups = {
-        "relayed": ("another way is faster and nearer", [o for o in quality.ways if o not in best and not o.chosen]),
+        "other": ("another way is faster and nearer", [o for o in quality.ways if o not in best and not o.chosen]),
         "F": ("frontier", [o for o in best if not o.chosen]),
         "crossing": ("chosen", [o for o in quality.ways if o.chosen]),
     }
