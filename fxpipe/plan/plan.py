@@ -16,8 +16,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from fxpipe.errors import CompileError
@@ -163,6 +164,11 @@ def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
     """Samples of every micro-batch, the larger ones first."""
     size, larger = divmod(batch_size, microbatches)
     return (size + 1,) * larger + (size,) * (microbatches - larger)
+
+
+def microbatch_samples(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Of micro-batches of these sizes: each one's first sample, and before which it ends."""
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 # -- text

@@ -44,6 +44,11 @@ class Clock:
         """Of every rank."""
         return tuple(sum(end - start for start, end in idle) for idle in self.idle)
 
+    @property
+    def idle_share(self) -> float:
+        """Of all ranks' seconds."""
+        return sum(self.idle_seconds) / (self.seconds * len(self.idle) or 1.0)
+
 
 def simulate(step: StepOps, cluster: Cluster) -> Clock:
     """Run a step's ops to their end, without keeping what happens when; a rank without ops is never idle."""

@@ -76,7 +76,5 @@ def contestant(case: Case, name: str, setting: str, ops: StepOps) -> Contestant:
 
 
 def walked_contestant(case: Case, name: str, setting: str, clock: Clock, wire_bytes: int) -> Contestant:
-    whole = clock.seconds * len(clock.rank_bytes)
-    idle = sum(clock.idle_seconds) / whole if whole else 0.0
-    fits = case.fits(clock.peak_bytes)
+    fits, idle = case.fits(clock.peak_bytes), clock.idle_share
     return Contestant(name, setting, clock.seconds, case.batch_size, idle, wire_bytes, clock.peak_bytes, fits)

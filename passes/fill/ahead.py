@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.plan.actions import Action, piece
+from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from passes.costs.frozen_layers import FrozenLayers
@@ -58,24 +59,13 @@ def filled(
     return replace(training.schedule, ranks=tuple(actions))
 
 
-def groups(staged: Staged, sizes: Sequence[int], schedule: Schedule) -> Iterator[tuple[list[int], list[int]]]:
+def groups(staged: Staged, sizes: Sequence[int], schedule: Schedule) -> Iterator[tuple[Sequence[int], list[int]]]:
     """Ranks with the samples whose frozen work they share: every one of equal pipelines by itself, of those that the
-    schedule has actions of."""
-    ends = [sum(sizes[: m + 1]) for m in range(len(sizes))]
-    pipelines = _pipelines(staged)
+    schedule has actions of; else all."""
+    samples, pipelines = microbatch_samples(sizes), staged.pipelines or [tuple(range(staged.world_size))]
     for first, ranks in enumerate(pipelines):
-        mine = range(first, len(sizes), len(pipelines))
         if any(schedule.ranks[rank] for rank in ranks):
-            yield ranks, [sample for m in mine for sample in range(ends[m] - sizes[m], ends[m])]
-
-
-def _pipelines(staged: Staged) -> list[list[int]]:
-    """The ranks of every pipeline; all of them where stages differ in their replicas, or some rank has no stage."""
-    if len(set(map(len, staged.stage_ranks))) == 1:
-        found = [list(dict.fromkeys(ranks)) for ranks in zip(*staged.stage_ranks, strict=True)]
-        if sum(map(len, found)) == staged.world_size:
-            return found
-    return [list(range(staged.world_size))]
+            yield ranks, [sample for of in samples[first :: len(pipelines)] for sample in range(*of)]
 
 
 def _among(

@@ -11,13 +11,13 @@ samples, and put together there from what was made and what was received.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
+from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.schedule import Schedule
 from passes.batch.layout import Layout
@@ -37,7 +37,7 @@ class FrozenWork:
     @staticmethod
     def of(step: StepGraphs, schedule: Schedule, training: Schedule) -> "FrozenWork":
         """For the stages of `training`, in the step after."""
-        samples = [(end - size, end) for end, size in zip(accumulate(step.sizes), step.sizes, strict=True)]
+        samples = microbatch_samples(step.sizes)
         return FrozenWork(step, Ahead(step.crossing, schedule, training, samples, step.layer_values))
 
     @cached_property

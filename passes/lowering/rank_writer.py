@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
+from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.rank_program import Message
 from passes.lowering.layout import Layout
 from passes.lowering.step_graphs import WHOLE_BATCH, StepGraphs
@@ -129,13 +130,11 @@ class RankWriter(Exchange[Message, fx.Node]):
             taken = self.call(ops.take, (self._store, carried_name(name, microbatch)), name_at(name, microbatch))
             taken.meta["val"] = shape_only(self.carried[name, microbatch].shape, self.carried[name, microbatch].dtype)
             return taken
-        sizes = self.layout.sizes
         if name in self.layout.zeros:
             border = self.layout.border(self.layout.zeros[name], microbatch)
             value = next(v for v in border.returns if v.name == name)
             return self.filled(value, 0.0, name_at(name, microbatch))
-        start = sum(sizes[:microbatch])
-        return self.batch.samples(name, start, start + sizes[microbatch], name_at(name, microbatch))
+        return self.batch.samples(name, *microbatch_samples(self.layout.sizes)[microbatch], name_at(name, microbatch))
 
     # -- messages
 

@@ -21,9 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
 
-import torch
 from torch import fx
 
 from fxpipe.capture import Capture
@@ -32,7 +30,7 @@ from passes.operations import operation_name
 from passes.rows.follow import Note, Walk, placed, row_placeholders
 from passes.rows.how import Found, Same
 from passes.rows.layout import NeedRows, Place, Result, RowCall, Slot, Units
-from passes.rows.sized import Sized, at_batch_size
+from passes.rows.sized import Sized, at_batch_size, plain_like
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +90,6 @@ class RowPlan:
 
     def _wants(self, name: str) -> Iterable[tuple[Slot, Place]]:
         return self.found[name].wants.items() if name in self.found else ()
-
-
-def plain_like(value: Any, likes: Mapping[fx.Node, object]) -> Any:
-    """Arguments as hashable data; of a node what its value is like, which is no number among arguments."""
-    if isinstance(value, fx.Node):
-        return fx.Node, likes[value]
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, list | tuple):
-        return tuple([plain_like(item, likes) for item in value])
-    if isinstance(value, dict):
-        return tuple([(name, plain_like(item, likes)) for name, item in value.items()])
-    return value
 
 
 def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int, sized: Sized | None = None) -> RowPlan:

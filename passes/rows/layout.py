@@ -31,9 +31,9 @@ class Units:
     def count(self) -> int:
         return -(-self.rows // self.each)
 
-    def short(self, inner: int, size: int, outer: int = 1) -> int:
-        """What the last unit lacks of `inner` entries, in a dimension of outer x size; below 0 where it has more."""
-        return self.count * inner - size // outer
+    def short(self, inner: int, size: int) -> int:
+        """What the last unit lacks of `inner` entries, in a dimension of `size`; below 0 where it has more."""
+        return self.count * inner - size
 
 
 @dataclass(frozen=True)

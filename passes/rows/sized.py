@@ -90,8 +90,9 @@ def require_shapes(sized: Sized) -> None:
             return value.meta["val"]
         return meta if isinstance(value, torch.device) else value
 
+    likes = {node: plain_like(node.meta.get("val"), {}) for node in sized.graph.nodes}
     calls = [node for node in sized.graph.nodes if node.op == "call_function"]
-    for node in {_like((n.target, n, n.args, dict(n.kwargs))): n for n in reversed(calls)}.values():
+    for node in {plain_like((n.target, n, n.args, n.kwargs), likes): n for n in reversed(calls)}.values():
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         try:
             with torch.no_grad():
@@ -104,12 +105,14 @@ def require_shapes(sized: Sized) -> None:
             raise CompileError(f"{node.name} has the shapes {shapes[0]} at these sizes, not {shapes[1]}")
 
 
-def _like(value: Any) -> Any:
-    """A call as hashable data: of nodes what their values are like."""
+def plain_like(value: Any, likes: Mapping[fx.Node, object]) -> Any:
+    """Arguments as hashable data; of a node what its value is like, which is no number among arguments."""
     if isinstance(value, fx.Node):
-        return _like(value.meta["val"])
+        return fx.Node, likes[value]
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple([plain_like(item, likes) for item in value])
     if isinstance(value, dict):
-        return tuple((name, _like(item)) for name, item in value.items())
-    return tuple(map(_like, value)) if isinstance(value, list | tuple) else (type(value), value)
+        return tuple([(name, plain_like(item, likes)) for name, item in value.items()])
+    return type(value), value

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from passes.rows import RowPlan, plain_like
+from passes.rows import RowPlan
 from passes.rows.how import Window
+from passes.rows.sized import plain_like
 from passes.sampling.lives import Lives
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch

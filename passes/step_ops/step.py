@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from fxpipe.costs.block_values import Given, Weight
+from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.schedule import Schedule
 from passes.case import Case
 from passes.costs.call_bytes import CallBytes, UnitKey
@@ -46,8 +46,7 @@ class Step:
 
     @cached_property
     def samples(self) -> list[tuple[int, int]]:
-        """Of every micro-batch: the first, and before which it ends."""
-        return [(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
+        return microbatch_samples(self.sizes)
 
     @cached_property
     def sends(self) -> list[list[list[PlannedMessage]]]:

@@ -35,9 +35,7 @@ class Simulated:
 
     @property
     def prediction(self) -> Prediction:
-        whole = self.seconds * len(self.schedule.ranks)
-        idle = sum(self.clock.idle_seconds) / whole if whole else 0.0
-        return Prediction.of(self.seconds, idle, self.peak_bytes, self.wire_bytes)
+        return Prediction.of(self.seconds, self.clock.idle_share, self.peak_bytes, self.wire_bytes)
 
     @property
     def training(self) -> Unfilled:
