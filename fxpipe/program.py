@@ -14,6 +14,7 @@ from fxpipe.capture import Capture, capture
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.capture.surroundings import Surroundings
+from fxpipe.capture.weights import tensors_of
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -309,10 +310,7 @@ class Program:
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters, buffers and lifted constants by the names the programs use."""
-        named = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers(remove_duplicate=False)),
-        }
+        named = tensors_of(self.model)
         meta = [name for name, tensor in named.items() if tensor.is_meta]
         if meta:
             raise CompileError(

@@ -1,6 +1,7 @@
 """A model's own tensors: what they must be before forward is traced."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -18,6 +19,12 @@ _FAULTS: tuple[tuple[Callable[[torch.Tensor], bool], str], ...] = (
     (lambda tensor: tensor.layout != torch.strided, "is no dense tensor; call to_dense() on it"),
     (lambda tensor: tensor.is_quantized, "is quantized, which has no gradient; dequantize it"),
 )
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all their names."""
+    named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return dict(chain(*named))
 
 
 def check_weights(model: nn.Module) -> None:

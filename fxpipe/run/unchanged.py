@@ -18,6 +18,7 @@ from torch import nn
 from fxpipe.capture import private
 from fxpipe.capture.known import Read
 from fxpipe.capture.snapshot import SameEntries, Snapshot
+from fxpipe.capture.weights import tensors_of
 from fxpipe.errors import CaptureError, RunError
 from fxpipe.run.ownership import as_is
 from fxpipe.run.read_ahead import version
@@ -74,8 +75,7 @@ class Unchanged:
     def _require_same_tensors(self) -> None:
         if not self._used:
             return
-        held: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
-        held |= dict(self._model.named_buffers(remove_duplicate=False))
+        held: dict[str, Any] = tensors_of(self._model)
         for name, (tensor, dtype) in self._used.items():
             now = held.get(name)
             if now is not tensor:

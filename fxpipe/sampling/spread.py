@@ -19,6 +19,7 @@ from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Settings, settings_of
 from fxpipe.capture.trees import named_leaves
+from fxpipe.capture.weights import tensors_of
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.run.ownership import is_released, release, require_new
@@ -238,7 +239,7 @@ class Spread:
         """The module's tensors and the graph's constants, by the programs' names."""
         if traced not in self._states:
             constants = {f"_constants.{name}": tensor for name, tensor in traced.captured.constants.items()}
-            self._states[traced] = _tensors_of(self.module) | constants
+            self._states[traced] = tensors_of(self.module) | constants
         return self._states[traced]
 
     @property
@@ -260,7 +261,7 @@ class Spread:
         """Tensors that were put in place of others are read from now on; others by name, shape or type are another
         model, as with an adapter loaded or fused, and so are other settings."""
         require_new(self.module, or_released=True)
-        now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in _tensors_of(self.module).items()]
+        now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
         self._weights = now
@@ -323,10 +324,3 @@ def _other_number(one: Traced, other: Traced) -> str | None:
     differing = [pair for pair in pairs if pair[0] != pair[1]]
     numbers = all(type(leaf.constant) in (int, float) for pair in differing for leaf in pair)
     return differing[0][0].name if len(differing) == 1 and numbers else None
-
-
-def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
