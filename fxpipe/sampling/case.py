@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.capture.reach import reached
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.costs.polynomials import Floats
@@ -323,15 +324,9 @@ class SampleCase:
         return self.found_once(("links", cluster, grid, shares), lambda: Links(cluster, grid, shares))
 
     def needed(self, num_samples: int, names: Collection[str], early: frozenset[str]) -> frozenset[str]:
-        """The operations among `early` that these need."""
-        nodes, found = self.rows(num_samples).sized.nodes, set[str]()
-        todo = [nodes[name] for name in names]
-        while todo:
-            for operand in todo.pop().all_input_nodes:
-                if operand.name in early and operand.name not in found:
-                    found.add(operand.name)
-                    todo.append(operand)
-        return frozenset(found)
+        """These operations, and those among `early` that they need."""
+        nodes = self.rows(num_samples).sized.nodes
+        return frozenset(reached(names, lambda one: [n.name for n in nodes[one].all_input_nodes if n.name in early]))
 
     @_once
     def _of_graph(self, num_samples: int) -> str:

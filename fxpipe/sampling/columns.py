@@ -95,7 +95,7 @@ class Columns(Layout):
         """Of every column the operations of its stages, and those before the patch that they need."""
         stages = self.line.stages
         late = [frozenset[str]().union(*(s.nodes for s in stages if s.column == c)) for c in range(self.grid.stages)]
-        return [names | self.case.needed(self.run, names, self.line.early) for names in late]
+        return [self.case.needed(self.run, names, self.line.early) for names in late]
 
     def seconds(self, stage: Stage, turn: int, fresh: bool) -> float:
         """Of a cell; a column's first one of a run also computes what is before the patch."""
