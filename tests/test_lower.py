@@ -15,7 +15,7 @@ from fxpipe.plan import ops
 from fxpipe.plan.program_check import check_programs, require_programs
 from fxpipe.plan.rank_program import Message, RankProgram, nest
 from fxpipe.program import Program
-from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from passes.lowering.units import run_unit
 from tests.strategies import Layer, RandomStep, StepSpec
@@ -117,8 +117,7 @@ def _random(value: Any, random: torch.Generator) -> Tensor:
     return torch.randint(4, value.shape, generator=random, dtype=value.dtype)
 
 
-def bound(compiled: Compiled, graph: fx.Graph | None) -> fx.GraphModule:
-    assert graph is not None
+def bound(compiled: Compiled, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(nest(compiled.program.state), graph)
 
 
@@ -130,7 +129,7 @@ def _autograd(
     state = {name: compiled.program.state[name] for name in graphs.border.state}
     border = graphs.border
     returns = run_unit(compiled.capture, border.unit, border.batch_size, CPU, [*state.values()], reads)
-    if graphs.backward is None:
+    if not border.has_backward:
         return returns, []
     targets = [r for r, v in zip(reads, border.reads, strict=True) if v.name in border.input_grads]
     targets += [state[name] for name in border.weight_grads]
@@ -144,7 +143,7 @@ def test_stage_graphs_equal_autograd(compiled: Compiled) -> None:
     for run in ran(compiled):
         for ours, theirs in zip(run.returns, run.expected_returns, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
-        if run.graphs.backward is not None:
+        if run.graphs.border.has_backward:
             trained += 1
             with torch.no_grad():
                 inputs, weights = bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
@@ -156,10 +155,9 @@ def test_stage_graphs_equal_autograd(compiled: Compiled) -> None:
 def test_split_backward_equals_whole_backward_bit_for_bit(compiled: Compiled) -> None:
     split = 0
     for run in ran(compiled):
-        if run.graphs.backward_input is None:
+        if not run.graphs.border.splits:
             continue
         split += 1
-        assert run.graphs.backward is not None
         with torch.no_grad():
             whole = bound(compiled, run.graphs.backward)(list(run.saved), *run.tangents)
             inputs, kept = bound(compiled, run.graphs.backward_input)(list(run.saved), *run.tangents)
@@ -175,7 +173,7 @@ def test_split_backward_equals_whole_backward_bit_for_bit(compiled: Compiled) ->
 
 def test_backward_frees_what_it_was_given(compiled: Compiled) -> None:
     for run in ran(compiled):
-        if run.graphs.backward is not None:
+        if run.graphs.border.has_backward:
             with torch.no_grad():
                 bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
             assert run.saved == []
@@ -184,7 +182,7 @@ def test_backward_frees_what_it_was_given(compiled: Compiled) -> None:
 def test_weight_gradients_own_their_memory(compiled: Compiled) -> None:
     """They are accumulated in place, so nothing else may live there."""
     for run in ran(compiled):
-        if run.graphs.backward is not None:
+        if run.graphs.border.has_backward:
             saved = list(run.saved)
             with torch.no_grad():
                 inputs, weights = bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
@@ -197,7 +195,7 @@ def test_weight_gradients_own_their_memory(compiled: Compiled) -> None:
 def test_values_that_cross_are_contiguous(compiled: Compiled) -> None:
     for run in ran(compiled):
         assert all(value.is_contiguous() for value in run.returns)
-        if run.graphs.backward is not None:
+        if run.graphs.border.has_backward:
             with torch.no_grad():
                 inputs, _ = bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
             assert all(value.is_contiguous() for value in inputs)

@@ -15,7 +15,7 @@ from fxpipe.simulate.graph_memory import call_memory
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.costs.work import StepWork
-from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from passes.lowering.units import Value
 from tests.captured import captured, work
@@ -60,8 +60,7 @@ def random_value(value: Value, generator: torch.Generator) -> Tensor:
     return torch.randint(4, value.shape, generator=generator, dtype=value.dtype)
 
 
-def bound(name: str, graph: fx.Graph | None) -> fx.GraphModule:
-    assert graph is not None
+def bound(name: str, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(nest(analysed(name)[2]), graph)
 
 
@@ -117,7 +116,6 @@ def test_blocks_one_by_one_need_less_at_once_than_a_whole_stage() -> None:
 
     def peak(runs: tuple[Run, ...]) -> int:
         (graphs,) = graphs_of(name, (0, num_blocks), runs)
-        assert graphs.backward is not None
         saved = results(name, graphs)[1]
         return saved + max(segment.peak_bytes for segment in call_memory(graphs.backward).segments)
 

@@ -17,7 +17,7 @@ from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.costs.saved import SavedActivations, saved_activations
 from passes.costs.work import StepWork
-from passes.lowering.stage_graphs import StageGraphs
+from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from tests.captured import captured, work, zoo
 from tests.unet import TinyUNet

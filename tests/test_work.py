@@ -84,12 +84,12 @@ def traced_work(step: StepGraphs) -> Work:
     one = {key: step.graphs(key, 1) for key in step.units}
     producer = {value: key for key, graphs in one.items() for value in graphs.border.unit.returns}
     reads = {(producer[v], key) for key, graphs in one.items() for v in graphs.border.unit.reads if v in producer}
-    stages = {index: graphs.joint for (kind, index), graphs in one.items() if kind == "F"}
+    stages = {index: graphs for (kind, index), graphs in one.items() if kind == "F"}
     gradients = {
         (s, producer[v.name][1])
         for (kind, s), graphs in one.items()
         for v in graphs.border.reads
-        if kind == "F" and v.requires_grad and graphs.joint.input_grads
+        if kind == "F" and v.requires_grad and graphs.input_grads
     }
 
     def pairs(source: str, target: str) -> frozenset[tuple[int, int]]:
@@ -100,9 +100,9 @@ def traced_work(step: StepGraphs) -> Work:
         num_microbatches=MICROBATCHES,
         num_components=len(step.graph.components),
         empty=frozenset(range(step.staged.num_stages)) - frozenset(stages),
-        backward=frozenset(s for s, joint in stages.items() if joint.input_grads or joint.weight_nodes),
+        backward=frozenset(s for s, graphs in stages.items() if graphs.input_grads or graphs.weight_nodes),
         input_grad=frozenset(s for s, _ in gradients),
-        weight_grad=frozenset(s for s, joint in stages.items() if joint.weight_nodes),
+        weight_grad=frozenset(s for s, graphs in stages.items() if graphs.weight_nodes),
         edges=pairs("F", "F"),
         grad_edges=frozenset(gradients),
         frozen_edges=pairs("T", "F"),

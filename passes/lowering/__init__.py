@@ -207,13 +207,13 @@ class _Form:
     ) -> RankProgram:
         step, actions = self.step, self.schedule.ranks[rank]
         units = {(a.kind, a.stage) for a in actions if a.kind in "FT" and not a.is_piece}
-        inputs = step.sources.inputs_for({name for key in units for name in step.unit(key).reads})
+        inputs = step.inputs_for({name for key in units for name in step.unit(key).reads})
         carried, nexts = {}, None
         if frozen is not None and self.trains:
             carried = {(n, m): frozen.value(n, step.sizes[m]) for n, m in frozen.ahead.kept[rank]}
         works = frozen if self.form in ("prologue", "steady") else None
         if works is not None:
-            nexts = step.sources.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
+            nexts = step.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
         scaled = self.trains and step.has_half_gradients
         writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried, scaled)
         return ProgramWriter(writer, tied, reductions, works, gatherings, of_rank).write(actions, self.trains)

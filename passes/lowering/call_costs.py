@@ -24,7 +24,7 @@ def call_costs(step: StepGraphs) -> dict[str, CallCost]:
             blocks = _by_block(border, step.graph)
             for part in _parts(border):
                 found[graph_name(step.sizes, border, part)] = CallCost(part, size, blocks, again)
-    if step.sources.whole_batch[1]:
+    if step.whole_batch is not None:
         border = step.border(WHOLE_BATCH, step.batch_size)
         found[border.unit.name] = CallCost("forward", border.batch_size, _by_block(border, step.graph))
     return found

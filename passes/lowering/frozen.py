@@ -117,7 +117,7 @@ class FrozenWriter:
         if name not in self.work.maker:
             return self.batch.samples(name, start, stop, _name(name, start, stop))
         segments = sorted(self._segments[name], key=lambda s: (isinstance(s.source, Message), s.start))
-        where = self.work.step.sources.slices[name]
+        where = self.work.step.samples(name)
         if where is None:
             return self._node(segments[0])
         parts, now = [], start

@@ -21,6 +21,7 @@ from torch import fx
 from fxpipe.capture import private
 from fxpipe.capture.reach import reached
 from fxpipe.plan import ops
+from passes.lowering.borders import Border
 from passes.lowering.units import Value
 
 aten = torch.ops.aten
@@ -38,29 +39,24 @@ class Recompute:
     local: frozenset[str] = frozenset()
 
 
-class Joint:
-    """A stage's forward and backward in one trace, and how it is cut.
+class StageGraphs:
+    """A unit's forward and backward in one trace, and its graphs, each cut when it is first asked for; those of a
+    backward where its border has one. State is read by `get_attr` under its original name; what is gathered comes as a
+    last input of each, a list.
 
-    `outputs`, `input_grads`, `weight_grad_nodes` are the nodes it returns; `made_forward` holds every node that the
+    `outputs`, `input_grads`, `weight_nodes` are the nodes the trace returns; `made_forward` holds every node that the
     forward computes, `tangents` the nodes that stand for incoming gradients.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        returns: Sequence[Value],
-        weight_grads: Sequence[str],
-        recompute: Recompute,
-        gathered: Sequence[str] = (),
-    ) -> None:
-        self.graph, self._local, self._gathered = graph, recompute.local, gathered
+    def __init__(self, graph: fx.Graph, border: Border, recompute: Recompute, gathered: Sequence[str] = ()) -> None:
+        self.graph, self.border, self._local, self._gathered = graph, border, recompute.local, gathered
         self._run_of = {name: number for number, names in enumerate(recompute.runs) for name in names}
         (output,) = graph.find_nodes(op="output")
         self.outputs, self.tangents, self.input_grads, self.weight_nodes = (list(part) for part in output.args[0])
         self.reads = [n for n in graph.nodes if n.op == "placeholder"]
-        for node, value in zip(self.tangents, (v for v in returns if v.requires_grad), strict=True):
-            private.rename(node, f"grad_{value.name}")
-        for node, name in zip(self.weight_nodes, weight_grads, strict=True):
+        for node, name in zip(self.tangents, border.tangents, strict=True):
+            private.rename(node, f"grad_{name}")
+        for node, name in zip(self.weight_nodes, border.weight_grads, strict=True):
             private.rename(node, f"grad_{name.replace('.', '_')}")
         self.made_forward = _with_items(graph, _ancestors(self.outputs) | set(self.reads))
 

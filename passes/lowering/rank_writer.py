@@ -191,17 +191,17 @@ class WholeBatch:
 
     def samples(self, name: str, start: int, stop: int, label: str) -> fx.Node:
         """Samples from `start` to before `stop` of a value; all of one that every sample shares."""
-        whole, where = self._value(name), self._writer.step.sources.slices[name]
+        whole, where = self._value(name), self._writer.step.samples(name)
         if where is None:
             return whole
         place = (where.dim, where.outer, where.inner, start, stop, self._writer.step.batch_size)
         return self._writer.call(ops.slice_batch, (whole, *place), label)
 
     def _value(self, name: str) -> fx.Node:
-        draws = self._writer.step.sources.draws
+        draws = self._writer.step.capture.draws
         if name not in self._whole:
             if name in draws:
-                self._whole[name] = self._writer.call(ops.draw, (self._random, draws[name]), self._prefix + name)
+                self._whole[name] = self._writer.call(ops.draw, (self._random, draws[name].index), self._prefix + name)
             else:
                 self._run_prologue()
         return self._whole[name]

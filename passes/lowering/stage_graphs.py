@@ -5,7 +5,6 @@ backward, *kept* values from backward_input to backward_weight. Values that cros
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,41 +13,11 @@ from torch import fx
 from fxpipe.capture import Capture, private
 from fxpipe.errors import CompileError
 from passes.lowering.borders import Border
-from passes.lowering.joint import Joint, Recompute, prepare
+from passes.lowering.joint import Recompute, StageGraphs, prepare
 from passes.lowering.record import Recorder
 from passes.lowering.units import Value, run_unit, state_name
 
 NOTHING = Recompute()
-
-
-@dataclass(frozen=True, eq=False)
-class StageGraphs:
-    """The graphs of one unit at one micro-batch size, each cut when it is first asked for. State is read by `get_attr`
-    under its original name; what is gathered comes as a last input of each, a list.
-
-    Input order: forward takes `reads`; backward takes saved, then a tangent per return that requires grad.
-    Output order: forward gives (returns, saved); backward gives (input gradients, weight gradients);
-    backward_input gives (input gradients, kept); backward_weight takes kept and gives (weight gradients,).
-    """
-
-    border: Border
-    joint: Joint
-
-    @property
-    def forward(self) -> fx.Graph:
-        return self.joint.forward
-
-    @property
-    def backward(self) -> fx.Graph | None:
-        return self.joint.backward if self.border.has_backward else None
-
-    @property
-    def backward_input(self) -> fx.Graph | None:
-        return self.joint.backward_input if self.border.splits else None
-
-    @property
-    def backward_weight(self) -> fx.Graph | None:
-        return self.joint.backward_weight if self.border.splits else None
 
 
 def trace_stage(
@@ -84,7 +53,7 @@ def trace_stage(
         parts = outputs, tangents, of_reads, [gradient for gradient in of_state if gradient is not None]
         graph = _functional(recorder.returned(parts), device, state, reads)
     prepare(graph, names, border.reads)
-    return StageGraphs(border, Joint(graph, border.returns, border.weight_grads, recompute, gathered))
+    return StageGraphs(graph, border, recompute, gathered)
 
 
 def _gradients(

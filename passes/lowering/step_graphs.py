@@ -7,7 +7,7 @@ layers of them                 ("L", 0), ("L", 1), ...      layers, in the step 
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -29,9 +29,8 @@ from passes.costs.gradient_flow import GradientFlow
 from passes.costs.local import STATE_KINDS
 from passes.costs.work import StepWork
 from passes.lowering.borders import Border, border
-from passes.lowering.joint import Recompute
-from passes.lowering.sources import Sources
-from passes.lowering.stage_graphs import StageGraphs, trace_stage
+from passes.lowering.joint import Recompute, StageGraphs
+from passes.lowering.stage_graphs import trace_stage
 from passes.lowering.units import Unit, Value, make_units, state_name, whole_batch_unit
 from passes.step_ops.sharding import owners
 from passes.step_ops.units import Units
@@ -166,7 +165,7 @@ class StepGraphs:
         return dict(zip(groups, made, strict=True))
 
     @cached_property
-    def _whole_batch(self) -> Unit | None:
+    def whole_batch(self) -> Unit | None:
         """What computes values once for the whole batch, where some unit reads such."""
         reads = {name for unit in (*self.units.values(), *self.layer_units.values()) for name in unit.reads}
         wanted = [name for name in self.batch.whole_batch if name in reads]
@@ -174,8 +173,8 @@ class StepGraphs:
 
     def unit(self, key: Key) -> Unit:
         if key == WHOLE_BATCH:
-            assert self._whole_batch is not None, "nothing is computed for the whole batch"
-            return self._whole_batch
+            assert self.whole_batch is not None, "nothing is computed for the whole batch"
+            return self.whole_batch
         return (self.layer_units if key[0] == "L" else self.units)[key]
 
     def border(self, key: Key, size: int) -> Border:
@@ -227,16 +226,18 @@ class StepGraphs:
     def _placeholders(self) -> Sequence[fx.Node]:
         return self.capture.graph.find_nodes(op="placeholder")
 
-    @cached_property
-    def sources(self) -> Sources:
-        placeholders, whole = self._placeholders, self._whole_batch
-        names = {n for unit in (*self.units.values(), *self.layer_units.values()) for n in unit.reads}
-        return Sources(
-            tuple(n.name for n in placeholders if n.meta["kind"] == "input"),
-            {n.name: self.capture.draws[n.name].index for n in placeholders if n.meta["kind"] == "draw"},
-            (whole.reads, whole.returns) if whole else ((), ()),
-            {name: _slice(self.batch, name) for name in names if name in self.batch.layouts},
-        )
+    def inputs_for(self, reads: Collection[str]) -> list[str]:
+        """The inputs among what is read, and those that are needed for it."""
+        wanted, whole = set(reads), self.whole_batch
+        if whole is not None and wanted.intersection(whole.returns):
+            wanted.update(whole.reads)
+        return [n.name for n in self._placeholders if n.meta["kind"] == "input" and n.name in wanted]
+
+    def samples(self, name: str) -> Layout | None:
+        """Where the samples of a whole-batch value lie; None where all share it."""
+        layout = self.batch.layouts[name]
+        assert not isinstance(layout, tuple), f"{name} is a single value"
+        return layout
 
     @cached_property
     def state(self) -> dict[str, torch.Tensor]:
@@ -247,9 +248,3 @@ class StepGraphs:
                 value = node.meta["val"]
                 found[state_name(self.capture, node.name)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return found
-
-
-def _slice(batch: BatchPlan, name: str) -> Layout | None:
-    layout = batch.layouts[name]
-    assert not isinstance(layout, tuple), f"{name} is a single value"
-    return layout
