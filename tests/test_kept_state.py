@@ -85,6 +85,26 @@ def around() -> Any:
     return of_variable
 
 
+def of_method(s: Keeper, h: Tensor) -> Tensor:
+    return h * s.kept()  # type: ignore[no-any-return]
+
+
+class Counter:
+    """By a method of its own."""
+
+    calls = 0
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def of_later_calls(s: Keeper, h: Tensor) -> Tensor:
+    """As prompt-to-prompt does, in a window of steps."""
+    s.kept.calls = 1 + s.kept.calls
+    return h * 2 if 10 <= s.kept.calls < 20 else h
+
+
 def of_weights(s: Keeper, h: Tensor) -> Tensor:
     if s.kept is None:
         s.kept = s.first.weight.detach()[0]
@@ -102,6 +122,8 @@ def drawn(s: Keeper, h: Tensor) -> Tensor:
     [
         (torch.ones(()), attribute, "'kept', a tensor before, to a tensor, and computes something else the next"),
         (SimpleNamespace(calls=0), of_object, "'kept.calls', 0 before, to 1, and computes"),
+        (Counter().count, of_method, "'Counter.calls', new, to 1, and computes"),
+        (SimpleNamespace(calls=0), of_later_calls, "'kept.calls', 0 before, to 1, .* something else a later time"),
         (None, of_class, "'Keeper.calls', 0 before, to 1, and computes"),
         (None, of_globals, "'tests.test_kept_state.CALLS', 0 before, to 1, and computes"),
         ({}, in_dict, r"\"kept\['calls'\]\", new, to 1, and computes"),
@@ -121,6 +143,18 @@ def test_what_the_next_call_would_read_is_refused_and_put_back(kept: Any, betwee
     with pytest.raises(CaptureError, match=says):
         captured(Keeper(kept, between))
     assert (Keeper.calls, CALLS, repr(kept)) == (0, 0, before)
+
+
+def logging(s: Keeper, h: Tensor) -> Tensor:
+    s.kept["calls"] += 1
+    if not s.kept["calls"] % 100 or s.kept["calls"] > 1e6:
+        s.kept["told"] = True
+    return h
+
+
+def test_numbers_that_forward_counts_and_does_not_compute_by() -> None:
+    captured(Keeper(kept := {"calls": 0}, logging))
+    assert kept == {"calls": 0}
 
 
 def cosines(s: Keeper, h: Tensor) -> Tensor:

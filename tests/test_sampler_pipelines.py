@@ -4,8 +4,10 @@ import copy
 import inspect
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -481,6 +484,49 @@ def test_what_the_models_code_names_is_as_it_is_now(monkeypatch: pytest.MonkeyPa
         finally:
             hook.remove()
         assert error(sampler.predict(x=x), model(x)) <= 1e-12
+
+
+class Scale:
+    """What hangs on a model, and names more."""
+
+    more = 1.0
+
+    def __init__(self) -> None:
+        self.own, self.array, self.others = 1.0, np.ones(1), deque([1.0])
+
+    def __call__(self, module: nn.Module, given: object, output: Any) -> Any:
+        return output * (FACTOR * self.more * self.own * self.array[0] * self.others[0])
+
+    def hook(self, *given: Any) -> Any:
+        return self(*given)
+
+
+HOOKS: dict[str, Callable[[Scale], Callable[..., Any]]] = {
+    "an object": lambda scale: scale,
+    "a method": lambda scale: scale.hook,
+    "a closure": lambda scale: lambda *given: scale(*given),
+    "a partial": lambda scale: partial(Scale.hook, scale),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_hooks_read_is_as_it_is_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, scale = nn.Conv2d(2, 2, 3, padding=1).double(), noise(2, 2, 9, 5), Scale()
+    model.register_forward_hook(HOOKS[name](scale))
+    sampler = fxpipe.compile_sampler(model, 2, example={"input": x}, sample={"input": 2}, patches=2)
+    changes: list[Callable[[], object]] = [
+        lambda: monkeypatch.setitem(globals(), "FACTOR", 3.0),
+        lambda: monkeypatch.setattr(Scale, "more", 3.0),
+        lambda: setattr(scale, "own", 3.0),
+        lambda: scale.array.fill(3.0),
+        lambda: scale.others.appendleft(3.0),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            first = sampler.step
+            assert sampler.step is first
+            change()
+            assert error(sampler.predict(input=x), model(x)) <= 1e-12
 
 
 class Ramp(nn.Module):

@@ -9,7 +9,7 @@
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
 from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.kept_numbers import Decisions
 from fxpipe.capture.known import Read, buffers_read
 from fxpipe.capture.same import computation
 from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
@@ -252,7 +253,8 @@ class _Failed(CaptureError):
 def _trace(
     step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
-    """A trace, and where forward has kept something, another one after that: a graph has every call alike.
+    """A trace, and where forward has kept something, another one after that: a graph has every call alike. Where that
+    compares a number that was kept, another one still, for when it comes out otherwise.
 
     Raises:
         CaptureError: it computes something else then; names the attribute.
@@ -261,16 +263,20 @@ def _trace(
     exported = _traced_once(step, inputs, examples, dynamic, any_size)
     if not written or any_size:  # of any size: compared with one of which this is known
         return exported
-    with carried_on(written):
-        try:
-            again = computation(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size)
-        except CaptureError:
-            again = []
-    if any(one.is_read for one in written) or again != computation(exported.graph, inputs.batch_size):
-        told = next((one for one in written if one.is_read), written[0])
+    computed = computation(exported.graph, inputs.batch_size)
+
+    def again(decisions: Decisions) -> bool:
+        with carried_on(written, decisions), suppress(CaptureError):
+            return computation(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size) == computed
+        return False
+
+    decisions = Decisions()
+    same = again(decisions) and not any(one.is_read for one in written)
+    if not same or not all(again(Decisions(place)) for place in decisions.places):
+        told, when = next((one for one in written if one.is_read), written[0]), "a later" if same else "the next"
         raise CaptureError(
-            f"{told}, and computes something else the next time, but a graph has every call alike; pass what changes "
-            "as an input, or set it outside of forward"
+            f"{told}, and computes something else {when} time, but a graph has every call alike; pass what changes as "
+            "an input, or set it outside of forward"
         )
     exported.graph_module.meta[_KEPT] = warn_of_tensors(written)
     return exported

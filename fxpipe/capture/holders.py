@@ -14,15 +14,20 @@ from torch import nn
 
 from fxpipe.capture.code_names import globals_in
 from fxpipe.capture.files import is_installed
+from fxpipe.capture.kept_numbers import Decisions
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _WEIGHTS = ("_parameters", "_buffers", "_modules")
 NOT_STATE = frozenset({"training", *_WEIGHTS, "_non_persistent_buffers_set"})
-_OPAQUE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module)
+_OPAQUE = (
+    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module, Decisions,
+)  # fmt: skip
 _WRAPPERS = (
     staticmethod, classmethod, property, functools.partial, functools.cached_property, functools._lru_cache_wrapper,
     types.MethodType,
 )  # fmt: skip
+AROUND = ("_global_forward_pre_hooks", "_global_forward_hooks")
+"""Of `torch.nn.modules.module`, of all modules."""
 _DEPTH = 6  # of objects and containers in each other
 _MOST_BYTES = 2**24  # of an array whose values are looked at
 _ABSENT = object()
@@ -113,10 +118,14 @@ def holders_of(model: nn.Module) -> tuple[list[Holder], list[Any]]:
 
 
 def named_by(model: nn.Module) -> list[Holder]:
-    """Its own classes, the globals that its own code names, and what is in its closures."""
+    """Its own classes, those of what hangs on it, the globals that all their code names, what is in its closures, and
+    the objects whose methods it calls."""
     walk = _Walk()
+    for hooks in AROUND:
+        walk.code("", vars(nn.modules.module)[hooks], _DEPTH)
     for name, module in model.named_modules():
-        walk.code(name, module)
+        walk.code(name, module.__dict__, _DEPTH)
+        walk.kind(name, type(module))
     return list(walk.found.values())
 
 
@@ -143,16 +152,24 @@ class _Walk:
         self.found: dict[int, Holder] = {}
         self.caches: list[Any] = []
         self._seen: set[Any] = set()  # classes and functions
+        self._passed: set[int] = set()  # objects and containers, by id
 
     def module(self, name: str, module: nn.Module) -> None:
         self._add(Holder(name, "", module.__dict__, of_attributes=True), _DEPTH)
-        self._class(name, type(module))
+        self.kind(name, type(module))
 
-    def code(self, name: str, module: nn.Module) -> None:
-        """Without the attributes of modules themselves."""
-        self._class(name, type(module))
-        for value in module.__dict__.values():
-            self._code(name, value)
+    def code(self, owner: str, value: Any, depth: int) -> None:
+        """What is named by the code of a value, and of those in it, without their own entries."""
+        self._code(owner, value)
+        if is_opaque(value) or isinstance(value, torch.Tensor) or id(value) in self._passed or not depth:
+            return
+        self._passed.add(id(value))
+        if not isinstance(value, dict | list | tuple):
+            self.kind(owner, type(value))
+            value = getattr(value, "__dict__", {})
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            if not (isinstance(key, str) and key in _WEIGHTS):
+                self.code(owner, one, depth - 1)
 
     def _add(self, holder: Holder, depth: int) -> None:
         known = self.found.setdefault(id(holder.values), holder)
@@ -169,7 +186,7 @@ class _Walk:
         if type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
             return
         if isinstance(value, type):
-            self._class(owner, value)
+            self.kind(owner, value)
         elif not is_opaque(value) and depth:
             self._inside(owner, path, value, depth)
         self._code(owner, value)
@@ -182,9 +199,9 @@ class _Walk:
                 self._value(owner, f"{path}[{index}]", one, depth - 1)
         elif isinstance(inside := getattr(value, "__dict__", None), dict) or _slots(value):
             self._add(Holder(owner, path, value if inside is None else inside, of_attributes=True), depth)
-            self._class(owner, type(value))
+            self.kind(owner, type(value))
 
-    def _class(self, owner: str, kind: type) -> None:
+    def kind(self, owner: str, kind: type) -> None:
         """Attributes of own classes, and what their code names."""
         for one in kind.__mro__:
             if one not in self._seen and not is_installed(one.__module__):
@@ -200,6 +217,8 @@ class _Walk:
                 self._code(owner, getattr(value, name, None))
         if isinstance(value, functools.partial):
             self._value(owner, "partial", (value.args, value.keywords), _DEPTH)
+        if isinstance(value, types.MethodType):
+            self._value(owner, type(value.__self__).__name__, value.__self__, _DEPTH)
         if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
             return
         self._seen.add(value)

@@ -5,23 +5,28 @@ code names (`holders.named_by`): equal ones before every call are cheap to compa
     weights, training                                                                            ->   the same
 """
 
+import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
+import numpy
 import torch
 from torch import nn
 
 from fxpipe.capture.files import is_installed
-from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder
+from fxpipe.capture.holders import AROUND, NOT_STATE, PLAIN, Holder
 from fxpipe.errors import CaptureError
 
 Settings = list[Any]
 
-_NAMED = (type, types.BuiltinFunctionType)
-_AROUND = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_NAMED = (type, types.BuiltinFunctionType, types.ModuleType)
+_TOLD = (
+    types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, set, deque, numpy.ndarray, torch.Tensor,
+    types.SimpleNamespace,
+)  # fmt: skip
 _DEPTH = 4  # of objects and containers in each other
 
 
@@ -46,7 +51,7 @@ def settings_of(model: nn.Module, named: Sequence[Holder]) -> Settings:
     """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
     around = torch.get_default_dtype(), torch.get_default_device()
     found: Settings = [nn.functional.scaled_dot_product_attention, *around]
-    for name in _AROUND:
+    for name in AROUND:
         _add_attributes(found, vars(nn.modules.module)[name], 1)
     for holder in named:
         _add_attributes(found, {key: value for key, value in holder.entries().items() if _is_told(value)}, _DEPTH)
@@ -59,8 +64,7 @@ def settings_of(model: nn.Module, named: Sequence[Holder]) -> Settings:
 def _is_told(value: Any) -> bool:
     """Whether a class's attribute, or a global, is compared: numbers and texts, functions, and what has such."""
     kind = type(value)
-    told = kind in PLAIN or isinstance(value, types.FunctionType | dict | list | tuple | types.SimpleNamespace)
-    return told or not (isinstance(value, type) or is_installed(kind.__module__))
+    return kind in PLAIN or isinstance(value, _TOLD) or not (isinstance(value, type) or is_installed(kind.__module__))
 
 
 def require_stateless(model: nn.Module) -> None:
@@ -102,13 +106,16 @@ def _add(found: Settings, value: Any, depth: int) -> None:
         _add(found, value.__func__, depth)
     elif isinstance(value, nn.Module | torch.Tensor) or depth == 0:
         found.append(_Same(value) if depth else type(value))
-    elif isinstance(value, Mapping):
+    elif isinstance(value, functools.partial):
+        _add(found, (value.func, value.args, value.keywords), depth)
+    elif isinstance(value, dict | types.MappingProxyType):
         found += type(value), len(value)
         _add_attributes(found, value, depth - 1)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | deque):
         found += type(value), len(value)
         for one in value:
             _add(found, one, depth - 1)
     else:
         found.append(type(value))
-        _add_attributes(found, getattr(value, "__dict__", {}), depth - 1)
+        inside = getattr(value, "__dict__", None)
+        _add_attributes(found, Holder("", "", value).entries() if inside is None else inside, depth - 1)

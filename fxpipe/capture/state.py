@@ -17,6 +17,7 @@ from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder, holders_of, is_opaque
+from fxpipe.capture.kept_numbers import Decisions
 
 _LIBRARY = "transformers."
 """Its modules note what they have installed at their first call, and compute alike in the next."""
@@ -97,13 +98,14 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
 
 
 @contextmanager
-def carried_on(written: Sequence[Written]) -> Iterator[None]:
-    """Inside, state is as forward left it."""
+def carried_on(written: Sequence[Written], decisions: Decisions) -> Iterator[None]:
+    """Inside, state is as forward left it, and numbers tell when they are compared."""
     holders = {id(one.holder): one.holder for one in written}
     before = {key: holder.entries() for key, holder in holders.items()}
     try:
         for key, holder in holders.items():
-            holder.restore(before[key] | {one.key: one.after for one in written if one.holder is holder})
+            after = {one.key: decisions.noted(one.after) for one in written if one.holder is holder}
+            holder.restore(before[key] | after)
         yield
     finally:
         for key, holder in holders.items():
