@@ -21,7 +21,7 @@ FACTOR = 3.0
 distance is then that of another draw of the same noise. Of a few values it varies by chance, so that no gradient is
 asked to be nearer than this times what all of one device's gradients together are."""
 NOISE_SHARE = 1e-4
-"""A gradient far below the largest one is rounding noise: distances are relative to at least this share of it."""
+"""A gradient far below the largest one is rounding noise: errors, too, are relative to at least this share of it."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,11 @@ from torch import fx
 from fxpipe.capture import private
 from fxpipe.errors import CompileError
 from fxpipe.plan.outputs import Output
-from fxpipe.run.nearness import Nearness
+from fxpipe.run.nearness import NOISE_SHARE, Nearness
 
 # Relative errors that rounding alone can cause, by the least precise type in the step.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _LOOSEST = 5e-2  # of any other floating type
-# A gradient far below the largest one is rounding noise, and so is a loss, as that of a policy gradient whose
-# advantages add up to nothing: errors are taken relative to at least this share of it.
-NOISE_SHARE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -143,6 +140,7 @@ def compare(
         for name in sorted({*gradients, *reference_gradients})
     }
     limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
+    # A loss may be noise, too, as that of a policy gradient whose advantages add up to nothing.
     loss_error = _error(loss, reference_loss, NOISE_SHARE * largest)
     return Verification(float(loss), float(reference_loss), loss_error, errors, limit.value, limit.widened_by)
 
