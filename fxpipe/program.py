@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.randomness import SeededDraws
+from fxpipe.capture.same import same_constants
 from fxpipe.capture.snapshot import Snapshot
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.weights import tensors_of
@@ -287,9 +288,8 @@ class Program:
         example, before = self.costed.example, self.capture
         surroundings = Surroundings(self.step.device, example.autocast)
         now = capture(self.model, before.inputs, example.tensors, surroundings=surroundings)
-        both = now.constants.keys() & before.constants.keys()
-        alike = all(_equal(now.constants[name], before.constants[name]) for name in both)
-        return alike and (now.fingerprint, now.tensors) == (before.fingerprint, before.tensors)
+        alike = (now.fingerprint, now.tensors) == (before.fingerprint, before.tensors)
+        return alike and same_constants(now.constants, before.constants)
 
     def _kinds(self, whole: bool) -> Kinds | None:
         """How an engine finds the programs for batches of other shapes."""
@@ -376,7 +376,3 @@ class Program:
     def _shown(self, name: str) -> str:
         """A parameter's name as the user knows it: without the step that wraps a bare backbone."""
         return name.removeprefix(self.costed.example.prefix)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (one.dtype == other.dtype and torch.equal(one, other))

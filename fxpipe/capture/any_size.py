@@ -20,7 +20,7 @@ from fxpipe.capture import Capture, captured_from, private
 from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
-from fxpipe.capture.same import computation
+from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.trees import flatten
 from fxpipe.errors import CaptureError, CompileError
@@ -72,7 +72,7 @@ class AnySize:
         for one, two in zip_longest(mine, theirs):
             if one != two:
                 raise CaptureError(f"forward is another one where sizes are free: {one}, where they are not {two}")
-        if not _same_constants(same, other):
+        if not same_constants(same.constants, other.constants):
             raise CaptureError("forward makes other constants where sizes are free")
 
 
@@ -110,12 +110,6 @@ def capture_any_size(
             raise CaptureError(f"forward makes dimension {dim} of its input {name} a number, {place}")
     found.require_equal(captured)
     return found
-
-
-def _same_constants(one: Capture, other: Capture) -> bool:
-    pairs = zip(one.constants.values(), other.constants.values(), strict=False)
-    alike = all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in pairs)
-    return alike and len(one.constants) == len(other.constants)
 
 
 def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:

@@ -54,6 +54,12 @@ def computation(graph: fx.Graph, batch_size: int, states: Mapping[str, str] | No
     return calls
 
 
+def same_constants(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two traces of one computation have equal ones, in its order."""
+    pairs = zip(some.values(), others.values(), strict=False)
+    return len(some) == len(others) and all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in pairs)
+
+
 def _is_whole(node: fx.Node, shape: Any, batch_size: int) -> bool:
     """Whether an operation gives its first argument as it is."""
     if node.target in _AS_IT_IS:
