@@ -215,10 +215,10 @@ def test_without_memory_limits_a_list_schedule_is_proven_shortest() -> None:
     assert "proven shortest" in str(found)
 
 
-def test_the_same_seed_gives_the_same_schedule() -> None:
+def test_a_budget_gives_one_schedule() -> None:
     for num_microbatches in (6, 12):
         problem = uniform(wave_ranks(4), num_microbatches, 7, split=True, limit=7)
-        assert synthesise(problem, 0.4, seed=5) == synthesise(problem, 0.4, seed=5)
+        assert synthesise(problem, 0.4) == synthesise(problem, 0.4)
 
 
 def test_jacksons_bound_is_the_preemptive_optimum() -> None:

@@ -14,6 +14,7 @@ from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.schedule import Schedule
 from passes.schedules.job_shop import JobShop, one_microbatch, repeated, run, within
 from passes.schedules.policies import POLICIES
+from passes.schedules.problem import Problem
 from passes.schedules.replicas import with_reductions
 from passes.schedules.rules import Replicas, rule_orders
 
@@ -64,6 +65,16 @@ def make_schedule(
     orders = orders or rule_orders(shop, rule, work, replicas)
     assert orders is not None, "without limits of memory every list schedule ends"
     return with_reductions(shop.schedule(name, work.num_stages, orders), work)
+
+
+def named_schedule(name: str, problem: Problem) -> Schedule:
+    """The same of a problem, memory aside."""
+    seconds, work = problem.seconds, problem.work
+    return make_schedule(
+        name, work, problem.stage_rank, seconds["F"], seconds["B"],
+        frozen_seconds=seconds["T"] if work.num_components else (),
+        frozen_ranks=problem.frozen_ranks, world_size=problem.num_ranks,
+    )  # fmt: skip
 
 
 def _capped(shop: JobShop, work: Work, replicas: Replicas) -> JobShop:

@@ -5,18 +5,18 @@
                  windows, one after another          CP-SAT, for the rest of the budget
              ->  Synthesis: schedule, makespan, lower bound, gap, method
 
-Nothing depends on a clock: time is counted in steps, so that a seed and a budget give one result.
+Nothing depends on a clock: time is counted in steps, so that a budget gives one result.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require
 from passes.schedules.bounds import lower_bound_ticks
 from passes.schedules.job_shop import JobShop, Orders, job_shop, run, within_limits
-from passes.schedules.named import make_schedule
+from passes.schedules.named import named_schedule
 from passes.schedules.policies import LIST_RULES, POLICIES, Rule
 from passes.schedules.problem import Problem, fits
 from passes.schedules.rules import rule_orders
@@ -29,15 +29,24 @@ class Synthesis:
     """A schedule, and what is known about it.
 
     No schedule of the same work on the same ranks within the same memory is shorter than `lower_bound_seconds`;
-    `gap` is makespan / lower bound - 1, `method` says what found the schedule.
+    `method` says what found the schedule.
     """
 
     schedule: Schedule
     makespan_seconds: float
-    lower_bound_seconds: float
-    gap: float
     bubble_ratio: float
     method: str
+    lower_bound_seconds: float = 0.0
+
+    @staticmethod
+    def of(problem: Problem, schedule: Schedule, method: str) -> "Synthesis":
+        times = problem.simulate(schedule)
+        return Synthesis(schedule, times.makespan_seconds, times.bubble_ratio, method)
+
+    @property
+    def gap(self) -> float:
+        """Makespan / lower bound - 1."""
+        return self.makespan_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
 
     def __str__(self) -> str:
         bound = "proven shortest" if self.gap == 0 else f"at most {self.gap:.1%} above the shortest"
@@ -47,16 +56,7 @@ class Synthesis:
         )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A schedule, how long it takes, and what found it."""
-
-    schedule: Schedule
-    seconds: float
-    method: str
-
-
-def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> Synthesis:
+def synthesise(problem: Problem, budget_seconds: float = 2.0) -> Synthesis:
     """The best schedule found within about `budget_seconds`, never worse than a named one that fits into memory.
 
     With a budget of nothing, the best of the named and the list schedules: a few milliseconds for 100 operations.
@@ -66,13 +66,16 @@ def synthesise(problem: Problem, budget_seconds: float = 2.0, seed: int = 0) -> 
     """
     relaxed = job_shop(problem, problem.splittable, relaxed=True)
     bound = lower_bound_ticks(relaxed) * relaxed.seconds_per_tick
-    best = min([*_named(problem), *_listed(problem)], key=lambda found: found.seconds, default=None)
+    best = min([*_named(problem), *_listed(problem)], key=lambda found: found.makespan_seconds, default=None)
     if best is None:
         raise _too_little(problem)
-    if not budget_seconds or best.seconds <= bound * (1 + _CLOSED):
-        return _told(problem, best, bound)
-    found, proven = _improved(problem, relaxed, best, budget_seconds, seed)
-    return _told(problem, min(best, found, key=lambda found: found.seconds), max(bound, proven))
+    if budget_seconds and best.makespan_seconds > bound * (1 + _CLOSED):
+        found, proven = _improved(problem, relaxed, best, budget_seconds)
+        best, bound = min(best, found, key=lambda found: found.makespan_seconds), max(bound, proven)
+    require(best.schedule, problem.work, problem.num_ranks)
+    assert fits(problem, best.schedule), "the schedule exceeds the memory limit"
+    closed = best.makespan_seconds <= bound * (1 + _CLOSED)
+    return replace(best, lower_bound_seconds=best.makespan_seconds if closed else bound)
 
 
 def _too_little(problem: Problem) -> CompileError:
@@ -92,27 +95,23 @@ def _too_little(problem: Problem) -> CompileError:
 
 def references(problem: Problem) -> Iterator[Schedule]:
     """The named schedules of the problem, whether they fit into memory or not; names of the same order once."""
-    seconds, work = problem.seconds, problem.work
+    work = problem.work
     names: dict[Rule, str] = {}
     for policy in POLICIES.values():
         names.setdefault(policy.rule, policy.name)
     for rule, name in names.items():
         if not rule.split or problem.splittable == work.input_grad & work.weight_grad:
-            yield make_schedule(
-                name, work, problem.stage_rank, seconds["F"], seconds["B"],
-                frozen_seconds=seconds["T"] if work.num_components else (),
-                frozen_ranks=problem.frozen_ranks, world_size=problem.num_ranks,
-            )  # fmt: skip
+            yield named_schedule(name, problem)
 
 
-def _named(problem: Problem) -> Iterator[_Found]:
+def _named(problem: Problem) -> Iterator[Synthesis]:
     """The references that fit into memory."""
     for schedule in references(problem):
         if fits(problem, schedule):
-            yield _Found(schedule, problem.simulate(schedule).makespan_seconds, schedule.name)
+            yield Synthesis.of(problem, schedule, schedule.name)
 
 
-def _listed(problem: Problem) -> Iterator[_Found]:
+def _listed(problem: Problem) -> Iterator[Synthesis]:
     """The best list schedule with whole backwards, and with split ones; where memory stops them all, one micro-batch
     after the other."""
     for split in dict.fromkeys((problem.splittable, frozenset[int]())):
@@ -131,30 +130,18 @@ def _list_orders(problem: Problem, shop: JobShop) -> list[Orders]:
     return sorted({orders: None for orders in found if orders is not None}, key=lambda orders: run(shop, orders).ticks)
 
 
-def _improved(
-    problem: Problem, relaxed: JobShop, known: _Found, budget_seconds: float, seed: int
-) -> tuple[_Found, float]:
+def _improved(problem: Problem, relaxed: JobShop, known: Synthesis, budget_seconds: float) -> tuple[Synthesis, float]:
     """(what windows make of a known schedule, a lower bound in seconds that they prove on the way)."""
     from passes.schedules.windows import improve  # loading OR-tools takes a third of a second
 
     shop = job_shop(problem, problem.splittable if known.schedule.is_split else frozenset())
     bound = lower_bound_ticks(shop)
     starts = [shop.orders(known.schedule), *_list_orders(problem, shop)]
-    found = improve(shop, list(dict.fromkeys(starts)), limit=budget_seconds, seed=seed, bound_ticks=bound)
+    found = improve(shop, list(dict.fromkeys(starts)), limit=budget_seconds, bound_ticks=bound)
     improved = _evaluated(problem, shop, found.orders, "window search")
     holds = shop == relaxed and shop.seconds_per_tick == relaxed.seconds_per_tick  # for every mixture of B, I and W
     return improved, found.bound_ticks * shop.seconds_per_tick if holds else 0.0
 
 
-def _evaluated(problem: Problem, shop: JobShop, orders: Orders, method: str) -> _Found:
-    schedule = shop.schedule("synthesised", problem.work.num_stages, orders)
-    return _Found(schedule, problem.simulate(schedule).makespan_seconds, method)
-
-
-def _told(problem: Problem, best: _Found, bound: float) -> Synthesis:
-    require(best.schedule, problem.work, problem.num_ranks)
-    assert fits(problem, best.schedule), "the schedule exceeds the memory limit"
-    timeline = problem.simulate(best.schedule)
-    bound = best.seconds if best.seconds <= bound * (1 + _CLOSED) else bound
-    gap = best.seconds / bound - 1 if bound else 0.0
-    return Synthesis(best.schedule, best.seconds, bound, gap, timeline.bubble_ratio, best.method)
+def _evaluated(problem: Problem, shop: JobShop, orders: Orders, method: str) -> Synthesis:
+    return Synthesis.of(problem, shop.schedule("synthesised", problem.work.num_stages, orders), method)

@@ -27,7 +27,7 @@ _SECONDS_PER_SOLVER_SECOND = 3.0  # of OR-tools' deterministic seconds
 _SECONDS_PER_OPERATION, _SECONDS_PER_WINDOW, _SECONDS_PER_FREE = 10e-6, 1e-3, 90e-6  # besides the solver
 
 
-def improve(shop: JobShop, starts: Sequence[Orders], *, limit: float, seed: int, bound_ticks: int) -> Solved:
+def improve(shop: JobShop, starts: Sequence[Orders], *, limit: float, bound_ticks: int) -> Solved:
     """Search for about `limit` seconds, counted in steps rather than by a clock: the result is the same every time.
 
     A window that holds everything proves a bound, too: small schedules end as the shortest.
@@ -35,7 +35,7 @@ def improve(shop: JobShop, starts: Sequence[Orders], *, limit: float, seed: int,
     Args:
         starts: orders to begin from in turn, the best first; where all have been, the best that is known ends the list.
     """
-    random, waiting = Random(seed), list(starts[1:])
+    random, waiting = Random(0), list(starts[1:])
     known = run(shop, starts[0])
     best = found = Solved(starts[0], known.ticks, bound_ticks)
     size, most, stale = _FIRST_SIZE, _FIRST_LIMIT, 0

@@ -14,7 +14,7 @@ from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from passes.case import Case
-from passes.schedules.named import make_schedule
+from passes.schedules.named import make_schedule, named_schedule
 from passes.schedules.problem import Problem, peak_bytes
 from passes.schedules.replicas import tile
 from passes.schedules.synthesis import synthesise
@@ -54,7 +54,7 @@ class Orders:
     @cached_property
     def of_one(self) -> Schedule:
         """The named order of one of equal pipelines."""
-        return self._named(self._problem)
+        return named_schedule(self.staged.schedule, self._problem)
 
     def alone(self, of_one: Schedule) -> ActionTimes:
         """When the actions of a pipeline take place that has all links for itself, with its fewest samples."""
@@ -91,13 +91,6 @@ class Orders:
         return make_schedule(
             self.staged.schedule, self.work, self.staged.stage_ranks, seconds["F"], seconds["B"],
             frozen_seconds=seconds["T"], frozen_ranks=self.staged.frozen_ranks, world_size=self.staged.world_size,
-        )  # fmt: skip
-
-    def _named(self, problem: Problem) -> Schedule:
-        seconds = problem.seconds
-        return make_schedule(
-            self.staged.schedule, problem.work, problem.stage_rank, seconds["F"], seconds["B"],
-            frozen_seconds=seconds.get("T", ()), frozen_ranks=problem.frozen_ranks, world_size=problem.num_ranks,
         )  # fmt: skip
 
     @property
@@ -142,7 +135,7 @@ class Orders:
     def _within(self, problem: Problem, limit_bytes: int, needed: Sequence[int]) -> Problem:
         """What the named order needs for saved activations, or as much more as the limit leaves beside the rest."""
         limited = replace(problem, activation_bytes=self._saved())
-        named = peak_bytes(limited, self._named(problem))
+        named = peak_bytes(limited, self.of_one)
         rooms = (
             saved + max(0, limit_bytes - needed[rank]) for rank, saved in zip(self.pipelines[0], named, strict=True)
         )
