@@ -33,7 +33,7 @@ from fxpipe.plan.block_graph import BlockGraph, Component, is_size, tensor_bytes
 from fxpipe.plan.execution import ActionTimes, simulate
 from passes.blocks import analyse
 from passes.comparison.fillers import WAYS
-from passes.costs.layer import FrozenComponent, Layer
+from passes.costs.layer import FrozenComponent, Points, layer_points
 from passes.fill.bound import lower_bound_seconds
 from passes.fill.problem import FillProblem, Interval
 from passes.placement.lines import linear
@@ -62,11 +62,10 @@ class Measured:
             for c in self.graph.components
         )
 
-    def _layers(self, component: Component) -> tuple[Layer, ...]:
+    def _layers(self, component: Component) -> tuple[Points, ...]:
         runs = cut(self.captured, component)
         tables = [{n: sum(self.forward[n].get(node.name, 0.0) for node in run) for n in SIZES} for run in runs]
-        pairs = zip(runs, tables, strict=True)
-        return tuple(Layer.measured(run[0].meta["path"], table) for run, table in pairs if table[SIZES[-1]] > 0)
+        return tuple(layer_points(table) for table in tables if table[SIZES[-1]] > 0)
 
 
 def measured(device_name: str) -> Measured:

@@ -2,7 +2,7 @@
 
     rank 0: vae[0:3] x 0:16 @ 10.00-14.50, vae[3:4] x 0:16 @ 14.20-15.00  <-- HERE: starts before the piece before ends
 
-Nothing here is shared with the fillers: times come from `Layer.seconds`, the rest from the pieces.
+Nothing here is shared with the fillers: times come from `FillProblem.seconds`, the rest from the pieces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,8 +78,8 @@ def _malformed(problem: FillProblem, fill: Fill) -> Iterator[FillFault]:
 
 def _times(problem: FillProblem, fill: Fill, slack: float) -> Iterator[FillFault]:
     for rank, place, piece in placed(fill):
-        layers = problem.components[piece.component].layers[piece.first_layer : piece.last_layer]
-        seconds = sum(layer.seconds(piece.num_samples) for layer in layers)
+        layers = problem.seconds[piece.component][piece.first_layer : piece.last_layer]
+        seconds = sum(of[piece.num_samples] for of in layers)
         if abs(piece.seconds - seconds) > slack:
             yield FillFault(rank, place, f"takes {piece.seconds:.6g} s, its layers take {seconds:.6g} s")
         if not _is_idle(problem, rank, piece, slack):
@@ -155,7 +155,7 @@ def _stamp(problem: FillProblem, piece: Piece, runs: NDArray[np.int64], starts: 
     for layer in range(piece.first_layer, piece.last_layer):
         runs[layer, samples] += 1
         starts[layer, samples] = now
-        now += problem.components[piece.component].layers[layer].seconds(piece.num_samples)
+        now += problem.seconds[piece.component][layer][piece.num_samples]
         ends[layer, samples] = now
 
 

@@ -1,12 +1,11 @@
 """Random frozen work and idle time, for hypothesis."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
 from passes.comparison.published import exact, greedy
-from passes.costs.layer import FrozenComponent, Layer
+from passes.costs.layer import FrozenComponent, Points, layer_points
 from passes.fill.per_device import no_fill, per_device
 from passes.fill.problem import FillProblem
 from passes.fill.result import Fill
@@ -17,19 +16,18 @@ SAMPLE = st.sampled_from((0.0, 0.0002, 0.001, 0.004))
 PAPER = (4, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
-def affine(launch_seconds: float, sample_seconds: float) -> Layer:
+def affine(launch_seconds: float, sample_seconds: float) -> Points:
     """A layer of `launch_seconds` and `sample_seconds` for every sample."""
-    return Layer("layer", ((1, launch_seconds + sample_seconds), (2, launch_seconds + 2 * sample_seconds)))
+    return (1, launch_seconds + sample_seconds), (2, launch_seconds + 2 * sample_seconds)
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> Layer:
-    """Launch and time per sample, or measured at a few sizes, with steps and plateaus; some in parts."""
-    most = draw(st.sampled_from((None, None, 1, 3, 16)))
+def layers(draw: st.DrawFn) -> Points:
+    """Launch and time per sample, or measured at a few sizes, with steps and plateaus."""
     if draw(st.booleans()):
-        return replace(affine(draw(LAUNCH), draw(SAMPLE)), most=most)
+        return affine(draw(LAUNCH), draw(SAMPLE))
     sizes = draw(st.sets(st.integers(1, 48), min_size=1, max_size=4))
-    return Layer.measured("layer", {n: draw(LAUNCH) + n * draw(SAMPLE) for n in sizes}, most)
+    return layer_points({n: draw(LAUNCH) + n * draw(SAMPLE) for n in sizes})
 
 
 @st.composite
@@ -44,7 +42,7 @@ def intervals(draw: st.DrawFn, pipeline_seconds: float, most: int = 4) -> tuple[
 def components(
     draw: st.DrawFn, num_ranks: int, most: int, most_layers: int, anywhere: bool
 ) -> tuple[FrozenComponent, ...]:
-    """A random graph; unless `anywhere`, some components have few ranks, or run whole."""
+    """A random graph; some run in parts; unless `anywhere`, some components have few ranks, or run whole."""
     found: list[FrozenComponent] = []
     for index in range(draw(st.integers(0, most))):
         depends = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
@@ -54,7 +52,8 @@ def components(
         if not anywhere and draw(st.integers(0, 7)) == 0:
             whole = True
         own = tuple(draw(layers()) for _ in range(draw(st.integers(0, most_layers))))
-        found.append(FrozenComponent(f"c{index}", own, tuple(sorted(depends)), ranks, whole))
+        most_at_once = draw(st.sampled_from((None, None, 1, 3, 16)))
+        found.append(FrozenComponent(f"c{index}", own, tuple(sorted(depends)), ranks, whole, most_at_once))
     return tuple(found)
 
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from fxpipe.errors import CompileError
 from passes.comparison.published import published
-from passes.costs.layer import FrozenComponent, Layer
+from passes.costs.layer import FrozenComponent, Points, layer_points, layer_seconds
 from passes.fill.bound import lower_bound_seconds
 from passes.fill.problem import FillProblem
 from passes.fill.result import parts
@@ -43,7 +42,7 @@ def test_exact_is_never_worse_than_greedy(problem: FillProblem) -> None:
 @given(problems(anywhere=True))
 def test_no_fill_is_the_pipeline_and_a_balanced_tail(problem: FillProblem) -> None:
     share = -(-problem.batch_size // problem.num_ranks)
-    tail = sum(layer.seconds(share) for component in problem.components for layer in component.layers)
+    tail = sum(table[share] for tables in problem.seconds for table in tables)
     found = fill(problem, "none")
     assert found.iteration_seconds == pytest.approx(problem.pipeline_seconds + tail, rel=1e-4)
     assert all(p.start_seconds >= problem.pipeline_seconds for pieces in found.ranks for p in pieces)
@@ -65,7 +64,7 @@ def test_results_are_held_once(problem: FillProblem) -> None:
             assert samples == list(range(problem.batch_size))
 
 
-def layer(launch_ms: float, sample_ms: float) -> Layer:
+def layer(launch_ms: float, sample_ms: float) -> Points:
     return affine(launch_ms / 1e3, sample_ms / 1e3)
 
 
@@ -162,41 +161,31 @@ def test_text_and_bubble_ratio() -> None:
 
 
 def test_layer_times() -> None:
-    found = Layer.measured("attn", {4: 0.004, 8: 0.003, 16: 0.011})
-    assert found.points == ((4, 0.004), (8, 0.004), (16, 0.011))
-    expected = {0: 0.0, 1: 0.004, 4: 0.004, 8: 0.004, 12: 0.0075, 16: 0.011, 24: 0.018}
-    assert {n: found.seconds(n) for n in expected} == pytest.approx(expected)
-    assert affine(0.001, 0.002).seconds(10) == pytest.approx(0.021)
-    assert [Layer("conv", ((8, 0.1),)).seconds(n) for n in (1, 8, 16)] == pytest.approx([0.1, 0.1, 0.2])
-    assert found.table(24) == pytest.approx([found.seconds(n) for n in range(25)])
-    in_parts = replace(found, most=8)
-    assert [in_parts.seconds(n) for n in (8, 9, 16, 20)] == pytest.approx([0.004, 0.008, 0.008, 0.012])
-    assert in_parts.table(24) == pytest.approx([in_parts.seconds(n) for n in range(25)])
-    with pytest.raises(CompileError, match="most=0 samples at once"):
-        replace(found, most=0)
+    found = layer_points({4: 0.004, 8: 0.003, 16: 0.011})
+    assert found == ((4, 0.004), (8, 0.004), (16, 0.011))
+    times = layer_seconds(found, None, 24)
+    assert [times[n] for n in (0, 1, 4, 8, 12, 16, 24)] == pytest.approx([0, 0.004, 0.004, 0.004, 0.0075, 0.011, 0.018])
+    assert layer_seconds(found, None, 12) == times[:13]
+    assert layer_seconds(affine(0.001, 0.002), None, 10)[10] == pytest.approx(0.021)
+    assert [layer_seconds(((8, 0.1),), None, 16)[n] for n in (1, 8, 16)] == pytest.approx([0.1, 0.1, 0.2])
+    assert [layer_seconds(found, 8, 24)[n] for n in (8, 9, 16, 20)] == pytest.approx([0.004, 0.008, 0.008, 0.012])
 
 
 @MANY
 @given(problems())
-def test_pieces_run_in_parts_that_their_layers_take(problem: FillProblem) -> None:
+def test_pieces_run_in_parts_that_their_components_take(problem: FillProblem) -> None:
     found = fill(problem)
     for piece in (piece for of_rank in found.ranks for piece in of_rank):
-        layers = problem.components[piece.component].layers[piece.first_layer : piece.last_layer]
+        most = problem.components[piece.component].most
         samples = list(parts(problem, piece))
         assert [n for part in samples for n in part] == list(range(piece.first_sample, piece.last_sample))
-        assert all(layer.most is None or len(part) <= layer.most for layer in layers for part in samples)
-
-
-@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 2.0)), ((1, 2.0), (2, 1.0)), ((1, float("inf")),)])
-def test_layer_times_refused(points: tuple[tuple[int, float], ...]) -> None:
-    with pytest.raises(CompileError, match="layer conv"):
-        Layer("conv", points)
+        assert all(most is None or len(part) <= most for part in samples)
 
 
 @given(problems(most_samples=8), st.integers(2, 4))
 def test_more_idle_time_in_one_place_is_used(problem: FillProblem, factor: int) -> None:
     """With all of the pipeline idle on every rank and time enough, nothing is left over."""
-    least = sum(layer.seconds(problem.batch_size) for c in problem.components for layer in c.layers)
+    least = sum(table[-1] for tables in problem.seconds for table in tables)
     assume(least > 0)
     pipeline = factor * least + 0.02
     roomy = replace(problem, pipeline_seconds=pipeline, idle=(((0.0, pipeline),),) * problem.num_ranks)

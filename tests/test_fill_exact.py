@@ -40,10 +40,10 @@ def moves(problem: FillProblem, bubble: Bubble, progress: Progress) -> Iterator[
             return
         yield from whole(position + 1, now, used)
         c = ready[position]
-        number, layers = ways(problem, c, bubble.ranks), problem.components[c].layers
+        number, layers = ways(problem, c, bubble.ranks), problem.seconds[c]
         for layer in range(progress[c][0], len(layers)):
             left = problem.batch_size - now[c][1]
-            used += layers[layer].seconds((left + number - 1) // number)
+            used += layers[layer][(left + number - 1) // number]
             if used > bubble.seconds:
                 return
             now = (*now[:c], (layer + 1, 0), *now[c + 1 :])
@@ -55,10 +55,10 @@ def moves(problem: FillProblem, bubble: Bubble, progress: Progress) -> Iterator[
             layer, done = now[c]
             for size in problem.local_batches:
                 reached = done + size * ways(problem, c, bubble.ranks)
-                if layer == len(problem.components[c].layers) or problem.components[c].whole:
+                if layer == len(problem.seconds[c]) or problem.components[c].whole or reached >= problem.batch_size:
                     continue
-                seconds = problem.components[c].layers[layer].seconds(size)
-                if reached < problem.batch_size and used + seconds <= bubble.seconds:
+                seconds = problem.seconds[c][layer][size]
+                if used + seconds <= bubble.seconds:
                     yield (*now[:c], (layer, reached), *now[c + 1 :]), used + seconds
 
 
@@ -68,7 +68,7 @@ def tail(problem: FillProblem, progress: Progress) -> float:
         number = ways(problem, c, tuple(range(problem.num_ranks)))
         for position in range(layer, len(component.layers)):
             left = problem.batch_size - (done if position == layer else 0)
-            total += component.layers[position].seconds((left + number - 1) // number)
+            total += problem.seconds[c][position][(left + number - 1) // number]
     return total
 
 

@@ -19,7 +19,7 @@ from fxpipe.plan.block_graph import BlockGraph, is_size, tensor_bytes
 from passes.batch import BatchPlan
 from passes.blocks import layers as cut_layers
 from passes.costs.block_costs import weight_bytes_read
-from passes.costs.layer import FrozenComponent, Layer
+from passes.costs.layer import FrozenComponent, layer_points
 from passes.costs.local import owners_reading, with_local
 
 NUM_LAYERS = 16  # per component
@@ -77,20 +77,19 @@ class FrozenLayers:
             ranks: per component, those that may run it; all where left out.
         """
         sizes = sorted({min(2**k, batch_size) for k in range(batch_size.bit_length() + 1)})
-        tables = {n: self.seconds_at(n) for n in sizes}
+        tables = [self.seconds_at(n) for n in sizes]
         most = None if room_bytes is None or whole else self._most_samples(batch_size, room_bytes)
         return tuple(
             FrozenComponent(
                 name,
                 tuple(
-                    Layer.measured(
-                        f"{name}.{i}", {n: tables[n][index][i] for n in sizes}, most[index] if most else None
-                    )
-                    for i in range(self.num_layers[index])
+                    layer_points(dict(zip(sizes, of_layer, strict=True)))
+                    for of_layer in zip(*(table[index] for table in tables), strict=True)
                 ),
                 self.depends[index],
                 ranks[index] if ranks else None,
                 whole,
+                most[index] if most else None,
             )
             for index, name in enumerate(self.names)
         )

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.costs.layer import FrozenComponent
+from passes.costs.layer import FrozenComponent, layer_seconds
 
 Interval = tuple[float, float]
 """Start and end in seconds from the start of the iteration."""
@@ -50,11 +50,7 @@ class FillProblem:
     @cached_property
     def seconds(self) -> list[list[list[float]]]:
         """By component, layer and number of samples, 0 to the batch."""
-        known: dict[tuple[object, ...], list[float]] = {}
-        for layer in (layer for component in self.components for layer in component.layers):
-            if (layer.points, layer.most) not in known:
-                known[layer.points, layer.most] = layer.table(self.batch_size)
-        return [[known[layer.points, layer.most] for layer in component.layers] for component in self.components]
+        return [[layer_seconds(points, c.most, self.batch_size) for points in c.layers] for c in self.components]
 
     @cached_property
     def prefix(self) -> list[list[list[float]]]:

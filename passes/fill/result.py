@@ -85,8 +85,7 @@ def make_fill(problem: FillProblem, method: str, stays: bool, ranks: Sequence[It
 
 
 def parts(problem: FillProblem, piece: Piece) -> Iterator[range]:
-    """The samples of a piece as they run: as many at once as every one of its layers may take."""
-    layers = problem.components[piece.component].layers[piece.first_layer : piece.last_layer]
-    step = min((layer.most for layer in layers if layer.most is not None), default=piece.num_samples)
+    """The samples of a piece as they run: as many at once as its component may."""
+    step = problem.components[piece.component].most or piece.num_samples
     for start in range(piece.first_sample, piece.last_sample, step):
         yield range(start, min(start + step, piece.last_sample))
