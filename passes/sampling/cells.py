@@ -16,7 +16,7 @@ from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
 from passes.rows import RowPlan
 from passes.sampling.fresh import FormWriter
-from passes.sampling.messages import exchange_nodes
+from passes.sampling.messages import Placed, exchange_nodes
 from passes.sampling.patches import Patch
 from passes.sampling.stages import Line, Stage
 
@@ -55,20 +55,21 @@ class CellWriter(FormWriter):
     """Writes one cell into the graph of its rank.
 
     Args:
+        swapped: what patches tell each other in the cell.
         given: the node in the rank's graph for every placeholder of the cell's graph but values of other stages, which
             are in `values` by name.
         early: nodes that no patch changes, by name, which the rank's cells share.
-        place: a message between patches as one between ranks.
     """
 
     def __init__(
-        self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, messages: Sequence[Message], device: torch.device,
-        transport: fx.Node, given: Callable[[fx.Node], fx.Node], values: Mapping[str, fx.Node],
-        early: dict[str, fx.Node], place: Callable[[Message], Message],
+        self, plan: RowPlan, patches: Sequence[Patch], patch: Patch, swapped: Placed,
+        device: torch.device, transport: fx.Node, given: Callable[[fx.Node], fx.Node],
+        values: Mapping[str, fx.Node], early: dict[str, fx.Node],
     ) -> None:  # fmt: skip
-        super().__init__(plan, patches, patch, messages, device)
+        super().__init__(plan, patches, patch, [told for told, _ in swapped if patch.index in told.channel], device)
         self.graph, self.transport = transport.graph, transport
-        self.given, self.values, self.early, self.place = given, values, early, place
+        self.given, self.values, self.early = given, values, early
+        self.wires = {told.edge: wire for told, wire in swapped}
 
     def add(self, graph: fx.Graph, cell: Cell) -> tuple[fx.Node, ...]:
         """The nodes of what the cell returns."""
@@ -101,4 +102,4 @@ class CellWriter(FormWriter):
         return self.early[node.name]
 
     def placed(self, message: Message) -> Message:
-        return self.place(message)
+        return self.wires[message.edge]

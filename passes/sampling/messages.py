@@ -8,10 +8,11 @@ moments    to everyone mean and variance of its own entries, in float32 or wider
 sum        to everyone its part
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import cast
 
+import torch
 from torch import fx
 
 from fxpipe.errors import CompileError
@@ -22,6 +23,8 @@ from passes.sampling.exchanges import Exchange
 from passes.sampling.patches import Patch, neighbours
 
 Shapes = dict[int, tuple[int, ...]]
+Placed = list[tuple[Message, Message]]
+"""Messages between patches, each with that between ranks."""
 
 
 def exchange_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -61,6 +64,27 @@ def messages_of(patches: Sequence[Patch], graphs: Collection[fx.Graph]) -> list[
                 args = (len(messages), source.index, dst, None, exchange.name, -1, exchange.kind, shape, dtype)
                 messages.append(Message(*args))
     return messages
+
+
+class Wires:
+    """Messages between ranks as they are planned, in the order of every channel."""
+
+    def __init__(self) -> None:
+        self.all: list[Message] = []
+
+    def add(self, src: int, dst: int, value: str, turn: int, kind: str, like: torch.Tensor | Message) -> Message:
+        self.all.append(Message(len(self.all), src, dst, None, value, turn, kind, tuple(like.shape), like.dtype))
+        return self.all[-1]
+
+    def placed(self, messages: Iterable[Message], turn: int, ranks: Sequence[int], count: int = 1) -> Placed:
+        """Of messages between patches, `count` on each of these ranks, those between ranks; what all of a rank's
+        patches read goes there once."""
+        found = []
+        for told in messages:
+            src, dst = ranks[told.src // count], ranks[told.dst // count]
+            if src != dst and (told.kind == "halo" or told.dst % count == told.src % count):
+                found.append((told, self.add(src, dst, told.value, turn, told.kind, told)))
+        return found
 
 
 def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:

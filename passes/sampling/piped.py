@@ -15,7 +15,7 @@ Text is owned by the first patch of every band; what no patch changes is compute
 reads it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -28,7 +28,7 @@ from fxpipe.plan.sample_plan import Norms
 from passes.rows import RowPlan
 from passes.sampling.cells import Cell, cells
 from passes.sampling.groups import Span
-from passes.sampling.messages import messages_of
+from passes.sampling.messages import Placed, Wires, messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.shared import shared_values
@@ -140,7 +140,7 @@ def returned_names(piped: Piped, cell: Cell, turn: Turn) -> list[str]:
     return [name for name in returns_of(cell) if turn.patch.owns or name not in piped.shared]
 
 
-class Sent:
+class Sent(Wires):
     """All messages of one form, in the order of every channel, the groups' cells side by side; `microbatch` is the turn
     within the group.
 
@@ -150,10 +150,10 @@ class Sent:
 
     def __init__(self, piped: Piped, form: str, place: int) -> None:
         """`place`: whose graphs tell what all exchange."""
+        super().__init__()
         self.piped, self.is_fresh, self.place = piped, form == "fresh", place
-        self.all: list[Message] = []
-        self.within: dict[tuple[int, Cell], list[tuple[Message, Message]]] = {}
-        self.left: dict[tuple[int, Cell], list[tuple[Message, Message]]] = {}
+        self.within: dict[tuple[int, Cell], Placed] = {}
+        self.left: dict[tuple[int, Cell], Placed] = {}
         groups = range(len(piped.groups))
         turns = [[piped.turns(group, place, form) for place in range(piped.beside)] for group in groups]
         for side_by_side in zip_longest(*(cells(piped.line, len(of_group[0])) for of_group in turns)):
@@ -165,40 +165,22 @@ class Sent:
         piped, run = self.piped, turns[0].run
         count, at = piped.num_turns, turns[0].patch.index
         plan = piped.plan(group, run)
+        ranks = [piped.rank(group, cell.stage.column, place) for place in range(piped.beside)]
         if piped.beside > 1:
             told = piped.told(group, cell.stage, run, self.place)
             if self.is_fresh:
                 graph = piped.graph(group, cell.stage, turns[self.place])
-                self.within[group, cell] = self._placed(group, cell, messages_of(piped.bands(plan), [graph]), 1)
+                self.within[group, cell] = self.placed(messages_of(piped.bands(plan), [graph]), cell.turn, ranks)
                 left = [message for message in told if message.kind != "gather"] if count > 1 else []
-                self.left[group, cell] = self._placed(group, cell, left, count)
+                self.left[group, cell] = self.placed(left, cell.turn, ranks, count)
             else:
                 now = [message for message in told if message.src % count == at]
-                self.within[group, cell] = self._placed(group, cell, now, count)
+                self.within[group, cell] = self.placed(now, cell.turn, ranks, count)
         for place, turn in enumerate(turns):
-            src = piped.rank(group, cell.stage.column, place)
             for name in returned_names(piped, cell, turn):
                 for dst, kind in self._receivers(group, cell, place, name):
                     like = held(plan, turn.patch, plan.sized.result.name if name == PREDICTION else name)
-                    self._append(src, dst, name, cell.turn, kind, tuple(like.shape), like.dtype)
-
-    def _placed(self, group: int, cell: Cell, messages: Iterable[Message], count: int) -> list[tuple[Message, Message]]:
-        """Of messages between patches, `count` at each place, those between ranks; what all of a rank's patches read
-        goes there once."""
-        found = []
-        for message in messages:
-            src, dst = message.src // count, message.dst // count
-            if src != dst and (message.kind == "halo" or message.dst % count == message.src % count):
-                src, dst = (self.piped.rank(group, cell.stage.column, place) for place in (src, dst))
-                wire = self._append(src, dst, message.value, cell.turn, message.kind, message.shape, message.dtype)
-                found.append((message, wire))
-        return found
-
-    def _append(
-        self, src: int, dst: int, value: str, turn: int, kind: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Message:
-        self.all.append(Message(len(self.all), src, dst, None, value, turn, kind, shape, dtype))
-        return self.all[-1]
+                    self.add(ranks[place], dst, name, cell.turn, kind, like)
 
     def _receivers(self, group: int, cell: Cell, place: int, name: str) -> list[tuple[int, str]]:
         """The other ranks that a value goes to, and what it is for them."""

@@ -121,21 +121,18 @@ class _Written:
         known = ChainMap(values, self.shared[turn.run])
         operand = self.rows.operand(turn.run, None if whole else spans[turn.run], piped.batched)
         rest = piped.device, self.rows.transport, operand, known, self.early[turn.run]
-        within = self.sent.within.get((self.group, cell), ())
+        within = self.sent.within.get((self.group, cell), [])
         if self.is_fresh:
-            mine = [message for message, _ in within if turn.patch.index in message.channel]
-            wires = {message.edge: wire for message, wire in within}
-            return CellWriter(plan, piped.bands(plan), turn.patch, mine, *rest, lambda message: wires[message.edge])
+            return CellWriter(plan, piped.bands(plan), turn.patch, within, *rest)
         patches = piped.patches(plan)
         if turn.patch.is_whole:
-            return CellWriter(plan, patches, turn.patch, (), *rest, lambda message: message)
+            return CellWriter(plan, patches, turn.patch, [], *rest)
         first = piped.turns(self.group, self.place, "displaced")[turn.run]
         exchanges_of([piped.graph(self.group, cell.stage, first), graph])  # the same in the same order
-        told = piped.told(self.group, cell.stage, turn.run, self.place)
-        mine = [message for message in told if turn.patch.index in message.channel]
+        told = [(message, message) for message in piped.told(self.group, cell.stage, turn.run, self.place)]
         how: dict[str, Any] = {"latest": self.latest, "stage": cell.stage.index, "run": turn.run, "norms": piped.norms}
         how |= {"turns": piped.num_turns, "wires": [both for both in within if self.rank in both[1].channel]}
-        return LatestWriter(plan, patches, turn.patch, mine, *rest, lambda message: message, **how)
+        return LatestWriter(plan, patches, turn.patch, told, *rest, **how)
 
     # -- what a fresh step leaves to a displaced one
 

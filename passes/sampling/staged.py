@@ -11,8 +11,7 @@ Patches of a stage exchange what they need of each other in the step itself. Eve
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -24,7 +23,7 @@ from passes.rows import RowPlan
 from passes.sampling.attention import Shared
 from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.groups import Span
-from passes.sampling.messages import messages_of
+from passes.sampling.messages import Placed, Wires, messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.staged_rank import RankGraph
@@ -83,48 +82,36 @@ def staged_programs(staged: Staged, ranks: Collection[int]) -> tuple[tuple[Sampl
         for stage in staged.line.stages
     }
     order = cells(staged.line, len(staged.spans))
-    messages = Messages()
+    sent = Sent()
     for cell in order:
-        messages.add(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)].values())
+        sent.add_cell(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)].values())
     programs = []
     for rank in sorted(ranks):
         column, patch = divmod(rank, staged.num_patches)
         own = [cell for cell in order if cell.stage.column == column]
         of_rank = [graphs[cell.stage.index, staged.size(cell.turn)][patch] for cell in own]
-        programs.append(_RankWriter(staged, column, patch, messages).program(own, of_rank))
-    return tuple(programs), tuple(messages.all)
+        programs.append(_RankWriter(staged, column, patch, sent).program(own, of_rank))
+    return tuple(programs), tuple(sent.all)
 
 
-class Messages:
-    """All messages as they are planned: within a cell, between its patches, and from a cell to later ones."""
+class Sent(Wires):
+    """All messages: `within` a cell, between its patches, and from a cell to later ones."""
 
     def __init__(self) -> None:
-        self.all: list[Message] = []
-        self.within: dict[Cell, tuple[int, list[Message]]] = {}
+        super().__init__()
+        self.within: dict[Cell, Placed] = {}
 
-    def add(self, staged: Staged, cell: Cell, graphs: Collection[fx.Graph]) -> None:
+    def add_cell(self, staged: Staged, cell: Cell, graphs: Collection[fx.Graph]) -> None:
         """Those of a cell, of which `graphs` are some patches'."""
         patches, plan = staged.patches(cell.turn), staged.plans[staged.size(cell.turn)]
-        swapped = messages_of(patches, graphs)
-        self.within[cell] = len(self.all), swapped
-        self.all += [self.placed(staged, cell, message) for message in swapped]
+        ranks = [staged.rank(cell.stage.column, patch.index) for patch in patches]
+        self.within[cell] = self.placed(messages_of(patches, graphs), cell.turn, ranks)
         for name in returns_of(cell):
             readers = readers_of(staged.line, cell, name)
             for patch in patches if readers else ():
                 like = plan.sized.result.meta["val"] if name == PREDICTION else held(plan, patch, name)
                 for column, kind in readers:
-                    self._send(staged, cell, patch.index, column, name, kind, like)
-
-    def placed(self, staged: Staged, cell: Cell, message: Message) -> Message:
-        """A message between patches of one cell as one between ranks."""
-        first, column = self.within[cell][0], cell.stage.column
-        src, dst = staged.rank(column, message.src), staged.rank(column, message.dst)
-        return replace(message, edge=message.edge + first, src=src, dst=dst, microbatch=cell.turn)
-
-    def _send(self, staged: Staged, cell: Cell, patch: int, column: int, name: str, kind: str, like: Any) -> None:
-        src, dst = staged.rank(cell.stage.column, patch), staged.rank(column, patch)
-        wire = (len(self.all), src, dst, None, name, cell.turn, kind, tuple(like.shape), like.dtype)
-        self.all.append(Message(*wire))
+                    self.add(ranks[patch.index], staged.rank(column, patch.index), name, cell.turn, kind, like)
 
 
 def returns_of(cell: Cell) -> tuple[str, ...]:
@@ -148,10 +135,10 @@ def readers_of(line: Line, cell: Cell, name: str) -> list[tuple[int, str]]:
 class _RankWriter:
     """One rank's program."""
 
-    def __init__(self, staged: Staged, column: int, patch: int, messages: Messages) -> None:
-        self.staged, self.column, self.patch, self.messages = staged, column, patch, messages
+    def __init__(self, staged: Staged, column: int, patch: int, sent: Sent) -> None:
+        self.staged, self.column, self.patch, self.sent = staged, column, patch, sent
         self.rank = staged.rank(column, patch)
-        self.between = [m for m in messages.all if m.kind in ("main", "skip", PREDICTION) and self._is_between(m)]
+        self.between = [m for m in sent.all if m.kind in ("main", "skip", PREDICTION) and self._is_between(m)]
 
     def _is_between(self, message: Message) -> bool:
         """Whether it goes from column to column."""
@@ -173,13 +160,11 @@ class _RankWriter:
     def _add(self, cell: Cell, graph: fx.Graph) -> None:
         staged, turn = self.staged, cell.turn
         self.rows.read(cell, self.values[turn])
-        patches, (_, swapped) = staged.patches(turn), self.messages.within[cell]
+        patches = staged.patches(turn)
         span = staged.spans[turn] if len(staged.spans) > 1 else None
         writer = CellWriter(
-            staged.plans[staged.size(turn)], patches, patches[self.patch],
-            [message for message in swapped if self.patch in message.channel], staged.device, self.rows.transport,
-            self.rows.operand(turn, span, staged.batched), self.values[turn], self.early[turn],
-            lambda message: self.messages.placed(staged, cell, message),
+            staged.plans[staged.size(turn)], patches, patches[self.patch], self.sent.within[cell], staged.device,
+            self.rows.transport, self.rows.operand(turn, span, staged.batched), self.values[turn], self.early[turn],
         )  # fmt: skip
         returned = dict(zip(returns_of(cell), writer.add(graph, cell), strict=False))
         self.values[turn] |= returned
