@@ -1,5 +1,6 @@
 """Averages of weights that several ranks train: right where a parameter is trained, refused elsewhere until brought."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -85,6 +86,24 @@ def test_averages_of_a_scripts_own_are_refused_in_the_model_until_they_are_broug
 
     model = Adapted()
     put(model, trained(model, OneDevice(model)).own)
+    for found in on_threads(2, [LINE], body):
+        torch.testing.assert_close(found, [*model.state_dict().values()], rtol=1e-10, atol=1e-12)
+
+
+def test_copies_of_old_values_are_as_old() -> None:
+    def body(model: nn.Module, engines: Any) -> list[Tensor]:
+        engine = engines[0]()
+        trained(model, engine)
+        best = copy.deepcopy(model)
+        for use in (best.state_dict, lambda: best(**batch(0, ROWS[0]))):
+            with pytest.raises(fxpipe.RunError, match=r"parameters of Adapted .* engine.sync_model\(average\)"):
+                use()
+        engine.sync_model(best)
+        best(**batch(0, ROWS[0]))
+        return [*best.state_dict().values()]
+
+    model = Adapted()
+    trained(model, OneDevice(model))
     for found in on_threads(2, [LINE], body):
         torch.testing.assert_close(found, [*model.state_dict().values()], rtol=1e-10, atol=1e-12)
 

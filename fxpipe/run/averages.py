@@ -3,8 +3,8 @@
     rank 0   average.update_parameters(model)   layers.0: as it is      layers.6: as it was when rank 1 last brought it
     rank 0   average.module(x)                  refused, until engine.sync_model(average) has brought layers.6
 
-So it is for torch's `AveragedModel` and diffusers' `EMAModel`; what a script averages by itself goes unseen, and so
-does a copy of such an average.
+So it is for torch's `AveragedModel` and diffusers' `EMAModel`, and for copies of the model by `copy.deepcopy`; what a
+script averages by itself goes unseen.
 """
 
 import sys
@@ -27,6 +27,7 @@ _old_stored = WeakKeyDictionary[Any, list[bool]]()  # average -> which parameter
 def watch_averages() -> None:
     """From now on; of classes that have been imported."""
     _wrap(AveragedModel, update_parameters=_updated)
+    _wrap(nn.Parameter, __deepcopy__=_deeply_copied)
     diffusers: Any = sys.modules.get("diffusers.training_utils")
     if diffusers is not None:
         _wrap(diffusers.EMAModel, step=_stepped, copy_to=_copied, state_dict=_told, store=_stored, restore=_restored)
@@ -43,6 +44,13 @@ def _updated(original: Callable[..., Any], average: AveragedModel, model: nn.Mod
     averages = [*average.module.parameters()]
     _age(averages, [*model.parameters()], lambda: original(average, model))
     watch_outdated(average.module, averages)
+
+
+def _deeply_copied(original: Callable[..., Any], parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+    copied = original(parameter, memo)
+    if is_outdated(parameter):
+        outdate([copied])
+    return copied
 
 
 def _stepped(original: Callable[..., Any], average: Any, parameters: Any) -> None:

@@ -53,7 +53,7 @@ class OptimizerSteps:
         trained = [parameter for parameter in self._trained if owners(parameter) and not is_idle(parameter)]
         of_these = sum(id(parameter) in held for parameter in trained)
         self._has_parts |= 0 < of_these < len(trained)
-        return of_these == len(trained)
+        return 0 < of_these == len(trained)
 
     def taken(self) -> tuple[bool | None, dict[str, Any]]:
         """Whether one was stepped since the last call, None where that is not compared, and the last one's options;
