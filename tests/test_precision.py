@@ -246,6 +246,12 @@ def test_only_scalers_of_engines_are_taken(tmp_path: Path) -> None:
     assert not engine.scaler().is_enabled()
 
 
+def test_a_step_under_an_autocast_is_refused() -> None:
+    engine = compiled(Net(), "bf16").local_engine()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RunError, match=r"a step under torch.autocast: its"):
+        engine.step(batch())
+
+
 # Scalers
 
 STEPS, INIT = 5, 2.0**16

@@ -229,6 +229,11 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         return self._readers.setdefault(id(batches), (batches, ReadAhead(batches, self._bind)))[1]
 
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
+        if torch.is_autocast_enabled(self.device.type):
+            raise RunError(
+                "a step under torch.autocast: its programs compute in the types that they were compiled in; compile "
+                "with precision='bf16' or 'fp16', or with the autocast in the model's forward, and step outside of it"
+            )
         self.unchanged.require()
         if following is not None and min(batch.size, following.size) < self._plan.batch_size:
             following = None  # frozen work is done a step early for whole batches alone, and beside those
