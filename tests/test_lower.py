@@ -13,8 +13,9 @@ from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
 from fxpipe.plan.program_check import check_programs, require_programs
-from fxpipe.plan.rank_program import Message, RankProgram, nest
+from fxpipe.plan.rank_program import RankProgram, nest
 from fxpipe.program import Program
+from passes.lowering import Lowered
 from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from passes.lowering.units import run_unit
@@ -230,12 +231,12 @@ def nodes(program: RankProgram, target: object) -> list[fx.Node]:
     return [node for node in program.graph.nodes if node.target is target]
 
 
-def faults(programs: list[RankProgram], messages: tuple[Message, ...]) -> str:
+def faults(programs: list[RankProgram], step: Lowered) -> str:
     for program in programs:
         program.graph.lint()
-    found = check_programs(programs, messages)
+    found = check_programs(programs, step.messages, step.sends.positions)
     with pytest.raises(CompileError) as caught:
-        require_programs(programs, messages)
+        require_programs(programs, step.messages, step.sends.positions)
     assert all(fault in str(caught.value) for fault in found)
     return "\n".join(found)
 
@@ -252,14 +253,15 @@ def test_both_ends_of_a_channel_have_one_order(step: Program) -> None:
 
 
 def test_right_programs_have_no_faults(step: Program) -> None:
-    assert check_programs([copied(p) for p in step.step.programs], step.step.messages) == []
+    lowered = step.step
+    assert check_programs([copied(p) for p in lowered.programs], lowered.messages, lowered.sends.positions) == []
 
 
 def test_swapped_receives_are_shown(step: Program) -> None:
     programs = [copied(p) for p in step.step.programs]
     first, second = nodes(programs[1], ops.recv)[:2]
     first.prepend(second)
-    text = faults(programs, step.step.messages)
+    text = faults(programs, step.step)
     edges = [m.edge for m in step.step.messages if m.channel == (0, 1)]
     assert f"channel 0 -> 1: planned edges {edges}, rank 1 receives {[edges[1], edges[0], *edges[2:]]}" in text
     assert f"{second.format_node()}  <-- HERE" in text
@@ -269,7 +271,7 @@ def test_a_dropped_send_is_shown(step: Program) -> None:
     programs = [copied(p) for p in step.step.programs]
     dropped, following = nodes(programs[0], ops.send)[:2]
     programs[0].graph.erase_node(dropped)
-    text = faults(programs, step.step.messages)
+    text = faults(programs, step.step)
     edges = [m.edge for m in step.step.messages if m.channel == (0, 1)]
     assert f"planned edges {edges}, rank 0 sends {edges[1:]}" in text
     assert f"{following.format_node()}  <-- HERE" in text
@@ -279,7 +281,7 @@ def test_the_last_send_dropped_is_shown_at_the_end(step: Program) -> None:
     programs = [copied(p) for p in step.step.programs]
     programs[0].graph.erase_node(nodes(programs[0], ops.send)[-1])
     (*_, end) = programs[0].graph.nodes
-    assert f"{end.format_node()}  <-- HERE" in faults(programs, step.step.messages)
+    assert f"{end.format_node()}  <-- HERE" in faults(programs, step.step)
 
 
 def test_another_shape_is_shown(step: Program) -> None:
@@ -287,7 +289,7 @@ def test_another_shape_is_shown(step: Program) -> None:
     received = nodes(programs[1], ops.recv)[0]
     message = step.step.messages[received.args[2]]
     received.update_arg(3, [*message.shape, 1])
-    text = faults(programs, step.step.messages)
+    text = faults(programs, step.step)
     assert f"rank 1 receives another shape than {message}" in text
     assert f"{received.format_node()}  <-- HERE" in text
 
@@ -298,20 +300,6 @@ def test_a_receive_without_wait_is_shown(step: Program) -> None:
     first.replace_all_uses_with(second)
     received = first.args[0]
     programs[1].graph.erase_node(first)
-    text = "\n".join(check_programs(programs, step.step.messages))
+    text = faults(programs, step.step)
     assert "rank 1 never waits for a message" in text
     assert f"{received.format_node()}  <-- HERE" in text  # type: ignore[union-attr]
-
-
-def test_a_circle_of_waits_is_shown_on_every_rank(step: Program) -> None:
-    """Rank 0 waits for its first gradient before it sends the value that the gradient is of."""
-    programs = [copied(p) for p in step.step.programs]
-    waited = nodes(programs[0], ops.wait)[0]
-    first_send = nodes(programs[0], ops.send)[0]
-    first_send.prepend(waited.args[0])  # type: ignore[arg-type]
-    first_send.prepend(waited)
-    text = faults(programs, step.step.messages)
-    assert "rank 0 waits forever" in text
-    assert "rank 1 waits forever" in text
-    assert f"{waited.format_node()}  <-- HERE" in text
-    assert f"{nodes(programs[1], ops.wait)[0].format_node()}  <-- HERE" in text

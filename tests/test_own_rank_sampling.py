@@ -96,13 +96,13 @@ def test_a_send_after_a_wait_that_may_need_it_is_seen_in_one_program() -> None:
     """Rank 0 waits for rank 1's part of the prediction before it sends its own."""
     step = compiled("rows").step
     (graph,), sent = in_sequence(step.programs[:1], step.messages_of, ("fresh",))
-    moments = {(message.edge, message.src): moment for moment, message in enumerate(sent)}
-    assert check_programs([graph], sent, (), moments) == []
+    positions = {message.edge: position for position, message in enumerate(sent)}
+    assert check_programs([graph], sent, positions) == []
     nodes = list(graph.graph.nodes)
     wait = next(n for n in reversed(nodes) if n.target is ops.wait and n.args[0].args[1] == 1)  # type: ignore[union-attr]
     send = next(n for n in reversed(nodes) if n.target is ops.send and n.args[2] == 1)
     wait.append(send)
-    (fault,) = check_programs([graph], sent, (), moments)
+    (fault,) = check_programs([graph], sent, positions)
     assert "rank 0 waits before it sends" in fault
     assert f"{send.format_node()}  <-- HERE" in fault
 

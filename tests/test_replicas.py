@@ -100,11 +100,11 @@ def test_a_lost_reduction_is_found_in_the_programs(function: object) -> None:
         shard={ops.all_reduce: "none", ops.gather: "weights"}.get(function, "optimizer"),
     )  # fmt: skip
     step = program.step
-    collectives = [*step.reductions, *step.gatherings]
-    assert check_programs(step.programs, step.messages, collectives) == []
+    of_step = step.messages, step.sends.positions, [*step.reductions, *step.gatherings]
+    assert check_programs(step.programs, *of_step) == []
     (node,) = step.programs[1].graph.find_nodes(op="call_function", target=function)  # type: ignore[arg-type]
     node.args = (*node.args[:2], [0], *node.args[3:])
-    faults = check_programs(step.programs, step.messages, collectives)
+    faults = check_programs(step.programs, *of_step)
     assert any("rank 1 starts a reduction that is not planned" in fault for fault in faults)
 
 

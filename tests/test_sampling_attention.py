@@ -90,7 +90,8 @@ def uneven(count: int, patches: int) -> tuple[int, ...]:
 
 
 def require_exact(programs: RowPrograms, given: Case, bound: float = 1e-10) -> None:
-    assert not check_programs(programs.programs, programs.messages)
+    positions = {message.edge: position for position, message in enumerate(programs.messages)}
+    assert not check_programs(programs.programs, programs.messages, positions)
     found = programs.predict(**given.example)
     assert all(torch.equal(other, found[0]) for other in found[1:])
     assert relative_error(found[0], one_device(given)) <= bound

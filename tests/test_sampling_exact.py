@@ -92,7 +92,8 @@ def test_patches_predict_what_one_device_predicts(key: str, said: Callable[[str,
     wanted, bound = one_device(given), 1e-5 if key in FLOAT32_INSIDE | FLOAT32_ONLY else 1e-10
     programs = row_programs(given.model, given.example, uneven, sample=given.sample)
     said(key, notes_of(programs))
-    assert not check_programs(programs.programs, programs.messages)
+    positions = {message.edge: position for position, message in enumerate(programs.messages)}
+    assert not check_programs(programs.programs, programs.messages, positions)
     found = programs.predict(**given.example)
     assert all(torch.equal(other, found[0]) for other in found[1:])
     assert relative_error(found[0], wanted) <= bound, programs.bounds

@@ -1,9 +1,9 @@
 """Check rank programs: every message sent once and received once, in one order per channel, and no rank waits forever.
 
-Sends never block and every channel has one sender and one receiver, so the ranks are a Kahn network: one run of the
-abstract machine that reaches every rank's end proves that no timing can deadlock. A reduction over replicas is started
-without blocking too, and waited for by each of its ranks. Of some ranks' programs alone it is enough that each sends in
-the order of *moments* that all ranks know: what is sent at a moment follows waits for earlier moments only.
+Sends never block and every channel has one sender and one receiver; a reduction over replicas is started without
+blocking too, and waited for by each of its ranks. All ranks know one order of both, and each sends only after waits for
+what is earlier in it: of all that never comes, the first has a sender that waits for something earlier still, so that
+no timing can deadlock. Some ranks' programs can be checked without the others'.
 """
 
 from collections import Counter
@@ -28,18 +28,14 @@ class RankGraph(Protocol):
     def graph(self) -> fx.Graph: ...
 
 
-Moments = Mapping[tuple[int, int], int]
-"""When a rank sends a message or starts a reduction, by (edge, rank)."""
-
-
 def check_programs(
     programs: Sequence[RankGraph],
     messages: Sequence[Message],
+    positions: Mapping[int, int],
     reductions: Sequence[Reduction | Gathering] = (),
-    moments: Moments | None = None,
 ) -> list[str]:
-    """The faults of the programs, each with its place; empty when they are right. With `moments` they may be those of
-    some ranks only."""
+    """The faults of some ranks' programs, each with its place; empty when they are right. `positions` in the order of
+    all are those of messages, and of reductions when the last rank starts them, by edge."""
     by_rank = {program.rank: program for program in programs}
     planned: dict[tuple[int, int], list[int]] = {}
     for message in messages:
@@ -51,22 +47,17 @@ def check_programs(
             faults += _order_faults(by_rank[channel[end]], channel, planned.get(channel, []), found.get(channel, []))
     faults += _shape_faults(programs, messages)
     faults += _reduction_faults(programs, reductions)
-    if faults:
-        return faults
-    ranks = {rank for channel in planned for rank in channel} | {rank for r in reductions for rank in r.ranks}
-    if moments is not None:
-        faults += _early_faults(programs, moments)
-    return faults or (list(_stuck(programs)) if ranks <= by_rank.keys() else [])
+    return faults or list(_early_faults(programs, positions))
 
 
 def require_programs(
     programs: Sequence[RankGraph],
     messages: Sequence[Message],
+    positions: Mapping[int, int],
     reductions: Sequence[Reduction | Gathering] = (),
-    moments: Moments | None = None,
 ) -> None:
     """Raise CompileError with every fault."""
-    if faults := check_programs(programs, messages, reductions, moments):
+    if faults := check_programs(programs, messages, positions, reductions):
         raise CompileError("the rank programs are wrong; please report this\n" + "\n".join(faults))
 
 
@@ -137,17 +128,14 @@ def _reduction_faults(programs: Sequence[RankGraph], reductions: Sequence[Reduct
             yield f"rank {program.rank} starts the reductions {edges}, planned are {wanted}"
 
 
-def _early_faults(programs: Sequence[RankGraph], moments: Moments) -> Iterator[str]:
+def _early_faults(programs: Sequence[RankGraph], positions: Mapping[int, int]) -> Iterator[str]:
     """Sends, and starts of reductions, that come after a wait for what may not be there before them."""
-    arrives: dict[int, int] = {}
-    for (edge, _), moment in moments.items():
-        arrives[edge] = max(moment, arrives.get(edge, moment))
     for program in programs:
         latest = -1
         for node in program.graph.nodes:
             if node.target in ops.WAITS:
-                latest = max(latest, arrives[_edge(node.args[0])])
-            elif node.target in (ops.send, *ops.COLLECTIVES) and moments[_edge(node), program.rank] <= latest:
+                latest = max(latest, positions[_edge(node.args[0])])
+            elif node.target in (ops.send, *ops.COLLECTIVES) and positions[_edge(node)] <= latest:
                 yield f"rank {program.rank} waits before it sends, for what may come later\n" + _at(program, node)
                 break
 
@@ -155,39 +143,6 @@ def _early_faults(programs: Sequence[RankGraph], moments: Moments) -> Iterator[s
 def _edge(node: Any) -> int:
     """The edge of a send, a receive or a reduction."""
     return int(node.args[2 if node.target is ops.recv else 3])
-
-
-def _stuck(programs: Sequence[RankGraph]) -> Iterator[str]:
-    """Run every rank until all end; what is left waits for a message that nobody can send."""
-    nodes = [list(program.graph.nodes) for program in programs]
-    position = [0] * len(programs)
-    sent: set[int] = set()  # edges of messages
-    given: Counter[int] = Counter()  # ranks that have started each reduction
-    moved = True
-    while moved:
-        moved = False
-        for rank, program_nodes in enumerate(nodes):
-            while position[rank] < len(program_nodes) and _can_run(program_nodes[position[rank]], sent, given):
-                node = program_nodes[position[rank]]
-                if node.target is ops.send:
-                    sent.add(node.args[3])
-                if node.target in ops.COLLECTIVES:
-                    given[node.args[3]] += 1
-                position[rank] += 1
-                moved = True
-    for rank, program_nodes in enumerate(nodes):
-        if position[rank] < len(program_nodes):
-            yield f"rank {rank} waits forever:\n" + _around(program_nodes, position[rank])
-
-
-def _can_run(node: fx.Node, sent: set[int], given: Mapping[int, int]) -> bool:
-    if node.target not in ops.WAITS:
-        return True
-    started = node.args[0]
-    assert isinstance(started, fx.Node)
-    if node.target is ops.wait:
-        return started.args[2] in sent
-    return given[started.args[3]] == len(started.args[2])  # type: ignore[arg-type, index]
 
 
 def _at(program: RankGraph, node: fx.Node) -> str:

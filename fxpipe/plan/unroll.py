@@ -47,8 +47,7 @@ def require_sequence(
     rank sends it waits for what comes earlier in the order of all messages alone.
     """
     graphs, sent = in_sequence(programs, messages, sequence)
-    moments = {(message.edge, message.src): moment for moment, message in enumerate(sent)}
-    require_programs(graphs, sent, (), moments)
+    require_programs(graphs, sent, {message.edge: position for position, message in enumerate(sent)})
 
 
 def in_sequence(

@@ -154,8 +154,8 @@ class _Form:
             for rank, mine in mail.items()
         )
         order = moments(self.schedule, self._work(), self.layout, messages, reductions, tied, gatherings, of_rank)
-        require_programs(programs, messages, [*reductions, *gatherings], order)
         sends = SendOrder.of(messages, by_arrival(order))
+        require_programs(programs, messages, sends.positions, [*reductions, *gatherings])
         return Lowered(programs, messages, reductions, sends, gatherings=gatherings)
 
     @cached_property

@@ -16,13 +16,15 @@ from itertools import pairwise
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import execution_order
-from fxpipe.plan.program_check import Moments
 from fxpipe.plan.rank_program import Gathering, Message, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.layout import Layout, closing
 from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns
+
+Moments = Mapping[tuple[int, int], int]
+"""When a rank sends a message or starts a reduction, by (edge, rank)."""
 
 
 def moments(
