@@ -1,6 +1,7 @@
 """Averages of weights that several ranks train: right where a parameter is trained, refused elsewhere until brought."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -98,8 +99,12 @@ def test_copies_of_old_values_are_as_old() -> None:
         for use in (best.state_dict, lambda: best(**batch(0, ROWS[0]))):
             with pytest.raises(fxpipe.RunError, match=r"parameters of Adapted .* engine.sync_model\(average\)"):
                 use()
+        for saved in (model, dict(model.named_parameters())):
+            with pytest.raises(fxpipe.RunError, match=r"was trained on another rank.*call engine.sync_model\(\)"):
+                torch.save(saved, io.BytesIO())
         engine.sync_model(best)
         best(**batch(0, ROWS[0]))
+        torch.save(model, io.BytesIO())
         return [*best.state_dict().values()]
 
     model = Adapted()

@@ -27,7 +27,7 @@ _old_stored = WeakKeyDictionary[Any, list[bool]]()  # average -> which parameter
 def watch_averages() -> None:
     """From now on; of classes that have been imported."""
     _wrap(AveragedModel, update_parameters=_updated)
-    _wrap(nn.Parameter, __deepcopy__=_deeply_copied)
+    _wrap(nn.Parameter, __deepcopy__=_deeply_copied, __reduce_ex__=_pickled)
     diffusers: Any = sys.modules.get("diffusers.training_utils")
     if diffusers is not None:
         _wrap(diffusers.EMAModel, step=_stepped, copy_to=_copied, state_dict=_told, store=_stored, restore=_restored)
@@ -51,6 +51,15 @@ def _deeply_copied(original: Callable[..., Any], parameter: nn.Parameter, memo: 
     if is_outdated(parameter):
         outdate([copied])
     return copied
+
+
+def _pickled(original: Callable[..., Any], parameter: nn.Parameter, protocol: Any) -> Any:
+    if is_outdated(parameter) and not uses_as_is():
+        raise RunError(
+            f"a parameter {list(parameter.shape)} was trained on another rank, and is not here yet; before it is "
+            "saved, call engine.sync_model() on every rank"
+        )
+    return original(parameter, protocol)
 
 
 def _stepped(original: Callable[..., Any], average: Any, parameters: Any) -> None:
