@@ -1,4 +1,8 @@
-"""Denoisers whose forward has an autocast: patches compute in the types that one device computes in."""
+"""Denoisers whose forward has an autocast, and calls inside of one: patches compute in the types that one device
+computes in."""
+
+import os
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, RunError
+from tests.distributed import run_processes
 from tests.tiny_pipelines import noise
 
 
@@ -65,6 +70,51 @@ def test_an_autocast_that_casts_nothing() -> None:
     sampler = fxpipe.compile_sampler(model, 2, example=call(12, torch.float64), sample={"sample": 2})
     assert sampler.verify().ok
     assert not any(node.meta.get("autocast") for node in sampler.step.traced.captured.graph.nodes)
+
+
+class Plain(Autocast):
+    """The same in the types of its tensors."""
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        return self.predict(sample, timestep)
+
+
+def inside(predict: Any, on: bool, height: int = 12) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=on):
+        result: Tensor = predict(**call(height))
+        return result
+
+
+def test_calls_inside_of_an_autocast() -> None:
+    """Programs of their own, beside those of calls outside; threads that run them are in none."""
+    torch.manual_seed(0)
+    model = Plain("fused")
+    sampler = fxpipe.compile_sampler(model, 2, example=call(12), sample={"sample": 2}, sizes="any")
+    for on, height in ((False, 12), (True, 12), (True, 8), (False, 12), (True, 12)):
+        expected, found, plain = (
+            inside(one, on, height) for one, on in ((model, on), (sampler.predict, on), (model, not on))
+        )
+        assert found.dtype == expected.dtype == (torch.bfloat16 if on else torch.float32)
+        apart, cast = ((one.float() - expected.float()).abs().mean() for one in (found, plain))
+        assert apart < 0.05 * cast
+    assert inside(sampler.predict, True).float().equal(inside(sampler.predict, True).float())
+
+
+def launched() -> tuple[float, str]:
+    """How far the ranks' prediction is from one device's, and what is said where one rank alone is in an autocast."""
+    torch.manual_seed(0)
+    model = Plain("fused")
+    sampler = fxpipe.compile_sampler(model, 2, example=call(12), sample={"sample": 2})
+    expected, found = inside(model, True), inside(sampler.predict, True)
+    with pytest.raises(RunError) as said:
+        inside(sampler.predict, os.environ["RANK"] == "1")
+    return float((found - expected).abs().max()), str(said.value)
+
+
+def test_ranks_in_other_autocasts_are_told() -> None:
+    for apart, said in run_processes(2, launched, timeout_seconds=100):
+        assert apart < 1e-2
+        assert "ranks [1] have another plan than rank 0" in said
 
 
 class Recurrent(Autocast):

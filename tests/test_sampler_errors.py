@@ -122,23 +122,11 @@ def test_derivatives_of_a_prediction_are_refused() -> None:
         assert torch.equal(sampler.predict(**{**GIVEN, "sample": noisy}), sampler.predict(**GIVEN))
 
 
-def test_a_call_inside_an_autocast_is_refused() -> None:
-    """Programs of threads would not see it, those of processes would."""
-    sampler = fxpipe.compile_sampler(Denoiser().float(), 2, sample=ROWS, example=(floats := _floats()))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(FxpipeError, match=r"the call is inside torch.autocast"):
-        sampler.predict(**floats)
-    assert sampler.predict(**floats).dtype == torch.float32
-
-
 def test_a_call_inside_a_vmap_is_refused() -> None:
     sampler = fxpipe.compile_sampler(Denoiser(), 2, example=GIVEN, sample=ROWS)
     with pytest.raises(FxpipeError, match=r"inside torch.vmap.* all samples as one batch"):
         torch.vmap(lambda sample: sampler.predict(**{**GIVEN, "sample": sample}))(GIVEN["sample"][None])
     assert sampler.verify().ok
-
-
-def _floats() -> Call:
-    return {name: value.float() for name, value in GIVEN.items()}
 
 
 def test_attributes_that_change_nothing_are_no_fault() -> None:

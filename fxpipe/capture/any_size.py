@@ -22,6 +22,7 @@ from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import flatten
 from fxpipe.errors import CaptureError, CompileError
 
@@ -82,6 +83,7 @@ def capture_any_size(
     examples: Sequence[torch.Tensor],
     result_of: ResultOf,
     wanted: Mapping[str, int],
+    surroundings: Surroundings | None,
 ) -> AnySize:
     """Trace `model` again, sizes free.
 
@@ -95,7 +97,7 @@ def capture_any_size(
     """
     if captured.draws:
         raise CaptureError("forward draws random numbers")
-    exported = export_any_size(model, captured.inputs, examples, result_of, bool(captured.batch))
+    exported = export_any_size(model, captured.inputs, examples, result_of, bool(captured.batch), surroundings)
     placeholders = exported.graph.find_nodes(op="placeholder")
     kinds = exported.program.graph_signature.input_specs
     given = torch.export.graph_signature.InputKind.USER_INPUT

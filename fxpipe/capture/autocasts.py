@@ -32,7 +32,7 @@ def written_out(graph: fx.Graph) -> fx.Graph:
         enabled = node.meta.get("autocast", (None, None, False))[2]
         with private.quiet():
             casts = _casts(node) if enabled and private.tensors_in(node.meta["val"]) else {}
-        for one in casts.items() - known.keys():
+        for one in (one for one in casts.items() if one not in known):  # in the order of arguments, on every rank
             made = known[one] = private.create_node(new, "call_function", _TO, (env[one[0]], one[1]))
             value = private.fake_result(_TO, made.args, {}, one[0].meta["val"])
             made.meta = {"val": value, "path": node.meta["path"], "requires_grad": False}

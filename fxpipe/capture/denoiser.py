@@ -20,6 +20,7 @@ from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.free_sizes import FreeSizes
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.stored import from_data, to_data
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
 from fxpipe.errors import CaptureError
 
@@ -41,11 +42,13 @@ def cached_call(
     examples: Sequence[torch.Tensor],
     free: Mapping[str, int] | None,
     folder: Path | None,
+    surroundings: Surroundings | None = None,
 ) -> CapturedCall:
     """The call of `model` as it is now (in eval, no parameter requiring a gradient), from the folder if it is there.
 
     Args:
         examples: the tensor leaves in the order of `inputs`; only shapes and types are used.
+        surroundings: the autocast that the call is inside of, if any.
         free: where it is traced again with free sizes, inputs with a dimension that must be; None where it is not.
 
     Raises:
@@ -59,14 +62,19 @@ def cached_call(
         return _to_data(call, model)
 
     def make() -> CapturedCall:
-        return _captured_call(model, inputs, examples, free)
+        return _captured_call(model, inputs, examples, free, surroundings)
 
-    purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}")
+    around = () if surroundings is None else surroundings.digest
+    purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}", *around)
     return cached(model, inputs, examples, folder, purpose, make, load, write)
 
 
 def _captured_call(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], free: Mapping[str, int] | None
+    model: nn.Module,
+    inputs: InputSpec,
+    examples: Sequence[torch.Tensor],
+    free: Mapping[str, int] | None,
+    surroundings: Surroundings | None,
 ) -> CapturedCall:
     found: list[Returned] = []
 
@@ -74,7 +82,7 @@ def _captured_call(
         found[:] = [Returned.of(output)]
         return found[0].tensor(output)
 
-    captured = capture(model, inputs, examples, result_of)
+    captured = capture(model, inputs, examples, result_of, surroundings)
     if captured.read:
         raise CaptureError(
             f"forward reads {next(iter(captured.read))} as a number, which may be another at the next call; keep it a "
@@ -84,7 +92,7 @@ def _captured_call(
     if free is None:
         return CapturedCall(plain, returned, None)
     try:
-        any_size = capture_any_size(model, captured, examples, result_of, free)
+        any_size = capture_any_size(model, captured, examples, result_of, free, surroundings)
         if any(private.sizes.is_traced_number(leaf) for leaf in found[0].leaves):
             raise CaptureError("forward returns a size beside its prediction")
         any_size = replace(any_size, captured=replace(any_size.captured, graph=written_out(any_size.captured.graph)))

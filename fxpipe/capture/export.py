@@ -146,7 +146,12 @@ def export_step(
 
 
 def export_any_size(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf, any_batch: bool
+    model: nn.Module,
+    inputs: InputSpec,
+    examples: Sequence[torch.Tensor],
+    result_of: ResultOf,
+    any_batch: bool,
+    surroundings: Surroundings | None,
 ) -> Exported:
     """Trace `model` with every size of its inputs free, as far as forward leaves it so.
 
@@ -154,7 +159,7 @@ def export_any_size(
         CaptureError: forward fails so.
     """
     size = _free_size(model, inputs) if any_batch else inputs.batch_size
-    step = Step(model, inputs, result_of, one_batch=True)
+    step = Step(model, inputs, result_of, True, surroundings)
     with sizes_read_plainly(), private.sizes.general_sizes():
         program = _trace(step, inputs, _resized(model, inputs, examples, size), any_batch, any_size=True)
     if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):

@@ -8,7 +8,6 @@ reads is saved: values of the step as any others.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from itertools import combinations, compress
 from typing import Any
@@ -23,6 +22,7 @@ from fxpipe.capture.calls import Calls
 from fxpipe.capture.formulas import IN_A_TRACE
 from fxpipe.capture.randomness import is_random
 from fxpipe.capture.reach import reached
+from fxpipe.capture.surroundings import no_autocast
 from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
 
@@ -65,7 +65,7 @@ def traced(kind: Any, out: Any, args: Sequence[Any]) -> Any:
         raise own_refusal(
             kind.__name__, "by set_materialize_grads(False) its backward may get None for one of its results"
         )
-    with torch.no_grad(), _no_autocast():
+    with torch.no_grad(), no_autocast():  # backwards run outside of that of their forwards
         tangents = [_tangent(one, none) for one in listed]
         grads = _backward(kind, _Context(node, outs), tangents)
     pairs = [
@@ -98,15 +98,6 @@ def _tangent(result: Any, none: bool) -> torch.Tensor | None:
     if not isinstance(result, torch.Tensor):
         return None
     return torch.empty_like(result) if result.requires_grad else None if none else torch.zeros_like(result)
-
-
-def _no_autocast() -> AbstractContextManager[object]:
-    """Inside, none: backwards run outside of that of their forwards."""
-    stack = ExitStack()
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
 
 
 def _backward(kind: Any, context: "_Context", tangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:

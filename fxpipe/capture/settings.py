@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.holders import AROUND, NOT_STATE, PLAIN, Holder
+from fxpipe.capture.surroundings import autocasts
 from fxpipe.errors import CaptureError
 
 Settings = list[Any]
@@ -49,7 +50,7 @@ class _Same:
 
 def settings_of(model: nn.Module, named: Sequence[Holder]) -> Settings:
     """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
-    around = torch.get_default_dtype(), torch.get_default_device()
+    around = torch.get_default_dtype(), torch.get_default_device(), autocasts()
     found: Settings = [nn.functional.scaled_dot_product_attention, *around]
     for name in AROUND:
         _add_attributes(found, vars(nn.modules.module)[name], 1)

@@ -7,7 +7,7 @@ moved: which operations autocast casts, and what forward itself decides by a ten
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,14 @@ class Surroundings:
 
     device: torch.device
     dtype: torch.dtype | None = None
+
+    @classmethod
+    def of_call(cls, model: nn.Module) -> "Surroundings | None":
+        """The autocast that a call is inside of here, on the device where the model is; None where it casts nothing."""
+        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+            return None
+        return cls(device, torch.get_autocast_dtype(device.type))
 
     @property
     def digest(self) -> tuple[str, str]:
@@ -73,6 +81,19 @@ class Surroundings:
 
         with _replaced(model, there):
             yield tuple(map(there, examples))
+
+
+def autocasts() -> dict[str, torch.dtype]:
+    """Those that are on here, by device."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+
+def no_autocast() -> AbstractContextManager[object]:
+    """Inside, none is on."""
+    stack = ExitStack()
+    for kind in autocasts():
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from fxpipe.capture.holders import holders_of
 from fxpipe.capture.known import KNOWN, value_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.state import state_kept
+from fxpipe.capture.surroundings import autocasts
 from fxpipe.capture.transforms import plain_transforms
 from fxpipe.capture.written_out import WRITTEN_OUT
 from fxpipe.errors import CaptureError
@@ -143,7 +144,7 @@ def _own_gradient(kind: Any, run: Callable[[], Any], args: tuple[Any, ...]) -> A
 
 def refuse_outside(model: nn.Module) -> None:
     """What surrounds the model or hangs on it, and would change gradients."""
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+    if autocasts():
         raise CaptureError("compile outside torch.autocast: put the autocast into the model's forward")
     for name, module in model.named_modules():
         if private.has_gradient_hooks(module):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import RunError
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.sample_program import FALLEN, Parts, SampleProgram
@@ -94,7 +95,7 @@ class SampleRun:
         if not wanted.carried:
             _drop(carried)
         inputs = inputs if wanted.carried else settled(inputs)
-        with torch.no_grad():
+        with torch.no_grad(), no_autocast():  # casts are in the programs
             known = bound.known(tensors, self._once)
             arguments: list[Any] = [self._transport, *inputs, *known, *([carried] if wanted.carried else [])]
             self._transport.begin_form(lambda: bound.sends(form))

@@ -18,6 +18,7 @@ from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Settings, settings_of
+from fxpipe.capture.surroundings import Surroundings, no_autocast
 from fxpipe.capture.trees import named_leaves
 from fxpipe.capture.weights import tensors_of
 from fxpipe.errors import CompileError, FxpipeError
@@ -87,7 +88,7 @@ class Spread:
         """As the module's forward; without gradients.
 
         Raises:
-            CompileError: an input asks for its gradient, or the call is inside an autocast or a vmap.
+            CompileError: an input asks for its gradient, or the call is inside a vmap.
         """
         _require_plain(args, kwargs)
         with self.ranks.turn:
@@ -116,13 +117,15 @@ class Spread:
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
         """A call's graph, and its number of samples."""
         self._forget_other_weights()
-        for traced in self._known.traced:
+        around = Surroundings.of_call(self.module)
+        with no_autocast():
+            for traced in self._known.traced:
+                size = traced.num_samples(args, kwargs)
+                if size is not None:
+                    self._used_last(traced)
+                    return traced, size
+            traced = self._resized(args, kwargs, around)
             size = traced.num_samples(args, kwargs)
-            if size is not None:
-                self._used_last(traced)
-                return traced, size
-        traced = self._resized(args, kwargs)
-        size = traced.num_samples(args, kwargs)
         assert size is not None
         self._tell_of_numbers(traced)
         self._known.traced.append(traced)
@@ -159,7 +162,7 @@ class Spread:
             self.ranks.forget(self._steps.pop(kind))
         self._whole_kinds = {kind for kind in self._whole_kinds if kind[0] not in graphs}
 
-    def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Surroundings | None) -> Traced:
         """A call's graph by one with free sizes, if one holds for it, else by a trace."""
         apart: str | None = None
         for traced in self._known.traced:
@@ -169,7 +172,7 @@ class Spread:
                 except CompileError as error:
                     apart = str(error)
         tried = sum(traced.any_size is not None for traced in self._known.traced)
-        return replace(self.lowering.tracing.traced(self.module, args, kwargs, tried), apart=apart)
+        return replace(self.lowering.tracing.traced(self.module, args, kwargs, tried, around), apart=apart)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls is no graph, for calls may follow from each
@@ -202,7 +205,8 @@ class Spread:
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         if (traced, size) not in self._steps:
-            self._steps[traced, size] = self.lowering.step(traced, size, self.ranks)
+            with no_autocast():
+                self._steps[traced, size] = self.lowering.step(traced, size, self.ranks)
         return self._steps[traced, size]
 
     def adopt(self, made: SampleStep) -> None:
@@ -290,20 +294,14 @@ class Spread:
 
 
 def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what programs would leave out without a word: an autocast around the call, and derivatives, which would be
-    of what else is made of the input alone; and a vmap, which ranks know nothing of."""
+    """Refuse what programs would leave out without a word: derivatives, which would be of what else is made of the
+    input alone; and a vmap, which ranks know nothing of."""
     if private.under_vmap():
         raise CompileError(
             "the call is inside torch.vmap, of which the other ranks know nothing: call with all samples as one batch, "
             "or one after the other"
         )
     leaves = [(path, leaf) for path, leaf in named_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    for device in sorted({leaf.device.type for _, leaf in leaves}):
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            raise CompileError(
-                "the call is inside torch.autocast, and the denoiser was compiled as it computes without: leave it "
-                "out, and load the denoiser in the type it is to compute in"
-            )
     for path, leaf in leaves:
         has_tangent = forward_ad.unpack_dual(leaf).tangent is not None
         if has_tangent or (torch.is_grad_enabled() and leaf.requires_grad):

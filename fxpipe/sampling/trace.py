@@ -15,6 +15,7 @@ from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.settings import require_stateless
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.sampling.step import Traced
@@ -42,8 +43,16 @@ class Tracing:
     cache: Path | None
     observe: Observe
 
-    def traced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num_free: int) -> Traced:
-        """The call as one flat graph; the module stays as it is. `num_free`: traces there are whose sizes are free.
+    def traced(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_free: int,
+        around: Surroundings | None = None,
+    ) -> Traced:
+        """The call as one flat graph, inside of an autocast `around` it; the module stays as it is. `num_free`: traces
+        there are whose sizes are free.
 
         A single sample is traced as two, since a graph of one holds for one alone; as it is where that fails, or is
         something else. Where there is no graph for any number of samples, some inputs may have several rows to each.
@@ -53,7 +62,7 @@ class Tracing:
             CaptureError: the module cannot be captured as one graph.
             CompileError: where its rows are is not known.
         """
-        found = self._found(module, args, kwargs, free=self.sizes == "any" and num_free < _MOST_FREE)
+        found = self._found(module, args, kwargs, self.sizes == "any" and num_free < _MOST_FREE, around)
         if not isinstance(found.any_size, AnySize):
             return found
         try:
@@ -61,20 +70,27 @@ class Tracing:
         except CompileError as error:  # nor does it hold at other sizes
             return replace(found, any_size=str(error))
 
-    def _found(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: bool) -> Traced:
+    def _found(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        free: bool,
+        around: Surroundings | None,
+    ) -> Traced:
         inputs, tensors = describe(module, args, kwargs, None)
         if inputs.batch_size == 1:
             with suppress(FxpipeError):
                 twice = inputs.rebuild(_repeated(inputs, tensors, 2))
-                found = self._traced(module, *describe(module, *twice, 2), free)
+                found = self._traced(module, *describe(module, *twice, 2), free, around)
                 if found.holds(1):
                     return found
-        found = self._traced(module, inputs, tensors, free)
+        found = self._traced(module, inputs, tensors, free, around)
         if found.captured.batch or inputs.batch_size == 1:
             return found
         for several in map(inputs.with_each, _several(inputs)):
             with suppress(FxpipeError):
-                other = self._traced(module, several, tensors, free)
+                other = self._traced(module, several, tensors, free, around)
                 require_independent(other.captured)
                 if other.captured.inputs == several:
                     return other
@@ -89,14 +105,21 @@ class Tracing:
         self.observe("capture", captured)
         return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.of_all_sizes, sized=sized)
 
-    def _traced(self, module: nn.Module, inputs: InputSpec, tensors: Sequence[torch.Tensor], free: bool) -> Traced:
+    def _traced(
+        self,
+        module: nn.Module,
+        inputs: InputSpec,
+        tensors: Sequence[torch.Tensor],
+        free: bool,
+        around: Surroundings | None,
+    ) -> Traced:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
         require_stateless(module)
         _warn_of_training(module)
         with torch.inference_mode(False), _sampling(module):
             # No trace takes a tensor of inference_mode; of examples only shapes and types are used.
             known = [torch.empty_like(tensor) if tensor.is_inference() else tensor for tensor in tensors]
-            call = cached_call(module, inputs, inputs.flat(known), rows if free else None, self.cache)
+            call = cached_call(module, inputs, inputs.flat(known), rows if free else None, self.cache, around)
         self.observe("capture", call.captured)
         return Traced(call.captured, call.returned, rows, call.any_size)
 
