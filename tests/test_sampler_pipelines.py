@@ -73,6 +73,28 @@ def test_two_denoisers_and_a_decoder_that_keeps_state(caplog: pytest.LogCaptureF
     assert "runs whole on every rank: " in str(sampler)
 
 
+class Remembering(nn.Module):
+    """A decoder that adds what it had before."""
+
+    last: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.last = x + self.last, x.sin()
+        return x
+
+
+def test_a_decoder_that_keeps_what_it_had_is_not_traced_in_every_call(caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for spread in (True, False):
+        pipe, call = tiny("sd/small")
+        pipe.vae.decoder = Remembering()
+        one = fxpipe.compile_sampler(pipe, 2, example=call).pipeline() if spread else pipe
+        with torch.no_grad():
+            found.append(torch.stack([one.vae.decode(noise(1, 4, 8, 8)).sample for _ in range(5)]))
+    assert torch.equal(*found)
+    assert caplog.text.count("Remembering runs whole on every rank") == 2
+
+
 class Shared:
     """A pipeline and its spread copy on 3 ranks, for tests that leave both as they are."""
 

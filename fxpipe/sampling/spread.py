@@ -37,6 +37,9 @@ _MOST_KINDS = 32
 """As many graphs as are kept, of other sizes and scales, beside the example's and those of free sizes."""
 _MANY_NUMBERS = 2
 """As many other values of one number as are traced without a word."""
+_MOST_FAILED = 2
+"""As many traces in a row that fail as are made before a module runs whole for good: what it keeps of one call is
+another setting for the next."""
 _MOST_OTHERS = 4
 """As many other settings as programs are kept of, for when they are back."""
 
@@ -69,7 +72,7 @@ class Spread:
 
     def __init__(self, module: nn.Module, lowering: SampleLowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
-        self._whole_kinds = set[Kind]()
+        self._whole_kinds, self._failed = set[Kind](), 0
         self.stream_name: str | None = None
         self._known, self._others = _Known([], [], []), list[_Known]()
         self._steps: dict[Kind, SampleStep] = {}
@@ -177,14 +180,14 @@ class Spread:
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls is no graph, for calls may follow from each
         other; of those that are, one may run whole alone."""
-        if self._known.all_whole:
+        if self._known.all_whole and self._failed < _MOST_FAILED:
             self._forget_other_weights()  # others may do
         if self._known.all_whole:
             return None
         kind: Kind | None = None
         try:
             traced, size = self.traced(args, kwargs)
-            kind = traced, size
+            kind, self._failed = (traced, size), 0
             return None if kind in self._whole_kinds else self._of_size(traced, size)
         except FxpipeError as error:
             if not self.or_whole:
@@ -197,6 +200,7 @@ class Spread:
         what = type(self.module).__name__
         if kind is None:
             self._known.all_whole, about = True, what
+            self._failed += 1
         else:
             self._whole_kinds.add(kind)
             about = f"{what}, where a call is like this one,"
