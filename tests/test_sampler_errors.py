@@ -189,6 +189,15 @@ def test_a_cache_of_steps_is_refused() -> None:
         fxpipe.compile_sampler(pipe, 2, example=call)
 
 
+def test_weights_that_accelerate_holds_elsewhere_are_refused() -> None:
+    pipe, call = tiny("flux")
+    pytest.importorskip("accelerate").cpu_offload(pipe.transformer, torch.device("cpu"))
+    with pytest.raises(FxpipeError, match=r"accelerate holds its weights elsewhere .* remove_all_hooks\(\) first"):
+        fxpipe.compile_sampler(pipe, 2, example=call)
+    pipe.remove_all_hooks()
+    fxpipe.compile_sampler(pipe, 2, example=call)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

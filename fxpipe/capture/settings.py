@@ -69,12 +69,19 @@ def _is_told(value: Any) -> bool:
 
 
 def require_stateless(model: nn.Module) -> None:
-    """Refuse hooks that keep values from one call to the next: a graph has every call alike.
+    """Refuse hooks that keep values from one call to the next, as a graph has every call alike; and those that bring
+    weights for each call, which ranks would not find.
 
     Raises:
         CaptureError: there is such a hook; names its module.
     """
     for name, part in model.named_modules():
+        around = getattr(part, "_hf_hook", None)
+        if any(getattr(hook, "offload", False) for hook in getattr(around, "hooks", (around,))):
+            raise CaptureError(
+                f"module {name or '(the model itself)'}: accelerate holds its weights elsewhere between calls, as of "
+                "enable_sequential_cpu_offload(); call the pipeline's remove_all_hooks() first"
+            )
         for hook in getattr(getattr(part, "_diffusers_hook", None), "hooks", {}).values():
             if getattr(hook, "_is_stateful", False):
                 raise CaptureError(
