@@ -144,7 +144,7 @@ def frontier(case: Case, ranks: int) -> Table:
     of_line = bytes_per_sample(here, line, ordered(here, line))
     skips, cuts = list(skip_pairs(case.graph)), traffic(case.graph).main.tolist()
     for slack in SLACKS:
-        boundaries = wave(times.total, skips, ranks, True, cuts, slack=slack).boundaries
+        boundaries = wave(times.total, skips, ranks, True, cuts, slack=slack)
         staged = replace(placed(here, "wave", True), boundaries=boundaries)
         sent = bytes_per_sample(here, staged, ordered(here, staged))
         found.add_row(

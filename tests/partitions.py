@@ -1,6 +1,6 @@
 """Judges of waves that share nothing with the passes: by definition, for tests against brute force."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations_with_replacement, pairwise
@@ -26,11 +26,11 @@ def interleaved_ranks(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 class WaveCase:
     """A line of blocks, its skips, and what crossing one costs."""
 
-    weights: list[int]
+    weights: Sequence[float]
     skips: list[tuple[int, int]]
     num_ranks: int
-    costs: list[int]
-    cuts: list[int]
+    costs: Sequence[float]
+    cuts: Sequence[int]
     memory: StageMemory | None = field(default=None)
 
     def owner(self, boundaries: Boundaries) -> dict[int, int]:

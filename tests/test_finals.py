@@ -74,7 +74,7 @@ def test_stages_that_are_recomputed_stay_whole_when_they_are_shifted() -> None:
 def test_a_fold_is_shifted_on_both_ways_where_skips_stay_on_their_ranks() -> None:
     skips = [Edge(f"skip {i}", i, (7 - i,), ("skip",), 8, True, True) for i in range(3)]
     graph = case(8, edges=[*(edge(i, i + 1, num_bytes=8) for i in range(7)), *skips]).graph
-    staged = shape("wave", 2, 4, 1).staged((0, 2, 4, 6, 8), collocated=True)
+    staged = replace(shape("wave", 2, 4, 1).staged((0, 2, 4, 6, 8)), collocated=True)
     moved = list(finals._neighbours(graph, staged))
     assert {each.boundaries for each in moved} >= {(0, 1, 4, 7, 8), (0, 3, 4, 5, 8), (0, 2, 5, 6, 8)}
     assert all(is_collocated(graph, each) and all(map(each.blocks, range(4))) for each in moved)

@@ -1,9 +1,11 @@
 """Skips, and whether both ends of each are on one rank: what a fold is for, and what it costs."""
 
+from dataclasses import replace
+
 from fxpipe.costs.block_costs import BlockSeconds
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
-from passes.placement.waves import waves
+from passes.placement.waves import wave
 from passes.schedules.policies import POLICIES
 
 
@@ -37,11 +39,9 @@ def fold_notes(graph: BlockGraph, times: BlockSeconds, staged: Staged) -> tuple[
     crossing = sum(owners[stage_of[a]] != owners[stage_of[b]] for a, b in pairs)
     if crossing:
         return (f"{crossing} of {len(pairs)} skips cross ranks, busiest rank {busiest:.3f} x mean",)
-    free = waves(times.total, [], places, staged.num_stages // (2 * places))
-    return (
-        f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {free.max_over_mean:.3f} if balance alone "
-        "counted",
-    )
+    free = wave(times.total, [], places, num_waves=staged.num_stages // (2 * places))
+    least = max(loads(times, replace(staged, boundaries=free))) / mean if mean else 1.0
+    return (f"{len(pairs)} skips collocated: busiest rank {busiest:.3f} x mean, {least:.3f} if balance alone counted",)
 
 
 def loads(times: BlockSeconds, staged: Staged) -> list[float]:

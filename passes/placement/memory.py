@@ -32,9 +32,10 @@ class StageMemory:
         return prefix(self.held_bytes) + count * prefix(self.activation_bytes)
 
     def levels(self, rank_of: Sequence[int]) -> "LevelMemory":
-        """For levels on these ranks: level d owns stages d and 2 * levels - 1 - d, and has the limit of its rank."""
-        before, limits = self.before(), np.asarray(self.limit_bytes, dtype=float)
-        return LevelMemory(before[: len(rank_of)], before[: len(rank_of) - 1 : -1], limits[list(rank_of)])
+        """For levels on these ranks: level d owns stages d and 2 * levels - 1 - d; those of a rank share its limit."""
+        before, ranks = self.before(), list(rank_of)
+        limits = np.asarray(self.limit_bytes, dtype=float)[ranks] / np.bincount(ranks)[ranks]
+        return LevelMemory(before[: len(ranks)], before[: len(ranks) - 1 : -1], limits)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
-from passes.placement.collocation import loads, skip_pairs
+from passes.placement.collocation import is_collocated, loads, skip_pairs
 from passes.placement.lines import linear
 from passes.placement.lines.costs import Line, cut_line, reduction_pace
 from passes.placement.lines.traffic import traffic
@@ -28,7 +28,7 @@ from passes.placement.lines.uneven import uneven_line
 from passes.placement.memory import Floats, StageMemory
 from passes.placement.ports import message_seconds
 from passes.placement.shape import Shape, pipelines
-from passes.placement.waves import waves
+from passes.placement.waves import wave
 from passes.schedules.policies import FOLDED, POLICIES
 
 _SLACK, _SLACKS = 0.03, (0.15, 0.5)
@@ -166,8 +166,9 @@ def _folded(
     costs = [min(cost, most) for cost in costs]
     num_waves = wanted.stages // (2 * wanted.places)
     cuts = traffic(graph).main.tolist()
-    found = waves(seconds, list(pairs), wanted.places, num_waves, wanted.hard, cuts, costs, memory, slack)
-    return wanted.staged(found.boundaries, not found.crossing)
+    slack = slack if num_waves == 1 else 0.0  # of several, even levels make shorter steps
+    found = wanted.staged(wave(seconds, list(pairs), wanted.places, wanted.hard, cuts, costs, memory, slack, num_waves))
+    return replace(found, collocated=is_collocated(graph, found))
 
 
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:

@@ -74,9 +74,9 @@ class Shape:
             return tuple(s % n if s // n % 2 == 0 else n - 1 - s % n for s in range(self.stages))
         return tuple(s % n for s in range(self.stages))
 
-    def staged(self, boundaries: tuple[int, ...], collocated: bool = False) -> Staged:
+    def staged(self, boundaries: tuple[int, ...]) -> Staged:
         """The shape's stages, cut there, on its ranks."""
-        return Staged(boundaries, self.stage_ranks, self.schedule, collocated, self.world_size)
+        return Staged(boundaries, self.stage_ranks, self.schedule, False, self.world_size)
 
 
 def shape(name: str, world_size: int, stages: int | None, data_parallel: int, strided: bool = False) -> Shape:

@@ -3,13 +3,12 @@
     blocks    0  1  2  3  4  5  6  7      skips 0-7 1-6 2-5
     wave      [s0][ s1 ][  s2 ][ s3 ]     stages s and 2N-1-s on rank s: s0 and s3 on rank 0, s1 and s2 on rank 1
 
-wave        one wave, exactly: all skips collocated (fronts), or crossing for a price (soft, crossing: moves, search)
-ties        of the best, the cheapest cuts      many_waves    several waves
+wave        exactly: all skips collocated (fronts), or crossing for a price (soft, crossing: moves, search)
+ties        of the best, the cheapest cuts
 
 Empty stages are allowed; weights are seconds, skips pairs of blocks.
 """
 
-from passes.placement.waves.many_waves import waves
-from passes.placement.waves.wave import WavePartition, wave
+from passes.placement.waves.wave import wave
 
-__all__ = ["WavePartition", "wave", "waves"]
+__all__ = ["wave"]

@@ -4,11 +4,14 @@
     wave      [s0][ s1 ][  s2 ][ s3 ]     s0 and s3 on rank 0, s1 and s2 on rank 1
     hard      all skips collocated        soft      a skip may cross ranks if it pays its transfer
 
-PULSE (arXiv 2606.19163) collocates nested skips; here skips lie in any arrangement.
+PULSE (arXiv 2606.19163) collocates nested skips; here skips lie in any arrangement. Several waves are cut as one over
+more levels, whose ranks are a zig-zag that is its own mirror image (Hanayo: Liu et al., SC 2023):
+
+    2 ranks, 2 waves    stages  0 1 2 3 4 5 6 7
+                        ranks   0 1 1 0 0 1 1 0      levels (0, 7) (1, 6) (2, 5) (3, 4) on ranks 0 1 1 0
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -22,16 +25,6 @@ from passes.placement.waves.soft import Soft
 from passes.placement.waves.ties import best_tie
 
 
-@dataclass(frozen=True)
-class WavePartition:
-    """2N stages on N ranks: stages d and 2N-1-d are on rank d."""
-
-    boundaries: tuple[int, ...]  # 2N + 1 positions
-    rank_loads: tuple[float, ...]  # seconds of each rank's blocks, and of the crossing skips it has one end of
-    max_over_mean: float  # largest rank load over the mean without skip costs
-    crossing: tuple[int, ...]  # indices of the skips with ends on two ranks
-
-
 def wave(
     weights: Sequence[float],
     skips: Sequence[tuple[int, int]],
@@ -41,61 +34,52 @@ def wave(
     skip_cost: Sequence[float] | None = None,
     memory: StageMemory | None = None,
     slack: float = 0.0,
-) -> WavePartition:
-    """The wave whose largest rank load is smallest, then with fewest crossing skips, exact up to rounding.
+    num_waves: int = 1,
+) -> tuple[int, ...]:
+    """Positions between the 2NW stages of N ranks and W waves, for the wave whose largest level is smallest, then with
+    fewest skips that cross levels, exact up to rounding; of one wave a rank is a level.
 
     Of all such waves in which the same skips cross, the one with fewest empty stages, then cut costs, exact as well.
 
     Args:
         weights: seconds per block.
         skips: (producer block, consumer block), in any arrangement.
-        hard: both ends of each skip on one rank; without memory limits always possible, one rank may take everything.
-            Otherwise a crossing skip adds its seconds in `skip_cost` to both its ranks.
+        hard: both ends of each skip on one level; without memory limits always possible, one may take everything.
+            Otherwise a crossing skip adds its seconds in `skip_cost` to both its levels.
         cut_costs: what a cut before each block costs, any unit, one more than blocks.
-        memory: what the 2N stages may hold; limits per rank.
+        memory: what the stages may hold; limits per rank, which its levels share.
         slack: loads up to 1 + slack times the mean count as equal: then the cheapest cuts decide.
 
     Raises:
         CompileError: nothing fits into memory.
 
-    Terms: a state (i, j) leaves blocks [i, j) to the inner ranks, each rank makes one move to a smaller open interval.
-    All skips are collocated if and only if no state has a skip with exactly one end inside.
+    Terms: a state (i, j) leaves blocks [i, j) to the inner levels, each makes one move to a smaller open interval. All
+    skips are collocated if and only if no state has a skip with exactly one end inside.
     """
     skips = tuple((int(start), int(end)) for start, end in skips)
     costs = tuple(skip_cost) if skip_cost is not None and not hard else (0.0,) * len(skips)
     cut = np.zeros(len(weights) + 1) if cut_costs is None else np.asarray(cut_costs, dtype=float)
-    limits = None if memory is None else memory.levels(range(num_ranks))
-    given = tuple(weights), skips, num_ranks, hard, costs
+    rank_of = ((*range(num_ranks), *reversed(range(num_ranks))) * num_waves)[: num_ranks * num_waves]
+    limits = None if memory is None else memory.levels(rank_of)
+    given = tuple(weights), skips, len(rank_of), hard, costs
     soft, path = _unlimited(*given) if limits is None else _least(*given, limits)
     if path is None:
         raise CompileError("no wave fits into the memory of its ranks")
-    enough = max(soft.largest(path), (1 + slack) * sum(weights) / num_ranks)
-    path = best_tie(soft.given(soft.crossing(path)), enough, cut)
-    return _partition(soft, path)
+    enough = max(soft.largest(path), (1 + slack) * sum(weights) / len(rank_of))
+    return boundaries_of(best_tie(soft.given(soft.crossing(path)), enough, cut))
 
 
 def _least(
     weights: tuple[float, ...],
     skips: tuple[tuple[int, int], ...],
-    num_ranks: int,
+    num_levels: int,
     hard: bool,
     costs: tuple[float, ...],
     limits: LevelMemory | None = None,
 ) -> tuple[Soft, Path | None]:
     """What does not depend on cuts and slack, which callers vary: a path whose largest load is smallest."""
-    soft = Soft.of(Levels.of(np.asarray(weights, dtype=float), (), num_ranks, limits), skips, costs)
+    soft = Soft.of(Levels.of(np.asarray(weights, dtype=float), (), num_levels, limits), skips, costs)
     return soft, least_soft_path(soft) if skips and not hard else least_path(soft.hard)
 
 
 _unlimited = lru_cache(maxsize=4)(_least)
-
-
-def _partition(soft: Soft, path: Path) -> WavePartition:
-    loads = soft.loads(path)
-    mean = float(soft.free.seconds[-1]) / len(loads)
-    return WavePartition(
-        boundaries=boundaries_of(path),
-        rank_loads=loads,
-        max_over_mean=max(loads) / mean if mean else 1.0,
-        crossing=soft.crossing(path),
-    )
