@@ -16,7 +16,6 @@ A step has four forms: a "step" has its frozen work among its actions; where tha
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from fxpipe.plan.actions import Action, Work
@@ -133,14 +132,13 @@ class _Form:
 
     def lower(self, wanted: Sequence[int] | None) -> Lowered:
         frozen = None if self.form == "step" else FrozenWork.of(self.step, self.schedule, self.whole.schedule)
-        own = own_parameters(self.whole)
-        own = {stage: of for stage, of in own.items() if stage not in self.gone}
-        reductions = plan_reductions(self.layout, own, 0, self._owners) if self.trains else ()
-        reduced = {name for reduction in reductions for name in reduction.parameters}
+        staged, every = self.step.staged, own_parameters(self.whole)
+        trainers = owners(every, self.whole.summing.stage_ranks) if staged.sharded else {}  # whatever is `gone`
+        own = {stage: of for stage, of in every.items() if of and stage not in self.gone} if self.trains else {}
+        reduced = {name for of in own.values() for name in of}
         tied = tied_gradients(self.layout, self.whole, reduced) if self.trains else []
         messages = self._messages(tied, frozen)
-        gathers = self.step.staged.gathered
-        reductions = plan_reductions(self.layout, own, len(messages), self._owners, gathers) if self.trains else ()
+        reductions = plan_reductions(self.layout, own, len(messages), trainers, staged.gathered)
         planned = self.layout.planned
         all_turns = turns(planned, self.step.gathered.keys() - self.gone) if self.trains else []
         first = len(messages) + 2 * len(self.schedule.stage_ranks)
@@ -157,13 +155,6 @@ class _Form:
         sends = SendOrder.of(messages, by_arrival(order))
         require_programs(programs, messages, sends.positions, [*reductions, *gatherings])
         return Lowered(programs, messages, reductions, sends, gatherings=gatherings)
-
-    @cached_property
-    def _owners(self) -> dict[str, int] | None:
-        """Which replica trains a parameter, the same in a step with all stages and one without some."""
-        if not self.step.staged.sharded:
-            return None
-        return owners(own_parameters(self.whole), self.whole.summing.stage_ranks)
 
     def _work(self) -> Work:
         """What the actions wait for."""

@@ -94,21 +94,15 @@ def plan_gatherings(
 
 
 def plan_reductions(
-    layout: Layout, own: Mapping[int, Mapping[str, int]], first_edge: int, of: Mapping[str, int] | None,
-    gathered: bool = False,
-) -> tuple[Reduction, ...]:  # fmt: skip
-    """One per stage with replicas: the gradients of its `own_parameters`; where these have owners, `of` the parameters
-    that have one, which then tell the others their values unless these are `gathered`."""
+    layout: Layout, own: Mapping[int, Mapping[str, int]], first_edge: int, of: Mapping[str, int], gathered: bool
+) -> tuple[Reduction, ...]:
+    """One per stage with replicas: the gradients of its `own_parameters`; where these have owners, by name, which then
+    tell the others their values unless these are `gathered`."""
     reductions: list[Reduction] = []
-    for stage, sizes in own.items():
-        names = tuple(name for name in sizes if of is None or name in of)
-        if names:
-            number, ranks = len(reductions), tuple(sorted(layout.summing.stage_ranks[stage]))
-            owned = () if of is None else tuple(of[name] for name in names)
-            edges = first_edge + number, first_edge + len(own) + number
-            size = sum(sizes[name] for name in names)
-            values_edge = edges[1] if owned and not gathered else -1
-            reductions.append(Reduction(edges[0], stage, ranks, names, size, owned, values_edge))
+    for edge, (stage, sizes) in enumerate(own.items(), first_edge):
+        ranks, owned = tuple(sorted(layout.summing.stage_ranks[stage])), tuple(of[name] for name in sizes) if of else ()
+        values_edge = edge + len(own) if owned and not gathered else -1
+        reductions.append(Reduction(edge, stage, ranks, tuple(sizes), sum(sizes.values()), owned, values_edge))
     return tuple(reductions)
 
 
