@@ -85,8 +85,6 @@ def others(
         return ()
     if not wanted.is_folded:
         return (wanted.staged(linear(times.total, wanted.stages, traffic(graph).values.tolist())),)
-    if wanted.stages > 2 * wanted.places:
-        return ()  # of several waves cuts are improved as they are
     load, port = _busiest(graph, times, found, cluster)
     slacks = _SLACKS if port > _SLOW_LINKS * load else ()
     cheaper = [_folded(graph, times, wanted, cluster, slack) for slack in slacks]
@@ -152,7 +150,7 @@ def _folded(
     times: BlockSeconds,
     wanted: Shape,
     cluster: Cluster,
-    slack: float = _SLACK,
+    slack: float | None = None,
     memory: StageMemory | None = None,
     also: Floats | float = 0.0,
 ) -> Staged:
@@ -166,7 +164,8 @@ def _folded(
     costs = [min(cost, most) for cost in costs]
     num_waves = wanted.stages // (2 * wanted.places)
     cuts = traffic(graph).main.tolist()
-    slack = slack if num_waves == 1 else 0.0  # of several, even levels make shorter steps
+    if slack is None:
+        slack = _SLACK if num_waves == 1 else 0.0  # of several, even levels make shorter steps
     found = wanted.staged(wave(seconds, list(pairs), wanted.places, wanted.hard, cuts, costs, memory, slack, num_waves))
     return replace(found, collocated=is_collocated(graph, found))
 
