@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.capture.autocasts import written_out
 from fxpipe.errors import FxpipeError, RunError
 from tests.distributed import run_processes
 from tests.tiny_pipelines import noise
+
+aten = torch.ops.aten
 
 
 class Autocast(nn.Module):
@@ -115,6 +119,39 @@ def test_ranks_in_other_autocasts_are_told() -> None:
     for apart, said in run_processes(2, launched, timeout_seconds=100):
         assert apart < 1e-2
         assert "ranks [1] have another plan than rank 0" in said
+
+
+ON_GPUS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "softmax": (aten.softmax.int, (-1,)),
+    "sum": (aten.sum.dim_IntList, ([1],)),
+    "norm": (aten.norm.ScalarOpt_dim, (2, [1])),
+    "power": (aten.pow.Tensor_Scalar, (2,)),
+    "layer norm": (aten.layer_norm.default, ([8],)),
+    "silu": (aten.silu.default, ()),
+}
+
+
+@pytest.mark.parametrize("what", ON_GPUS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_an_autocast_for_gpus_casts(what: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells some operations to compute in float32; traced on tensors without memory, which need no GPU."""
+    for asked in ("is_available", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, asked, lambda *args: True)
+    target, rest = ON_GPUS[what]
+    graph, mode = fx.Graph(), FakeTensorMode()
+    x = graph.placeholder("x")
+    node = graph.call_function(target, (x, *rest))
+    graph.output(node)
+    with mode:
+        x.meta["val"] = torch.empty(4, 8, device="cuda", dtype=dtype)
+        with torch.autocast("cuda", dtype):
+            node.meta = {"val": target(x.meta["val"], *rest), "path": "", "autocast": ("cuda", dtype, True)}
+    value = noise(4, 8).to(dtype)
+    found = fx.GraphModule(nn.Module(), written_out(graph))(value)
+    wide = node.meta["val"].dtype == torch.float32
+    expected = target(value.float() if wide else value, *rest)
+    assert found.dtype == node.meta["val"].dtype == (dtype if what == "silu" else torch.float32)
+    assert torch.equal(found, expected)
 
 
 class Recurrent(Autocast):

@@ -7,6 +7,7 @@ For graphs that run without gradients. A training step keeps its regions, as its
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import reduce
 from typing import Any
 
 import torch
@@ -47,12 +48,12 @@ def _casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     """The arguments of an operation that its autocast casts, and to what."""
     kind, dtype, _ = node.meta["autocast"]
     inside = _computed(node, torch.autocast(kind, dtype, cache_enabled=False))
-    types = set(inside.casts.values())
-    if not types or inside.operations == _computed(node, nullcontext()).operations:
+    if inside.operations == _computed(node, nullcontext()).operations:
         return {}
     floats = {one: one.meta["val"] for one in node.all_input_nodes if one.meta["val"].is_floating_point()}
     casts = {one: inside.casts[id(value)] for one, value in floats.items() if id(value) in inside.casts}
-    if not casts and len(types) == 1:  # what was cast are views of them, as in an einsum
+    types = set(inside.casts.values()) or {private.tensors_in(node.meta["val"])[0].dtype}
+    if not casts and len(types) == 1:  # what was cast are views of them, as in an einsum; or it was told a type
         casts = {one: only for only in types for one, value in floats.items() if value.dtype != only}
     if inside.operations != _computed(node, nullcontext(), casts).operations:
         name = str(dtype).removeprefix("torch.")
@@ -65,7 +66,7 @@ def _casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
 
 
 class _Computed(TorchDispatchMode):
-    """The operations that one becomes, with the types of what they read and give, and what was cast on the way."""
+    """The operations that one becomes, with the types that they compute in and give, and what was cast on the way."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,12 +74,12 @@ class _Computed(TorchDispatchMode):
         self.casts: dict[int, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if private.packet_name(func) == "_to_copy":
+        made, name = func(*args, **(kwargs or {})), private.packet_name(func)
+        if name == "_to_copy":
             self.casts[id(args[0])] = made.dtype
-        elif private.packet_name(func) not in _MOVES and not private.may_alias(func):
-            dtypes = ([one.dtype for one in private.tensors_in(values)] for values in (list(args), [made]))
-            self.operations.append((func, *dtypes))
+        elif name not in _MOVES and not private.may_alias(func):
+            read, gives = ([one.dtype for one in private.tensors_in([*values])] for values in (args, [made]))
+            self.operations.append((name, [reduce(torch.promote_types, gives, one) for one in read], gives))
         return made
 
 
