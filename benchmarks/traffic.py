@@ -130,7 +130,7 @@ def table(case: Case, ranks: int) -> Table:
                 best.append(human_seconds(seconds(here, staged, ordered(here, staged, BUDGET))))
         found.add_row(name, *cells)
         if best:
-            found.add_row("  searched", "", "", "", "", *best)
+            found.add_row("  searched", "", "", "", *best)
     return found
 
 
