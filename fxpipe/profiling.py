@@ -27,6 +27,7 @@ from fxpipe.plan.staged import Staged
 from fxpipe.simulate.prediction import whole_bytes
 from passes.costs.work import StepWork
 from passes.lowering.borders import Border
+from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
 
@@ -191,17 +192,14 @@ def _bound(parts: StepGraphs, key: Key) -> dict[int, _Part]:
     names = {name: value for of_size in graphs for name, value in of_size.border.state.items()}
     state = nest({name: _made_up(value, parts.device) for name, value in names.items()})
 
-    def bind(graph: fx.Graph | None) -> fx.GraphModule | None:
-        return None if graph is None else bound(state, graph, "part")
+    def part(of: StageGraphs) -> _Part:
+        border = of.border
+        whole = (of.backward,) if border.has_backward else (None,)
+        halves = (of.backward_input, of.backward_weight) if border.splits else (None, None)
+        made = (None if graph is None else bound(state, graph, "part") for graph in (*whole, *halves))
+        return _Part(border, bound(state, of.forward, "part"), *made)
 
-    return {
-        of.border.batch_size: _Part(
-            of.border,
-            bound(state, of.forward, "part"),
-            *map(bind, (of.backward, of.backward_input, of.backward_weight)),
-        )
-        for of in graphs
-    }
+    return {of.border.batch_size: part(of) for of in graphs}
 
 
 def _made_up(value: Value, device: torch.device) -> torch.Tensor:

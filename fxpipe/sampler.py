@@ -271,6 +271,8 @@ class Sampler:
         if wanted.is_meta:
             raise CompileError("a denoiser on the meta device has no weights, and predicts nothing to compare; load it")
         found = step.traced.returned.tensor(self._again(step, args, kwargs))
+        if found.dtype != wanted.dtype:
+            raise CompileError(f"ranks predict in {found.dtype}, the denoiser in {wanted.dtype}: please report this")
         wide = torch.promote_types(wanted.dtype, torch.float32)
         scale = float(wanted.to(wide).abs().max()) or 1.0
         error = float((found.to(wide) - wanted.to(wide)).abs().max()) / scale

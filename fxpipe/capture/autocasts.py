@@ -19,6 +19,11 @@ from fxpipe.errors import CaptureError
 
 _TO = torch.ops.aten.to.dtype
 _MOVES = ("_to_copy", "clone", "_unsafe_view", "device")  # as views do: they compute nothing
+_HIDDEN = (
+    "affine_grid_generator", "bilinear", "linalg_multi_dot", "linalg_pinv", "_transformer_encoder_layer_fwd",
+    "_native_multi_head_attention",
+)  # fmt: skip
+"""Kernels that call products, which an autocast would cast inside of them, unseen."""
 
 
 def written_out(graph: fx.Graph) -> fx.Graph:
@@ -47,20 +52,21 @@ def written_out(graph: fx.Graph) -> fx.Graph:
 def _casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     """The arguments of an operation that its autocast casts, and to what."""
     kind, dtype, _ = node.meta["autocast"]
+    name = private.packet_name(node.target)
+    known = getattr(node.target, "namespace", "aten") == "aten" and name not in _HIDDEN
     inside = _computed(node, torch.autocast(kind, dtype, cache_enabled=False))
-    if inside.operations == _computed(node, nullcontext()).operations:
+    if known and inside == _computed(node, nullcontext()):
         return {}
     floats = {one: one.meta["val"] for one in node.all_input_nodes if one.meta["val"].is_floating_point()}
     casts = {one: inside.casts[id(value)] for one, value in floats.items() if id(value) in inside.casts}
-    types = set(inside.casts.values()) or {private.tensors_in(node.meta["val"])[0].dtype}
+    types = set(inside.casts.values()) or {one for one in inside.gives if one.is_floating_point}
     if not casts and len(types) == 1:  # what was cast are views of them, as in an einsum; or it was told a type
         casts = {one: only for only in types for one, value in floats.items() if value.dtype != only}
-    if inside.operations != _computed(node, nullcontext(), casts).operations:
-        name = str(dtype).removeprefix("torch.")
+    if not known or inside != _computed(node, nullcontext(), casts):
+        low = str(dtype).removeprefix("torch.")
         raise CaptureError(
-            f"{private.where(node)}: forward has an autocast to {name} of its own that casts inside of "
-            f"{private.packet_name(node.target)}, which samplers do not follow; leave it out, and load the denoiser in "
-            f"{name}"
+            f"{private.where(node)}: an autocast to {low} casts inside of {name or node.target}, where samplers do not "
+            f"follow; leave it out, and load the denoiser in {low}"
         )
     return casts
 
@@ -71,7 +77,13 @@ class _Computed(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Any] = []
+        self.gives: list[torch.dtype] = []
         self.casts: dict[int, torch.dtype] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Computed) and (self.operations, self.gives) == (other.operations, other.gives)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = func(*args, **(kwargs or {})), private.packet_name(func)
@@ -95,7 +107,8 @@ def _computed(
     def run() -> None:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
         with surrounding, computed, suppress(RuntimeError):
-            node.target(*args, **kwargs)  # type: ignore[operator]
+            made = node.target(*args, **kwargs)  # type: ignore[operator]
+            computed.gives = [one.dtype for one in private.tensors_in([made])]
 
     private.fake_result(run, (), {}, private.tensors_in(node.meta["val"])[0])
     return computed

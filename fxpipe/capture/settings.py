@@ -25,8 +25,8 @@ Settings = list[Any]
 
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType)
 _TOLD = (
-    types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, set, deque, numpy.ndarray, torch.Tensor,
-    types.SimpleNamespace,
+    types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, set, frozenset, deque, numpy.ndarray,
+    numpy.generic, torch.Tensor, types.SimpleNamespace,
 )  # fmt: skip
 _DEPTH = 4  # of objects and containers in each other
 
@@ -105,7 +105,7 @@ def _add_attributes(found: Settings, values: Mapping[Any, Any], depth: int) -> N
 def _add(found: Settings, value: Any, depth: int) -> None:
     """A value in depth: containers by what is in them, objects by class and attributes; functions, modules and tensors
     as such."""
-    if type(value) in PLAIN or isinstance(value, _NAMED):
+    if type(value) in PLAIN or isinstance(value, (*_NAMED, numpy.generic)):
         found.append(value)
     elif isinstance(value, types.FunctionType):
         found.append(ref(value))  # a closure may keep modules; equal where the function is the same
@@ -119,7 +119,7 @@ def _add(found: Settings, value: Any, depth: int) -> None:
     elif isinstance(value, dict | types.MappingProxyType):
         found += type(value), len(value)
         _add_attributes(found, value, depth - 1)
-    elif isinstance(value, list | tuple | set | deque):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         found += type(value), len(value)
         for one in value:
             _add(found, one, depth - 1)
