@@ -2,7 +2,7 @@
 
     rank 0: vae[0:3] x 0:16 @ 10.00-14.50, vae[3:4] x 0:16 @ 14.20-15.00  <-- HERE: starts before the piece before ends
 
-Nothing here is shared with the fillers: times come from `FillProblem.seconds`, the rest from the pieces.
+Times come from `FillProblem.seconds`, as the fillers' do; the rest from the pieces alone.
 """
 
 from collections.abc import Iterator, Sequence

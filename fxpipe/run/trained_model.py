@@ -31,7 +31,7 @@ class TrainedModel(EngineBase, ABC):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        parameters: Iterable[nn.Parameter] | None = None,
+        parameters: nn.Parameter | Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
         """Collective: as torch.nn.utils.clip_grad_norm_ of the whole model's parameters, or of those given, as a
         group's; returns their norm before.
@@ -39,7 +39,8 @@ class TrainedModel(EngineBase, ABC):
         On a rank of several torch's own function would clip by the norm of what is trained there.
         """
         self._require_open("clip_grad_norm_")
-        clipped = [*self._model.parameters()] if parameters is None else [*parameters]
+        given = self._model.parameters() if parameters is None else parameters
+        clipped = [given] if isinstance(given, nn.Parameter) else [*given]
         own = {id(parameter): name for name, parameter in self._model.named_parameters()}
         if any(id(parameter) not in own for parameter in clipped):
             raise RunError("clip_grad_norm_: some of the parameters are not the model's")

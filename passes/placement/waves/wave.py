@@ -64,7 +64,8 @@ def wave(
     given = tuple(weights), skips, len(rank_of), hard, costs
     soft, path = _unlimited(*given) if limits is None else _least(*given, limits)
     if path is None:
-        raise CompileError("no wave fits into the memory of its ranks")
+        each = ", of which each of a rank's levels has an even share; use fewer stages" if num_waves > 1 else ""
+        raise CompileError(f"no wave fits into the memory of its ranks{each}")
     enough = max(soft.largest(path), (1 + slack) * sum(weights) / len(rank_of))
     return boundaries_of(best_tie(soft.given(soft.crossing(path)), enough, cut))
 
