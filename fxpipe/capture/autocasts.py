@@ -57,7 +57,8 @@ def _casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     inside = _computed(node, torch.autocast(kind, dtype, cache_enabled=False))
     if known and inside == _computed(node, nullcontext()):
         return {}
-    floats = {one: one.meta["val"] for one in node.all_input_nodes if one.meta["val"].is_floating_point()}
+    values = {one: one.meta["val"] for one in node.all_input_nodes if isinstance(one.meta["val"], torch.Tensor)}
+    floats = {one: value for one, value in values.items() if value.is_floating_point()}
     casts = {one: inside.casts[id(value)] for one, value in floats.items() if id(value) in inside.casts}
     types = set(inside.casts.values()) or {one for one in inside.gives if one.is_floating_point}
     if not casts and len(types) == 1:  # what was cast are views of them, as in an einsum; or it was told a type
