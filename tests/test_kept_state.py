@@ -3,7 +3,9 @@ else, and as it was before once the model is compiled."""
 
 import functools
 import itertools
+import math
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,7 +125,7 @@ def drawn(s: Keeper, h: Tensor) -> Tensor:
         (torch.ones(()), attribute, "'kept', a tensor before, to a tensor, and computes something else the next"),
         (SimpleNamespace(calls=0), of_object, "'kept.calls', 0 before, to 1, and computes"),
         (Counter().count, of_method, "'Counter.calls', new, to 1, and computes"),
-        (SimpleNamespace(calls=0), of_later_calls, "'kept.calls', 0 before, to 1, .* something else a later time"),
+        (SimpleNamespace(calls=0), of_later_calls, "'kept.calls', 0 before, to 1, and may compute .* a later"),
         (None, of_class, "'Keeper.calls', 0 before, to 1, and computes"),
         (None, of_globals, "'tests.test_kept_state.CALLS', 0 before, to 1, and computes"),
         ({}, in_dict, r"\"kept\['calls'\]\", new, to 1, and computes"),
@@ -145,16 +147,105 @@ def test_what_the_next_call_would_read_is_refused_and_put_back(kept: Any, betwee
     assert (Keeper.calls, CALLS, repr(kept)) == (0, 0, before)
 
 
+def counted(decides: Callable[[int], Any]) -> Any:
+    """Multiplies by two at some later calls."""
+
+    def between(s: Keeper, h: Tensor) -> Tensor:
+        s.kept.calls += 1
+        return h * 2 if decides(s.kept.calls) else h
+
+    return between
+
+
+def grown(s: Keeper, h: Tensor) -> Tensor:
+    s.kept.append(0)
+    return h * 2 if len(s.kept) == 12 else h
+
+
+def put_anew(s: Keeper, h: Tensor) -> Tensor:
+    s.kept = {"calls": [s.kept["calls"][0] + 1]}
+    return h * 2 if s.kept["calls"][0] > 9 else h
+
+
+def taken(s: Keeper, h: Tensor) -> Tensor:
+    return h * s.kept.pop(0)  # type: ignore[no-any-return]
+
+
+def in_array_later(s: Keeper, h: Tensor) -> Tensor:
+    s.kept += 1
+    return h * 2 if s.kept[0] > 9 else h
+
+
+def late(s: Keeper, h: Tensor) -> Tensor:
+    """By what the call before has set."""
+    s.kept.calls, before = s.kept.calls + 1, s.kept.late
+    s.kept.late = s.kept.late or s.kept.calls > 9
+    return h * 2 if before else h
+
+
+def modes(s: Keeper, h: Tensor) -> Tensor:
+    s.kept = {"a": "b", "b": "c", "c": "a"}[s.kept]
+    return h * 2 if s.kept == "a" else h
+
+
+FACTORS = [1.0] * 9 + [2.0] * 9
+TEXTS = {str(number): factor for number, factor in enumerate(FACTORS)}
+
+
+@pytest.mark.parametrize(
+    "decides",
+    [
+        lambda n: n % 4 == 3, lambda n: 10 <= n < 20, lambda n: n > 10 and (n % 5 == 3 and n > 100), lambda n: n > 9999,
+        lambda n: int(n) > 9, lambda n: float(n) > 9, lambda n: FACTORS[n] > 1, lambda n: TEXTS[str(n)] > 1,
+        lambda n: n in {9, 19}, lambda n: n in range(9, 19), lambda n: round(n / 10) == 3, lambda n: -n % 7 == 1,
+        lambda n: n >> 3, lambda n: math.sqrt(n) > 9, lambda n: range(n // 9), lambda n: torch.tensor(n).tolist() > 9,
+    ],
+)  # fmt: skip
+def test_whatever_later_calls_decide_by_a_count(decides: Callable[[int], Any]) -> None:
+    with pytest.raises(
+        CaptureError, match=r"'kept.calls', 0 before, to 1, and may compute something else a later time"
+    ):
+        captured(Keeper(SimpleNamespace(calls=0), counted(decides)))
+
+
+@pytest.mark.parametrize(
+    ("kept", "between"),
+    [
+        ([], grown), ({"calls": [0]}, put_anew), ([1.0, 1.0, 1.0, 2.0], taken), (numpy.zeros(1), in_array_later),
+        (SimpleNamespace(calls=0, late=False), late), ("a", modes),
+    ],
+)  # fmt: skip
+def test_whatever_else_later_calls_decide_by(kept: Any, between: Any) -> None:
+    with pytest.raises(CaptureError, match="may compute something else a later time"):
+        captured(Keeper(kept, between))
+
+
 def logging(s: Keeper, h: Tensor) -> Tensor:
     s.kept["calls"] += 1
     if not s.kept["calls"] % 100 or s.kept["calls"] > 1e6:
-        s.kept["told"] = True
+        s.kept["told"] = f"{s.kept['calls']}"
     return h
 
 
-def test_numbers_that_forward_counts_and_does_not_compute_by() -> None:
-    captured(Keeper(kept := {"calls": 0}, logging))
-    assert kept == {"calls": 0}
+def windows(s: Keeper, h: Tensor) -> Tensor:
+    """As prompt-to-prompt counts layers and steps, with no window to edit in."""
+    s.kept["layer"] += 1
+    if s.kept["layer"] == 2:
+        s.kept["layer"], s.kept["calls"] = 0, (s.kept["calls"] + 1) % 50
+    return h * 2 if 10 <= s.kept["calls"] < 5 else h
+
+
+def listing(s: Keeper, h: Tensor) -> Tensor:
+    s.kept.setdefault("shapes", []).append(h.shape[1:])
+    if len(s.kept["shapes"]) > 20:
+        s.kept["shapes"].clear()
+    return h
+
+
+@pytest.mark.parametrize("between", [logging, windows, listing])
+def test_what_forward_counts_and_does_not_compute_by(between: Any) -> None:
+    captured(Keeper(kept := {"calls": 7, "layer": 1}, between))
+    assert kept == {"calls": 7, "layer": 1}
 
 
 def cosines(s: Keeper, h: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
 from fxpipe.capture.inputs import InputSpec, Leaf
-from fxpipe.capture.kept_numbers import Decisions
 from fxpipe.capture.known import Read, buffers_read
+from fxpipe.capture.later_calls import Lengths, later_is_other
 from fxpipe.capture.same import computation
 from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
@@ -258,11 +258,10 @@ class _Failed(CaptureError):
 def _trace(
     step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
-    """A trace, and where forward has kept something, another one after that: a graph has every call alike. Where that
-    compares a number that was kept, another one still, for when it comes out otherwise.
+    """A trace, and where forward has kept something, others of later calls: a graph has every call alike.
 
     Raises:
-        CaptureError: it computes something else then; names the attribute.
+        CaptureError: one of them computes something else; names the attribute.
     """
     written = step.written  # this list: an export puts a copy of how it was in its place
     exported = _traced_once(step, inputs, examples, dynamic, any_size)
@@ -270,17 +269,20 @@ def _trace(
         return exported
     computed = computation(exported.graph, inputs.batch_size)
 
-    def again(decisions: Decisions) -> bool:
-        with carried_on(written, decisions), suppress(CaptureError):
-            return computation(_traced_once(step, inputs, examples, dynamic).graph, inputs.batch_size) == computed
-        return False
+    def again(state: Sequence[Written], lengths: Lengths) -> Sequence[Written] | None:
+        found = step.written
+        with carried_on(state), suppress(CaptureError):
+            other = _traced_once(step, inputs, examples, dynamic, lengths=lengths)
+            return found if computation(other.graph, inputs.batch_size) == computed else None
+        return None
 
-    decisions = Decisions()
-    same = again(decisions) and not any(one.is_read for one in written)
-    if not same or not all(again(Decisions(place)) for place in decisions.places):
-        told, when = next((one for one in written if one.is_read), written[0]), "a later" if same else "the next"
+    second = None if any(one.is_read for one in written) else again(written, {})
+    if second is None or later_is_other(written, second, again):
+        told = "computes something else the next" if second is None else "may compute something else a later"
+        again_written = {one.place for one in second or ()}
+        which = next((one for one in written if one.is_read or one.place in again_written), written[0])
         raise CaptureError(
-            f"{told}, and computes something else {when} time, but a graph has every call alike; pass what changes as "
+            f"{which}, and {told} time, but a graph has every call alike; pass what changes as "
             "an input, or set it outside of forward"
         )
     exported.graph_module.meta[_KEPT] = warn_of_tensors(written)
@@ -296,7 +298,12 @@ _OF_KEYS = (
 
 
 def _traced_once(
-    step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
+    step: Step,
+    inputs: InputSpec,
+    examples: tuple[torch.Tensor, ...],
+    dynamic: bool,
+    any_size: bool = False,
+    lengths: Lengths | None = None,
 ) -> torch.export.ExportedProgram:
     shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
     with _module_trail() as trail:
@@ -304,7 +311,7 @@ def _traced_once(
             with ExitStack() as stack:
                 for guard in (private.global_hooks_kept(), private.quiet(), watched(step.model)):
                     stack.enter_context(guard)
-                for guard in (decisions_noted(), builtins_watched(step.model)):
+                for guard in (decisions_noted(), builtins_watched(step.model, lengths or {})):
                     stack.enter_context(guard)
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())

@@ -14,13 +14,13 @@ from torch import nn
 
 from fxpipe.capture.code_names import globals_in
 from fxpipe.capture.files import is_installed
-from fxpipe.capture.kept_numbers import Decisions
+from fxpipe.capture.kept_numbers import Count
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _WEIGHTS = ("_parameters", "_buffers", "_modules")
 NOT_STATE = frozenset({"training", *_WEIGHTS, "_non_persistent_buffers_set"})
 _OPAQUE = (
-    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module, Decisions,
+    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module, Count,
 )  # fmt: skip
 _WRAPPERS = (
     staticmethod, classmethod, property, functools.partial, functools.cached_property, functools._lru_cache_wrapper,
@@ -30,7 +30,8 @@ AROUND = ("_global_forward_pre_hooks", "_global_forward_hooks")
 """Of `torch.nn.modules.module`, of all modules."""
 _DEPTH = 6  # of objects and containers in each other
 _MOST_BYTES = 2**24  # of an array whose values are looked at
-_ABSENT = object()
+ABSENT = object()
+"""In the place of what is not there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class Holder:
     def restore(self, entries: dict[Any, Any]) -> None:
         """Have these entries and no others."""
         now, values = self.entries(), self.values
-        changed = {key: value for key, value in entries.items() if now.get(key, _ABSENT) is not value}
+        changed = {key: value for key, value in entries.items() if now.get(key, ABSENT) is not value}
         extra = [key for key in now if key not in entries]
         if _is_array(values):
             if changed and changed != now:

@@ -44,9 +44,10 @@ def sizes_read_plainly() -> Iterator[None]:
 
 
 @contextmanager
-def builtins_watched(model: nn.Module) -> Iterator[None]:
-    """Inside, the length of a tensor is its size in models' modules, and the largest of its entries one of them; what
-    is repeated a free number of times is a `Repeated`; iterators that the model keeps have no next."""
+def builtins_watched(model: nn.Module, lengths: Mapping[int, Any]) -> Iterator[None]:
+    """Inside, the length of a tensor is its size in models' modules, or one of those known by id, and the largest of
+    its entries one of them; what is repeated a free number of times is a `Repeated`; iterators that the model keeps
+    have no next."""
     with ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
             stack.enter_context(private.added(kind, _NUMBERS))
@@ -54,7 +55,9 @@ def builtins_watched(model: nn.Module) -> Iterator[None]:
             stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
         # Export gives max and min of a tensor, their only argument, to torch.maximum.
         of_entries = {name: partial(_of_entries, name) for name in ("max", "min")}
-        stack.enter_context(_in_users_modules({"len": _len, "next": _next_but_of(model), **of_entries}))
+        stack.enter_context(
+            _in_users_modules({"len": partial(_len, lengths), "next": _next_but_of(model), **of_entries})
+        )
         yield
 
 
@@ -85,7 +88,9 @@ def _of_users(name: str, module: Any) -> bool:
     return name.partition(".")[0] not in _NOT_USERS and isinstance(module, types.ModuleType)
 
 
-def _len(value: Any) -> Any:
+def _len(lengths: Mapping[int, Any], value: Any) -> Any:
+    if id(value) in lengths:
+        return lengths[id(value)]
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
 
 

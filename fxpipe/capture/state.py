@@ -16,19 +16,17 @@ import torch
 from torch import nn
 
 from fxpipe.capture import private
-from fxpipe.capture.holders import NOT_STATE, PLAIN, Holder, holders_of, is_opaque
-from fxpipe.capture.kept_numbers import Decisions
+from fxpipe.capture.holders import ABSENT, NOT_STATE, PLAIN, Holder, holders_of, is_opaque
 
 _LIBRARY = "transformers."
 """Its modules note what they have installed at their first call, and compute alike in the next."""
 _HOOKS = "torch.nn.utils."
 """Its hooks compute a module's weight before each of its calls: `weight_norm`, `spectral_norm`."""
-_ABSENT = object()
 
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """An entry that forward gave another value; `_ABSENT` is none.
+    """An entry that forward gave another value; `ABSENT` is none.
 
     `is_read`: forward has read a tensor of what was there before.
     """
@@ -39,9 +37,13 @@ class Written:
     after: Any
     is_read: bool = False
 
+    @property
+    def place(self) -> tuple[int, Any]:
+        return id(self.holder.values), self.key
+
     def __str__(self) -> str:
         where = f"module {self.holder.owner or '(the model itself)'}"
-        before = "new" if self.before is _ABSENT else f"{_shown(self.before)} before"
+        before = "new" if self.before is ABSENT else f"{_shown(self.before)} before"
         return f"{where}: forward sets its attribute {self.holder.name(self.key)!r}, {before}, to {_shown(self.after)}"
 
 
@@ -78,10 +80,12 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
     found.clear()
     own = {id(weight) for weight in model.parameters()}
     changed = [
-        Written(holder, key, entries.get(key, _ABSENT), value)
+        Written(holder, key, entries.get(key, ABSENT), now.get(key, ABSENT))
         for holder, entries in zip(holders, before, strict=True)
-        for key, value in holder.entries().items()
-        if not (isinstance(key, str) and key in NOT_STATE) and _is_other(entries.get(key, _ABSENT), value, own)
+        for now in (holder.entries(),)
+        for key in (*now, *(entries.keys() - now.keys()))
+        if not (isinstance(key, str) and key in NOT_STATE)
+        and _is_other(entries.get(key, ABSENT), now.get(key, ABSENT), own)
     ]
     if not changed:
         return
@@ -98,14 +102,14 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
 
 
 @contextmanager
-def carried_on(written: Sequence[Written], decisions: Decisions) -> Iterator[None]:
-    """Inside, state is as forward left it, and numbers tell when they are compared."""
-    holders = {id(one.holder): one.holder for one in written}
+def carried_on(written: Sequence[Written]) -> Iterator[None]:
+    """Inside, state is as forward left it."""
+    holders = {id(one.holder.values): one.holder for one in written}
     before = {key: holder.entries() for key, holder in holders.items()}
     try:
         for key, holder in holders.items():
-            after = {one.key: decisions.noted(one.after) for one in written if one.holder is holder}
-            holder.restore(before[key] | after)
+            after = before[key] | {one.key: one.after for one in written if one.place[0] == key}
+            holder.restore({name: value for name, value in after.items() if value is not ABSENT})
         yield
     finally:
         for key, holder in holders.items():
