@@ -95,7 +95,8 @@ def _len(lengths: Mapping[int, Any], value: Any) -> Any:
 
 
 class Repeated:
-    """`[row] * count` of numbers, of a free count: a list to whoever asks, which makes the count a number."""
+    """`[row] * count` of numbers, of a free count: a list to whoever asks, which makes the count a number, unless for
+    the first or last entry."""
 
     def __init__(self, row: Any, count: torch.SymInt) -> None:
         self.row, self.count = row, count
@@ -114,7 +115,7 @@ class Repeated:
         return iter(self._listed())
 
     def __getitem__(self, place: Any) -> Any:
-        return self._listed()[place]
+        return self.row if place in (0, -1) else self._listed()[place]
 
     def __len__(self) -> int:
         return len(self._listed())
