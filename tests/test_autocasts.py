@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.capture.autocasts import written_out
+from fxpipe.capture.surroundings import autocasts, no_autocast
 from fxpipe.errors import FxpipeError, RunError
 from tests.distributed import run_processes
 from tests.tiny_pipelines import noise
@@ -102,6 +103,43 @@ def test_calls_inside_of_an_autocast() -> None:
         apart, cast = ((one.float() - expected.float()).abs().mean() for one in (found, plain))
         assert apart < 0.05 * cast
     assert inside(sampler.predict, True).float().equal(inside(sampler.predict, True).float())
+
+
+class Encoded(nn.Module):
+    """With torch's encoder, which in evaluation is one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        hidden = self.into(sample).float()
+        found = self.layer(hidden.flatten(2).transpose(1, 2)).transpose(1, 2)
+        return self.out(found.reshape(hidden.shape)).to(found.dtype)  # type: ignore[no-any-return]
+
+
+def test_an_encoder_of_one_kernel_in_an_autocast() -> None:
+    """Whose type is another one than that of its operations."""
+    model = Encoded().eval()
+    sampler = fxpipe.compile_sampler(model, 2, example=call(12), sample={"sample": 2})
+    with pytest.raises(FxpipeError, match=r"call torch.backends.mha.set_fastpath_enabled"):
+        inside(sampler.predict, True)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert inside(sampler.predict, True).dtype == inside(model, True).dtype == torch.float32
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_autocasts_of_any_device_are_seen() -> None:
+    torch.set_autocast_enabled("mps", True)
+    try:
+        assert autocasts() == {"mps": torch.float16}
+        with no_autocast():
+            assert not autocasts()
+    finally:
+        torch.set_autocast_enabled("mps", False)
 
 
 def launched() -> tuple[float, str]:

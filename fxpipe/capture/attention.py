@@ -1,6 +1,6 @@
 """Attention as it can be cut into samples: with dropout written out, so that its mask is a draw like any other; and
 diffusers' sliced one, which takes some heads of some samples at a time to save memory, as one; torch's encoder, which
-takes another path for padded samples, is refused where it does.
+takes another path for padded samples, or in an autocast, is refused where it does.
 
 scaled_dot_product_attention(q, k, v, dropout_p=0.1)   ->   dropout(softmax(q @ k^T * scale), 0.1) @ v
 """
@@ -37,9 +37,10 @@ def whole_attention() -> Iterator[None]:
 
 @contextmanager
 def encoders_watched() -> Iterator[None]:
-    """Raises CaptureError where an `nn.TransformerEncoder` would take its path of nested tensors, which a trace cannot:
-    whether it does, and so leaves zeros in padded places, depends on where the mask has its values."""
-    forward = nn.TransformerEncoder.forward
+    """Raises CaptureError where torch's encoder would take a path that a trace does not: that of nested tensors, which
+    leaves zeros in padded places or not by where the mask has its values, and its one kernel, whose type in an autocast
+    is not that of its operations."""
+    whole, layer = nn.TransformerEncoder.forward, nn.TransformerEncoderLayer.forward
 
     def checked(
         self: nn.TransformerEncoder,
@@ -54,18 +55,42 @@ def encoders_watched() -> Iterator[None]:
                 "padding is at the end of samples, which it decides by the mask's values; set its use_nested_tensor = "
                 "False, which leaves all other places as they are"
             )
-        return forward(self, src, mask, src_key_padding_mask, is_causal)
+        return whole(self, src, mask, src_key_padding_mask, is_causal)
 
-    with private.replaced(nn.TransformerEncoder, "forward", checked):
+    def checked_layer(self: nn.TransformerEncoderLayer, src: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kind = src.device.type
+        casts = torch.is_autocast_enabled(kind) and src.dtype != torch.get_autocast_dtype(kind)
+        if casts and src.ndim == 3 and _is_one_kernel(self, src):
+            raise CaptureError(
+                "nn.TransformerEncoderLayer in evaluation, without gradients, gives another type in an autocast for "
+                f"{kind} than its operations do; call torch.backends.mha.set_fastpath_enabled(False)"
+            )
+        return layer(self, src, *args, **kwargs)
+
+    with (
+        private.replaced(nn.TransformerEncoder, "forward", checked),
+        private.replaced(nn.TransformerEncoderLayer, "forward", checked_layer),
+    ):
         yield
 
 
 def _may_nest(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
     """By all but the mask's values, as torch 2.13 decides it."""
-    first: Any = encoder.layers[0]
-    wanted = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (src, *first.parameters()))
-    return wanted and not first.training and not learns and not torch.is_autocast_enabled()
+    return getattr(encoder, "use_nested_tensor", False) and _is_fast(encoder.layers[0], src)
+
+
+def _is_one_kernel(layer: nn.TransformerEncoderLayer, src: torch.Tensor) -> bool:
+    own: Any = layer.self_attn
+    plain = own.batch_first and own.in_proj_bias is not None and own._qkv_same_embed_dim and own.num_heads % 2 == 0
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+    alike = layer.activation_relu_or_gelu and layer.norm1.eps == layer.norm2.eps
+    return bool(plain and alike and not hooked and _is_fast(layer, src))
+
+
+def _is_fast(layer: Any, src: torch.Tensor) -> bool:
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (src, *layer.parameters()))
+    wanted = torch.backends.mha.get_fastpath_enabled() and not layer.training
+    return wanted and not learns and not torch.is_autocast_enabled()
 
 
 def expand_attention_dropout(graph: fx.Graph) -> None:

@@ -85,7 +85,8 @@ class Surroundings:
 
 def autocasts() -> dict[str, torch.dtype]:
     """Those that are on here, by device."""
-    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    kinds = private.autocast_devices()
+    return {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
 
 def no_autocast() -> AbstractContextManager[object]:

@@ -19,6 +19,11 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
+def autocast_devices() -> list[str]:
+    """The kinds of devices that have one."""
+    return torch._C._autocast_supported_devices()
+
+
 @contextmanager
 def added(kind: type, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Attributes that a class does not have, inside."""
