@@ -219,6 +219,7 @@ _PACKED = (
     "packed sequences have sizes that lengths decide; run the recurrent layer on the padded ones, and leave out what "
     "is behind their ends (a mask, or gather of the last step)"
 )
+_FRAMES = "torch.istft decides by the sums of its windows; add up frames with torch.nn.functional.fold"
 _LISTED = 64
 """Entries of a tensor that a trace may list: one by one, in milliseconds each; few may be constants that it knows."""
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
@@ -227,6 +228,7 @@ _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _gradient),
     torch._pack_padded_sequence: _refused(_PACKED),
+    **dict.fromkeys((torch.istft, torch.Tensor.istft), _refused(_FRAMES)),
     **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), _as_array),
     torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]
     torch.Tensor.data.__get__: lambda func, tensor: tensor.detach(),  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """Calls that torch.export fixes to one batch size, that cut rows by numbers in tensors, or that no rule follows as they
 are, written with others.
 
-    embedding_bag(ids, w)          ->   embedding(ids, w).mean(1)
     take_along_dim(x, i, 1)        ->   gather(x, 1, i)
     tensor([[0, 1]] * batch)       ->   tensor([0, 1]).repeat(batch, 1)
     linspace(0, 1, batch + 1)      ->   where(i < half, i * step, 1 - (batch - i) * step), of i = arange(batch + 1)
@@ -42,34 +41,6 @@ def _kron(func: Any, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (a * b).reshape(shape)
 
 
-def _embedding_bag(
-    func: Any,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: torch.Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> torch.Tensor:
-    """Bags of one length, [batch, length]: the rows, then their sum, mean or maximum without the padding."""
-    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or sparse:
-        options = (offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights)
-        return func(input, weight, *options, include_last_offset, padding_idx)  # type: ignore[no-any-return]
-    rows = F.embedding(input, weight, padding_idx)
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    kept = (input != padding)[..., None]
-    if mode == "max":
-        return torch.where(kept.any(1), rows.masked_fill(~kept, float("-inf")).max(1).values, 0.0)
-    weights = 1.0 if per_sample_weights is None else per_sample_weights[..., None]
-    total = (rows * weights * kept).sum(1)
-    return total / kept.sum(1).clamp(min=1) if mode == "mean" else total
-
-
 def _pad_sequence(
     func: Any,
     sequences: Sequence[torch.Tensor],
@@ -91,42 +62,6 @@ def _pad_sequence(
 def _missing(one: torch.Tensor, length: int, side: str) -> list[int]:
     ends = [0, length - one.shape[0]] if side == "right" else [length - one.shape[0], 0]
     return [0] * (2 * one.ndim - 2) + ends
-
-
-def _istft(
-    func: Any,
-    input: torch.Tensor,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: torch.Tensor | None = None,
-    center: bool = True,
-    normalized: bool = False,
-    onesided: bool | None = None,
-    length: int | None = None,
-    return_complex: bool = False,
-) -> torch.Tensor:
-    """Overlapping frames added up, over the sum of their squared windows; torch also looks at that sum's values."""
-    if return_complex or input.ndim != 3:
-        options = (hop_length, win_length, window, center, normalized, onesided, length, return_complex)
-        return func(input, n_fft, *options)  # type: ignore[no-any-return]
-    hop, norm = hop_length or n_fft // 4, "ortho" if normalized else "backward"
-    if onesided is False:
-        frames = torch.fft.ifft(input, n_fft, 1, norm).real
-    else:
-        frames = torch.fft.irfft(input, n_fft, 1, norm)
-    size = win_length or n_fft
-    shape = torch.ones(size, dtype=frames.dtype, device=frames.device) if window is None else window
-    shape = F.pad(shape, ((n_fft - size) // 2, n_fft - size - (n_fft - size) // 2))[:, None]
-    span = n_fft + hop * (input.shape[2] - 1)
-    added, squares = (
-        F.fold(part, (1, span), (1, n_fft), stride=(1, hop))[:, 0, 0]
-        for part in (frames * shape, (shape * shape).expand(1, -1, input.shape[2]))
-    )
-    start = n_fft // 2 if center else 0
-    end = span - start if length is None else min(span, start + length)
-    signal = added[:, start:end] / squares[:, start:end]
-    return signal if length is None else F.pad(signal, (0, length - (end - start)))
 
 
 def _tensor(func: Any, data: Any, **options: Any) -> torch.Tensor:
@@ -157,9 +92,5 @@ WRITTEN_OUT: Table = {
     torch.kron: _kron,
     torch.Tensor.kron: _kron,
     torch.linalg.multi_dot: lambda func, tensors: functools.reduce(torch.matmul, tensors),
-    torch.chain_matmul: lambda func, *matrices: functools.reduce(torch.matmul, matrices),
-    F.embedding_bag: _embedding_bag,
     torch._C._nn.pad_sequence: _pad_sequence,
-    torch.istft: _istft,
-    torch.Tensor.istft: _istft,
 }

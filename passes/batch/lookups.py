@@ -19,7 +19,7 @@ def embedding(call: RuleCall) -> list[Result]:
 
 
 def embedding_bag(call: RuleCall) -> list[Result]:
-    raise Mixed("it sums bags of lengths in a tensor", "pass the numbers as [batch, length], without offsets")
+    raise Mixed("the lengths of its bags are numbers in a tensor", "sum the rows of an nn.Embedding of [batch, length]")
 
 
 def gather(call: RuleCall) -> list[Result]:

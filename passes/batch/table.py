@@ -78,7 +78,7 @@ RULES: dict[str, Rule] = {
     **_names(
         "tril triu linalg_inv inverse linalg_det det linalg_cholesky cholesky linalg_matrix_exp linalg_qr trace "
         "linalg_pinv linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_eigh _linalg_svd _linalg_slogdet "
-        "linalg_lu_factor_ex linalg_lu cholesky_inverse istft",
+        "linalg_lu_factor_ex linalg_lu cholesky_inverse",
         trailing(lambda call, ndim: 2),
     ),
     **_names("linear view_as_complex diag_embed stft", trailing(lambda call, ndim: 1)),
