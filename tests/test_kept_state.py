@@ -188,6 +188,18 @@ def modes(s: Keeper, h: Tensor) -> Tensor:
     return h * 2 if s.kept == "a" else h
 
 
+def of_no_part(s: Keeper, h: Tensor) -> Tensor:
+    """In a module that a list holds."""
+    s.kept[0][0].calls += 1
+    return h * 2 if s.kept[0][0].calls > 9 else h
+
+
+def no_part() -> list[nn.Module]:
+    inside: Any = nn.Identity()
+    inside.calls = 0
+    return [nn.Sequential(inside)]
+
+
 FACTORS = [1.0] * 9 + [2.0] * 9
 TEXTS = {str(number): factor for number, factor in enumerate(FACTORS)}
 
@@ -212,7 +224,7 @@ def test_whatever_later_calls_decide_by_a_count(decides: Callable[[int], Any]) -
     ("kept", "between"),
     [
         ([], grown), ({"calls": [0]}, put_anew), ([1.0, 1.0, 1.0, 2.0], taken), (numpy.zeros(1), in_array_later),
-        (SimpleNamespace(calls=0, late=False), late), ("a", modes),
+        (SimpleNamespace(calls=0, late=False), late), ("a", modes), (no_part(), of_no_part),
     ],
 )  # fmt: skip
 def test_whatever_else_later_calls_decide_by(kept: Any, between: Any) -> None:

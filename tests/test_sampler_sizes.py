@@ -1,10 +1,14 @@
 """Calls of other image sizes by one trace with free sizes: one device's result, or a trace of their own."""
 
+import contextvars
+import functools
 import gc
 import math
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,6 +25,7 @@ from tests.denoisers import case, noise, small
 
 TABLE = {"12": 3.0}
 WIDTHS = {(12, 8): 2.0}
+SCALE = contextvars.ContextVar("scale", default=1.0)
 
 
 def picture(height: int, width: int) -> dict[str, Tensor]:
@@ -220,6 +225,36 @@ def test_settings_that_are_back_are_known(traces: list[object]) -> None:
     assert traced(1.0)
     gc.collect()
     assert before() is None
+
+
+class Elsewhere(nn.Module):
+    """Scales by what lies where attributes of modules do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.others = nn.Conv2d(4, 4, 1), [nn.Sequential(nn.Identity())]
+        self.deep = functools.reduce(
+            lambda inside, _: SimpleNamespace(one=inside), range(5), SimpleNamespace(scale=1.0)
+        )
+
+    def forward(self, picture: Tensor, text: Tensor) -> Tensor:
+        scale = float(os.environ.get("SCALE", "1")) * SCALE.get() * getattr(self.others[0][0], "scale", 1.0)
+        return self.mix(picture) * scale * self.deep.one.one.one.one.one.scale + text.mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_set_elsewhere_is_seen() -> None:
+    """In the environment, a context, a module that is no part of the model, and deep in objects."""
+    model = Elsewhere().double()
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), sample={"picture": 2}, patches=2, cache=False)
+    for change in (
+        lambda: os.environ.__setitem__("SCALE", "2"),
+        lambda: os.environ.pop("SCALE"),
+        lambda: SCALE.set(3.0),
+        lambda: setattr(model.others[0][0], "scale", 5.0),
+        lambda: setattr(model.deep.one.one.one.one.one, "scale", 7.0),
+    ):
+        change()
+        require_equal(sampler, model, picture(8, 6))
 
 
 def wrapped(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

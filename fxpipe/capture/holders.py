@@ -3,6 +3,7 @@ dicts, lists, sets and arrays among those; and what the model's own code names, 
 it. Own is what no installed package has made."""
 
 import functools
+import os
 import types
 from collections import deque
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from fxpipe.capture.code_names import globals_in
+from fxpipe.capture.code_names import globals_in, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.kept_numbers import Count
 
@@ -28,7 +29,7 @@ _WRAPPERS = (
 )  # fmt: skip
 AROUND = ("_global_forward_pre_hooks", "_global_forward_hooks")
 """Of `torch.nn.modules.module`, of all modules."""
-_DEPTH = 6  # of objects and containers in each other
+DEPTH = 6  # of objects and containers in each other
 _MOST_BYTES = 2**24  # of an array whose values are looked at
 ABSENT = object()
 """In the place of what is not there."""
@@ -113,8 +114,7 @@ class Holder:
 def holders_of(model: nn.Module) -> tuple[list[Holder], list[Any]]:
     """Every holder of a model, and its functions under `functools.lru_cache`."""
     walk = _Walk()
-    for name, module in model.named_modules():
-        walk.module(name, module)
+    walk.modules(model)
     return list(walk.found.values()), walk.caches
 
 
@@ -123,9 +123,9 @@ def named_by(model: nn.Module) -> list[Holder]:
     the objects whose methods it calls."""
     walk = _Walk()
     for hooks in AROUND:
-        walk.code("", vars(nn.modules.module)[hooks], _DEPTH)
+        walk.code("", vars(nn.modules.module)[hooks], DEPTH)
     for name, module in model.named_modules():
-        walk.code(name, module.__dict__, _DEPTH)
+        walk.code(name, module.__dict__, DEPTH)
         walk.kind(name, type(module))
     return list(walk.found.values())
 
@@ -155,9 +155,14 @@ class _Walk:
         self._seen: set[Any] = set()  # classes and functions
         self._passed: set[int] = set()  # objects and containers, by id
 
-    def module(self, name: str, module: nn.Module) -> None:
-        self._add(Holder(name, "", module.__dict__, of_attributes=True), _DEPTH)
-        self.kind(name, type(module))
+    def modules(self, model: nn.Module, owner: str | None = None, path: str = "") -> None:
+        """All of a model, or of one that an owner's module holds without knowing it as a part."""
+        new = [(name, one) for name, one in model.named_modules() if id(one) not in self._passed]
+        self._passed |= {id(one) for _, one in new}
+        for name, one in new:
+            of, inside = (name, "") if owner is None else (owner, f"{path}.{name}".rstrip("."))
+            self._add(Holder(of, inside, one.__dict__, of_attributes=True), DEPTH)
+            self.kind(of, type(one))
 
     def code(self, owner: str, value: Any, depth: int) -> None:
         """What is named by the code of a value, and of those in it, without their own entries."""
@@ -184,9 +189,11 @@ class _Walk:
                 self._value(holder.owner, holder.name(key), value, depth - 1)
 
     def _value(self, owner: str, path: str, value: Any, depth: int) -> None:
-        if type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
+        if type(value) in PLAIN or isinstance(value, torch.Tensor):
             return
-        if isinstance(value, type):
+        if isinstance(value, nn.Module):
+            self.modules(value, owner, path)
+        elif isinstance(value, type):
             self.kind(owner, value)
         elif not is_opaque(value) and depth:
             self._inside(owner, path, value, depth)
@@ -207,7 +214,7 @@ class _Walk:
         for one in kind.__mro__:
             if one not in self._seen and not is_installed(one.__module__):
                 self._seen.add(one)
-                self._add(Holder(owner, one.__name__, one, of_attributes=True), _DEPTH)
+                self._add(Holder(owner, one.__name__, one, of_attributes=True), DEPTH)
 
     def _code(self, owner: str, value: Any) -> None:
         """The globals that own code names, and what is in its closures."""
@@ -217,15 +224,17 @@ class _Walk:
             for name in ("func", "__func__", "__wrapped__", "fget"):
                 self._code(owner, getattr(value, name, None))
         if isinstance(value, functools.partial):
-            self._value(owner, "partial", (value.args, value.keywords), _DEPTH)
+            self._value(owner, "partial", (value.args, value.keywords), DEPTH)
         if isinstance(value, types.MethodType):
-            self._value(owner, type(value.__self__).__name__, value.__self__, _DEPTH)
+            self._value(owner, type(value.__self__).__name__, value.__self__, DEPTH)
         if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
             return
         self._seen.add(value)
+        if not {"environ", "getenv"}.isdisjoint(names_in(value.__code__)):
+            self._add(Holder(owner, "os.environ", vars(os.environ)["_data"]), DEPTH)
         named = set(globals_in(value.__code__)) & value.__globals__.keys()
-        self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), _DEPTH)
+        self._add(Holder(owner, value.__module__, value.__globals__, of_attributes=True, keys=named), DEPTH)
         kept = value.__defaults__, value.__kwdefaults__, vars(value) or None
-        self._value(owner, value.__name__, kept, _DEPTH)
+        self._value(owner, value.__name__, kept, DEPTH)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            self._add(Holder(owner, value.__name__, cell, of_attributes=True, keys={name}), _DEPTH + 1)
+            self._add(Holder(owner, value.__name__, cell, of_attributes=True, keys={name}), DEPTH + 1)

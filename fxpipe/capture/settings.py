@@ -9,6 +9,7 @@ import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 from weakref import ref
 
@@ -17,18 +18,32 @@ import torch
 from torch import nn
 
 from fxpipe.capture.files import is_installed
-from fxpipe.capture.holders import AROUND, NOT_STATE, PLAIN, Holder
+from fxpipe.capture.holders import AROUND, DEPTH, NOT_STATE, PLAIN, Holder
 from fxpipe.capture.surroundings import autocasts
 from fxpipe.errors import CaptureError
 
-Settings = list[Any]
+
+class Settings(list[Any]):
+    """Flat; `passed`: how deep it was looked into objects and containers, and which these are, by id."""
+
+    def __init__(self) -> None:
+        self.passed: dict[int, tuple[int, int]] = {}
+
+    def has_passed(self, value: object, depth: int) -> bool:
+        """Whether it was looked as deep into a value, which is told then; else it will have been."""
+        known = self.passed.get(id(value), (0, len(self.passed)))
+        if known[0] < depth:
+            self.passed[id(value)] = depth, known[1]
+            return False
+        self.append(known[1])
+        return True
+
 
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType)
 _TOLD = (
     types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, set, frozenset, deque, numpy.ndarray,
-    numpy.generic, torch.Tensor, types.SimpleNamespace,
+    numpy.generic, torch.Tensor, types.SimpleNamespace, ContextVar,
 )  # fmt: skip
-_DEPTH = 4  # of objects and containers in each other
 
 
 class _Same:
@@ -50,16 +65,24 @@ class _Same:
 
 def settings_of(model: nn.Module, named: Sequence[Holder]) -> Settings:
     """Of all its modules, in order, flat; of what is around all modules, and of what its code names."""
+    parts = [*model.modules()]
     around = torch.get_default_dtype(), torch.get_default_device(), autocasts()
-    found: Settings = [nn.functional.scaled_dot_product_attention, *around]
+    found = Settings()
+    found.passed = {id(part): (DEPTH, -1) for part in parts}
+    found += nn.functional.scaled_dot_product_attention, *around
     for name in AROUND:
         _add_attributes(found, vars(nn.modules.module)[name], 1)
     for holder in named:
-        _add_attributes(found, {key: value for key, value in holder.entries().items() if _is_told(value)}, _DEPTH)
-    for part in model.modules():
-        found += type(part), getattr(type(part), "forward", None)  # a script has none
-        _add_attributes(found, part.__dict__, _DEPTH)
+        _add_attributes(found, {key: value for key, value in holder.entries().items() if _is_told(value)}, DEPTH)
+    _add_modules(found, parts)
+    found.passed.clear()
     return found
+
+
+def _add_modules(found: Settings, parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        found += type(part), getattr(type(part), "forward", None)  # a script has none
+        _add_attributes(found, part.__dict__, DEPTH)
 
 
 def _is_told(value: Any) -> bool:
@@ -114,8 +137,19 @@ def _add(found: Settings, value: Any, depth: int) -> None:
         _add(found, value.__func__, depth)
     elif isinstance(value, nn.Module | torch.Tensor) or depth == 0:
         found.append(_Same(value) if depth else type(value))
+        if depth and isinstance(value, nn.Module) and not found.has_passed(value, DEPTH):  # no part of the model
+            parts = [*value.modules()]
+            found.passed |= {id(part): (DEPTH, -1) for part in parts}
+            _add_modules(found, parts)
+            _add_attributes(found, dict(value.named_parameters()) | dict(value.named_buffers()), 1)
+    elif isinstance(value, ContextVar):
+        _add(found, value.get(None), depth)
     elif isinstance(value, functools.partial):
-        _add(found, (value.func, value.args, value.keywords), depth)
+        _add(found, value.func, depth)
+        _add(found, value.args, depth)
+        _add(found, value.keywords, depth)
+    elif found.has_passed(value, depth):
+        return
     elif isinstance(value, dict | types.MappingProxyType):
         found += type(value), len(value)
         _add_attributes(found, value, depth - 1)

@@ -74,7 +74,7 @@ class Spread:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
         self._whole_kinds, self._failed = set[Kind](), 0
         self.stream_name: str | None = None
-        self._known, self._others = _Known([], [], []), list[_Known]()
+        self._known, self._others = _Known([], Settings(), []), list[_Known]()
         self._steps: dict[Kind, SampleStep] = {}
         self._states = WeakKeyDictionary[Traced, dict[str, torch.Tensor]]()
         self._weights: list[tuple[Any, ...]] = []
