@@ -62,7 +62,7 @@ class OneDevice:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
-    def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any]:
+    def gather_state_dict(self, trainable_only: bool = False) -> dict[str, Any]:
         named = dict(self.model.named_parameters())
         return {
             name: value.detach().clone()

@@ -232,7 +232,7 @@ def test_frozen_weights_that_are_written_between_steps(microbatches: int, synced
             lambda engine: engine.step(batch(0, ROWS[0])),
             "rank 0 calls gather_state_dict, rank 1 calls step; call every",
         ),
-        (lambda engine: engine.gather_state_dict(dst=1), r"ranks \[1\] have another dst .* than rank 0"),
+        (lambda engine: engine.gather_state_dict(True), r"ranks \[1\] have another trainable_only than rank 0"),
         (lambda engine: engine.close(), "no rank can go on: rank 0 waits for .* ranks that have ended: .1."),
     ],
 )

@@ -80,10 +80,10 @@ def test_any_order_of_messages_that_both_ends_share_runs(messages: list[tuple[in
 
 def test_control_objects() -> None:
     def rank_main(transport: Transport) -> tuple[str, list[int] | None]:
-        plan = transport.broadcast_object("plan" if transport.rank == 1 else "", src=1)
-        return plan, transport.gather_object(transport.rank * 10, dst=2)
+        plan = transport.broadcast_object("" if transport.rank else "plan")
+        return plan, transport.gather_object(transport.rank * 10)
 
-    assert run_ranks(3, rank_main) == [("plan", None), ("plan", None), ("plan", [0, 10, 20])]
+    assert run_ranks(3, rank_main) == [("plan", [0, 10, 20]), ("plan", None), ("plan", None)]
 
 
 def receives(edge: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -287,8 +287,8 @@ def process_main() -> tuple[list[torch.Tensor], dict[tuple[int, int], int], str,
     DistributedTransport().close()
     transport = DistributedTransport()
     received = exchange(transport)
-    plan = transport.broadcast_object("plan" if transport.rank == 1 else "", src=1)
-    gathered = transport.gather_object(transport.rank * 10, dst=2)
+    plan = transport.broadcast_object("" if transport.rank else "plan")
+    gathered = transport.gather_object(transport.rank * 10)
     transport.close()
     return received, transport.sent_bytes(), plan, gathered
 
@@ -298,7 +298,7 @@ def test_processes_receive_what_threads_receive() -> None:
     for rank, (received, sent_bytes, plan, gathered) in enumerate(run_processes(3, process_main)):
         assert same(received, threads[rank][0])
         assert sent_bytes == threads[rank][1]
-        assert (plan, gathered) == ("plan", [0, 10, 20] if rank == 2 else None)
+        assert (plan, gathered) == ("plan", [0, 10, 20] if rank == 0 else None)
 
 
 def failing_main(how: str, failing_rank: str, heartbeat_seconds: str = "0.5") -> None:
@@ -385,7 +385,7 @@ def stopped_main() -> None:
         os.kill(host, signal.SIGSTOP)
         time.sleep(2.5)
         os.kill(host, signal.SIGCONT)
-    assert transport.gather_object(transport.rank, 0) == ([0, 1] if transport.rank == 0 else None)
+    assert transport.gather_object(transport.rank) == ([0, 1] if transport.rank == 0 else None)
     transport.close()
 
 

@@ -123,12 +123,12 @@ class Transport(Protocol):
         """
         ...
 
-    def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Collective: on every rank the `value` that rank `src` gave, to be treated as read-only."""
+    def broadcast_object(self, value: T) -> T:
+        """Collective: on every rank the `value` that rank 0 gave, to be treated as read-only."""
         ...
 
-    def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
-        """Collective: on rank `dst` the values in rank order, to be treated as read-only; None elsewhere."""
+    def gather_object(self, value: T) -> list[T] | None:
+        """Collective: on rank 0 the values in rank order, to be treated as read-only; None elsewhere."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:

@@ -238,10 +238,10 @@ class Engine(Training):
             norms = self._shared.norms(norm_type, names)
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
 
-    def _bring(self, dst: int | None, *asked: object) -> None:
+    def _bring(self, call: str, ranks: Sequence[int], *asked: object) -> None:
         with told(self._transport):
-            self._agree("sync_model" if dst is None else "gather_state_dict", {"dst or trainable_only": (dst, asked)})
-            self._shared.bring(range(self._plan.world_size) if dst is None else [dst])
+            self._agree(call, {"trainable_only": asked})
+            self._shared.bring(ranks)
 
     def _bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
         with told(self._transport):
@@ -253,20 +253,20 @@ class Engine(Training):
             self._agree("release", {})
             return self._shared.release()
 
-    def _gathered(self, parts: Parts, dst: int) -> Parts:
+    def _gathered(self, parts: Parts) -> Parts:
         with told(self._transport):
-            self._agree("gather_outputs", {"dst": dst})
+            self._agree("gather_outputs", {})
             mine = {key: part for key, part in parts.items() if key[1] != WHOLE}
             found = everyones(self._transport, {key: (tuple(part.shape), part.dtype) for key, part in mine.items()})
-            place = self.device if self.rank == dst else torch.device("meta")
-            wanted = {key: (src, *of) for src, of_rank in enumerate(found) for key, of in of_rank.items() if src != dst}
+            place = self.device if self._is_first() else torch.device("meta")
+            wanted = {key: (src, *of) for src, of_rank in enumerate(found) for key, of in of_rank.items() if src}
             values = {key: torch.empty(shape, dtype=dtype, device=place) for key, (_, shape, dtype) in wanted.items()}
             values |= mine
-            self._transport.copy_values([(values[key], src, dst) for key, (src, *_) in wanted.items()], "outputs")
+            self._transport.copy_values([(values[key], src, 0) for key, (src, *_) in wanted.items()], "outputs")
         return {**values, **parts}
 
-    def _is_at(self, rank: int) -> bool:
-        return self.rank == rank
+    def _is_first(self) -> bool:
+        return self.rank == 0
 
     def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return owners(parameter)
@@ -368,10 +368,6 @@ class Engine(Training):
         with told(self._transport):
             self._agree("mesh", {})
             return device_mesh(pipelines, self.rank, self.device)
-
-    def sent_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes this rank has sent on each channel since the engine was made."""
-        return self._transport.sent_bytes()
 
     @property
     def bytes_sent(self) -> int:

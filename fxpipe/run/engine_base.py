@@ -58,8 +58,8 @@ class EngineBase:
         """The samples of a whole batch that are read in this process, by whichever form of the step."""
         return range(self._plan.batch_size)
 
-    def _is_at(self, rank: int) -> bool:
-        """Whether this process runs that rank."""
+    def _is_first(self) -> bool:
+        """Whether this process runs rank 0."""
         return True
 
     def _owners(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -77,16 +77,16 @@ class EngineBase:
     def _alike(self, call: str, parts: Mapping[str, Any]) -> None:
         """Collective: RunError unless all ranks make this call with these values."""
 
-    def _gathered(self, parts: Parts, dst: int) -> Parts:
-        """Collective: all ranks' parts on one rank."""
+    def _gathered(self, parts: Parts) -> Parts:
+        """Collective: all ranks' parts on rank 0."""
         return parts
 
     def _released(self) -> int:
         """Collective: what this process needs not hold is let go; its bytes."""
         return 0
 
-    def _bring(self, dst: int | None, *asked: object) -> None:
-        """Collective: all trained values into the model of one rank, or of all."""
+    def _bring(self, call: str, ranks: Sequence[int], *asked: object) -> None:
+        """Collective: all trained values into the models of some ranks."""
 
     def _bring_averages(self, averages: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Collective: averages of what other ranks train, to all."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxpipe.errors import RunError
 from fxpipe.plan.outputs import Output, Parts
 from fxpipe.run.engine_base import EngineBase
 
@@ -25,19 +24,15 @@ class StepOutputs(EngineBase):
         """
         return put_together([output for output in self._returned if output.is_number], self._parts)
 
-    def gather_outputs(self, dst: int = 0) -> dict[str, torch.Tensor] | None:
-        """Collective: all that forward returned beside the loss in the last step, by name, tensors of samples too.
+    def gather_outputs(self) -> dict[str, torch.Tensor] | None:
+        """Collective: on rank 0 all that forward returned beside the loss in the last step, by name, tensors of samples
+        too; None on the others.
 
         Until the next step every rank keeps what it has made of them.
-
-        Args:
-            dst: the rank that gets them; None on the others.
         """
         self._require_open("gather_outputs")
-        if dst not in range(self._plan.world_size):
-            raise RunError(f"gather_outputs(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
-        parts = self._gathered(self._parts, dst)
-        return put_together(self._returned, parts) if self._is_at(dst) else None
+        parts = self._gathered(self._parts)
+        return put_together(self._returned, parts) if self._is_first() else None
 
 
 def put_together(outputs: Sequence[Output], parts: Parts) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ class TrainedModel(EngineBase, ABC):
                     f"{type(average).__name__} gives copies of its tensors in state_dict(), so that nothing could be "
                     "brought into it; give the tensors themselves, or the state, and load that into it after"
                 )
-        self._bring(None)
+        self._bring("sync_model", range(self._plan.world_size))
         for tensors in found:
             self._bring_averages(tensors)
 
@@ -93,20 +93,18 @@ class TrainedModel(EngineBase, ABC):
         self._require_open("release")
         return self._released()
 
-    def gather_state_dict(self, dst: int = 0, trainable_only: bool = False) -> dict[str, Any] | None:
-        """Collective: a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU.
+    def gather_state_dict(self, trainable_only: bool = False) -> dict[str, Any] | None:
+        """Collective: on rank 0 a copy of the model's `state_dict()`, trained values of all ranks included, on the CPU,
+        and these values in its model; None on the others.
 
         Weights that were put into the model on every rank, such as averages, are gathered as they are.
 
         Args:
-            dst: the rank that gets it, and all values into its model; None on the others.
             trainable_only: the parameters that require gradients alone, such as those of adapters.
         """
         self._require_open("gather_state_dict")
-        if dst not in range(self._plan.world_size):
-            raise RunError(f"gather_state_dict(dst={dst}): ranks are 0 to {self._plan.world_size - 1}")
-        self._bring(dst, trainable_only)
-        return state_copy(self._model, trainable_only) if self._is_at(dst) else None
+        self._bring("gather_state_dict", [0], trainable_only)
+        return state_copy(self._model, trainable_only) if self._is_first() else None
 
     @cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -204,7 +204,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
                 engine._observe = observe
         mine = [shifted(event, -start) for event in recording.events]
         events = [event for of_rank in self._everyones(mine) for event in of_rank]
-        if self._is_at(0):
+        if self._is_first():
             assert self.write_trace is not None, "an engine of a program knows what is predicted"
             is_ahead = any("[" in event.action for event in events)  # pieces of the next batch's frozen work
             self.write_trace(Recording(events).timeline(), path, is_ahead)

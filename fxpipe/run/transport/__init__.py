@@ -187,20 +187,19 @@ class InProcessTransport:
     def abort(self, error: BaseException) -> None:
         self._mail.fail(failure_text(self.rank, self._action, error), error)
 
-    def broadcast_object(self, value: T, src: int = 0) -> T:
-        if self.rank != src:
-            received: T = self._take_object(src)
+    def broadcast_object(self, value: T) -> T:
+        if self.rank:
+            received: T = self._take_object(0)
             return received
-        for dst in range(self.world_size):
-            if dst != src:
-                self._put(dst, OBJECTS, Mail(self._step, 0, value))
+        for dst in range(1, self.world_size):
+            self._put(dst, OBJECTS, Mail(self._step, 0, value))
         return value
 
-    def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
-        if self.rank != dst:
-            self._put(dst, OBJECTS, Mail(self._step, 0, value))
+    def gather_object(self, value: T) -> list[T] | None:
+        if self.rank:
+            self._put(0, OBJECTS, Mail(self._step, 0, value))
             return None
-        return [value if src == dst else self._take_object(src) for src in range(self.world_size)]
+        return [value, *(self._take_object(src) for src in range(1, self.world_size))]
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
         others = [rank for rank in range(self.world_size) if rank != self.rank]

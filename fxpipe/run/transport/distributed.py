@@ -183,16 +183,16 @@ class DistributedTransport(Collectives):
                 raise RunError(f"waited {seconds:g} s for {what}")
             raise RunError(self._watchdog.verdict(0) or f"lost rank 0 while waiting for {what}")
 
-    def broadcast_object(self, value: T, src: int = 0) -> T:
+    def broadcast_object(self, value: T) -> T:
         values = [value]
-        with self._named(f"an object from rank {src}", src):
-            dist.broadcast_object_list(values, src, group=self._control)
+        with self._named("an object from rank 0", 0):
+            dist.broadcast_object_list(values, 0, group=self._control)
         return values[0]
 
-    def gather_object(self, value: T, dst: int = 0) -> list[T] | None:
-        values: list[T] | None = [value] * self.world_size if self.rank == dst else None
-        with self._named(f"the objects of all ranks at rank {dst}", None if self.rank == dst else dst):
-            dist.gather_object(value, values, dst, group=self._control)
+    def gather_object(self, value: T) -> list[T] | None:
+        values: list[T] | None = None if self.rank else [value] * self.world_size
+        with self._named("the objects of all ranks at rank 0", 0 if self.rank else None):
+            dist.gather_object(value, values, 0, group=self._control)
         return values
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
