@@ -898,5 +898,24 @@ def test_inputs_with_several_rows_to_a_sample(how: Call) -> None:
             assert error(sampler.predict(**call), model(**call)) <= 1e-10
 
 
+class Tabled(Taking):
+    """Looks rows up in a table, which are no sample's, however many they are."""
+
+    def forward(self, x: Tensor, table: Tensor, places: Tensor) -> Tensor:
+        result: Tensor = self.conv(x) + nn.functional.embedding(places, table).mean(0)[:, None, None]
+        return result
+
+
+def test_a_table_of_as_many_rows_as_samples() -> None:
+    model = Tabled()
+    call = {"x": noise(2, 2, 9, 5), "table": noise(2, 2, seed=1), "places": torch.tensor([0, 1, 1])}
+    sampler = fxpipe.compile_sampler(model, 2, example=call, sample={"x": 2}, cfg=2, patches=1)
+    assert sampler.verify().ok
+    for samples, rows in ((4, 2), (2, 2), (2, 3)):
+        call |= {"x": noise(samples, 2, 9, 5), "table": noise(rows, 2, seed=1)}
+        with torch.no_grad():
+            assert error(sampler.predict(**call), model(**call)) <= 1e-10
+
+
 def framed(samples: int, frames: int, table: Tensor) -> Call:
     return {"x": noise(samples, 2, frames, 9, 5), "text": noise(samples * frames, 4, 2, seed=1), "table": table}

@@ -145,6 +145,22 @@ def export_step(
     return flexible if computation(flexible.graph, size) == computation(fixed.graph, size) else fixed
 
 
+def of_one_batch(
+    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf
+) -> InputSpec:
+    """The same call, without a batch in inputs whose rows only happen to be as many: forward leaves them any number.
+
+    Raises:
+        CaptureError: forward fails so.
+    """
+    step = Step(model, inputs, result_of, one_batch=False)
+    program = _traced_once(step, inputs, _resized(model, inputs, examples, _free_size(model, inputs)), dynamic=True)
+    (made,) = (node for node in program.graph.nodes if node.op == "output")
+    size = made.args[0][0].meta["val"].shape[0]
+    batched = [str(value.shape[0]) == str(size) for value in _batched_values(program, inputs)]
+    return _with_batched(inputs, batched) if any(batched) else inputs
+
+
 def export_any_size(
     model: nn.Module,
     inputs: InputSpec,

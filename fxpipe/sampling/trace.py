@@ -13,9 +13,11 @@ from torch import nn
 from fxpipe.analysis import Observe
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.denoiser import cached_call
+from fxpipe.capture.export import of_one_batch
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.settings import require_stateless
 from fxpipe.capture.surroundings import Surroundings
+from fxpipe.capture.trees import Returned
 from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.sampling.step import Traced
@@ -55,7 +57,8 @@ class Tracing:
         there are whose sizes are free.
 
         A single sample is traced as two, since a graph of one holds for one alone; as it is where that fails, or is
-        something else. Where there is no graph for any number of samples, some inputs may have several rows to each.
+        something else. Where there is no graph for any number of samples, some inputs may have several rows to each;
+        where samples mix, some may be tables of as many rows.
         Where sizes are free the graph is that with free sizes at the call's own, so that it is one program at all.
 
         Raises:
@@ -86,13 +89,18 @@ class Tracing:
                 if found.holds(1):
                     return found
         found = self._traced(module, inputs, tensors, free, around)
-        if found.captured.batch or inputs.batch_size == 1:
+        if inputs.batch_size == 1 or (found.captured.batch and _is_independent(found)):
+            return found
+        if found.captured.batch:
+            with suppress(FxpipeError), torch.inference_mode(False), _sampling(module):
+                alone = of_one_batch(module, inputs, inputs.flat(tensors), lambda out: Returned.of(out).tensor(out))
+                other = found if alone == inputs else self._traced(module, alone, tensors, free, around)
+                return other if _is_independent(other) else found
             return found
         for several in map(inputs.with_each, _several(inputs)):
             with suppress(FxpipeError):
                 other = self._traced(module, several, tensors, free, around)
-                require_independent(other.captured)
-                if other.captured.inputs == several:
+                if _is_independent(other) and other.captured.inputs == several:
                     return other
         return found
 
@@ -122,6 +130,13 @@ class Tracing:
             call = cached_call(module, inputs, inputs.flat(known), rows if free else None, self.cache, around)
         self.observe("capture", call.captured)
         return Traced(call.captured, call.returned, rows, call.any_size)
+
+
+def _is_independent(traced: Traced) -> bool:
+    with suppress(CompileError):
+        require_independent(traced.captured)
+        return True
+    return False
 
 
 def _several(inputs: InputSpec) -> list[list[str]]:
