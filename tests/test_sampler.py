@@ -316,3 +316,17 @@ def test_what_is_computed_in_float32_is_judged_so() -> None:
     sampler = fxpipe.compile_sampler(InFloat32(), 3, example={"x": x}, sample={"x": 2}, patches=3)
     found = sampler.verify()
     assert (found.ok, found.dtype, found.tolerance) == (True, torch.float32, 5e-5)
+
+
+class Checkpointed(torch.nn.Module):
+    """Computes another way where gradients are on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * 2 if torch.is_grad_enabled() else x.tanh()
+
+
+@pytest.mark.parametrize("sizes", ["one", "any"])
+def test_what_forward_does_without_gradients_is_sampled(sizes: Any) -> None:
+    x = torch.randn(2, 3, 12, 5, dtype=torch.float64)
+    given: Any = {"example": {"x": x}, "sample": {"x": 2}, "sizes": sizes, "cache": False}
+    assert fxpipe.compile_sampler(Checkpointed(), 2, patches=2, **given).verify().ok

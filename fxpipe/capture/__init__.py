@@ -174,7 +174,8 @@ def capture(
         found.append(outputs_of(output) if result_of is loss_of else ({}, ()))
         return (result_of(output), *found[-1][0].values())
 
-    exported = export_step(model, inputs, examples, result, surroundings)
+    with torch.set_grad_enabled(result_of is loss_of):  # predictions are made without, which forward may ask for
+        exported = export_step(model, inputs, examples, result, surroundings)
     outputs, others = found[-1]
     captured = captured_from(model, exported, list(outputs))
     return replace(captured, left_out=(*others, *captured.left_out))

@@ -97,7 +97,8 @@ def capture_any_size(
     """
     if captured.draws:
         raise CaptureError("forward draws random numbers")
-    exported = export_any_size(model, captured.inputs, examples, result_of, bool(captured.batch), surroundings)
+    with torch.no_grad():
+        exported = export_any_size(model, captured.inputs, examples, result_of, bool(captured.batch), surroundings)
     placeholders = exported.graph.find_nodes(op="placeholder")
     kinds = exported.program.graph_signature.input_specs
     given = torch.export.graph_signature.InputKind.USER_INPUT

@@ -31,8 +31,9 @@ from fxpipe.errors import CaptureError
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
-    """Trace inside: gradients on, checkpoints run plainly, what the model keeps in Python as before on leaving."""
+    """Trace inside: checkpoints run plainly, what the model keeps in Python as before on leaving."""
     refuse_outside(model)
+    gradients = torch.is_grad_enabled()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         for message in ("The tensor attribute", "Using `torch.compile", "torch.compile"):  # all are dealt with here
@@ -45,7 +46,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(private.inference_without_gradients())
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(gradients))  # on, where an inference mode was left
         stack.enter_context(private.user_frames())
         stack.enter_context(private.same_values_kept())
         stack.enter_context(private.plain_regions())

@@ -26,7 +26,7 @@ _SIDE_TOKENS, _FRAMES, _TEXT_TOKENS = 16, 4, 77
 _LAYOUTS = (
     (r"CogVideoX|ConsisID|UNetSpatioTemporal", "BFCHW"),
     (r"Kandinsky5", "BFHWC"),
-    (r"LTXVideo|QwenImageTransformer", "BNC"),
+    (r"LTX2?Video|QwenImageTransformer", "BNC"),
     (r"3D|UNetMotion|I2VGen|ZImage", "BCFHW"),
     (r"1D|StableAudio", "BCL"),
     (r"PriorTransformer", "BC"),
