@@ -9,6 +9,10 @@ class CaptureError(FxpipeError):
     """The model cannot be captured as one graph; names the module and the construct."""
 
 
+class ValuesError(CaptureError):
+    """Forward asks what a tensor holds, which its graph does not know."""
+
+
 class CompileError(FxpipeError):
     """The captured model, or an option, admits no correct program; says why and what to change."""
 

@@ -102,6 +102,20 @@ def padded_video(x: Tensor) -> Tensor:
     return x * F.conv3d(frames, x.new_ones(1, 2, 2, 5, 3)).mean((2, 3)).mean(-1)[..., None, None]
 
 
+def among_others(x: Tensor) -> Tensor:
+    """Rows written between what belongs to none."""
+    joint = x.new_zeros(len(x), x.shape[2] * x.shape[3] + 5, 8)
+    joint[0, :3] = joint[1, -2:] = torch.arange(8.0, dtype=x.dtype)
+    joint[:, 3:-2] = tokens(x)
+    return (joint * joint.cos())[:, 3:-2]
+
+
+def longer(x: Tensor) -> Tensor:
+    """Tokens between others, all of one value."""
+    joint = F.pad(tokens(x), [0, 0, 1, 2], value=0.5)
+    return torch.cat([joint * joint.cos(), F.pad(tokens(x), [0, 0, 1, 0])], 1)[:, 1:]
+
+
 MODULES = {
     "windows": Swin,
     "multi-head": Written,
@@ -118,6 +132,8 @@ MODULES = {
     "padded with zeros": lambda: padded("constant"),
     "padded by reflection": lambda: padded("reflect"),
     "padded by the border": lambda: padded("replicate"),
+    "among others": lambda: Of(among_others),
+    "longer": lambda: Of(longer),
     "padded video": lambda: Of(padded_video),
     "none of the rows": lambda: Of(lambda x: x + x[:, :, 17:9].sum()),
     "median": lambda: Of(lambda x: torch.where(x > x.median(2, keepdim=True).values, x, x.new_zeros(x.shape))),

@@ -81,8 +81,8 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         Denoiser(lambda self, x, time: self.conv(x) * len({*(time > 0).sum(0, True).tolist()})), 2,
         {}, "unhashable type.* it takes as a key, or into a set, a size or a number read from a tensor",
     ),
-    "a choice by value": (
-        Denoiser(lambda self, x, time: self.conv(x) if time.sum() > 1 else x), 2, {}, "decides by the value",
+    "a number that changes": (
+        Denoiser(lambda self, x, time: self.conv(x) * float(time[0])), 2, {}, "decides by the value",
     ),
     "weights that are cast": (
         Denoiser(lambda self, x, time: self.conv.float()(x.float())), 2, {},

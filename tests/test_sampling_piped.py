@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.capture.inputs import is_time
 from fxpipe.errors import CompileError, RunError
 from fxpipe.models.backbones import prediction_of
 from fxpipe.run.patched import Patched
-from fxpipe.run.ranks import _is_time
 from fxpipe.run.sampling import BoundProgram, LocalRun
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.step import SampleStep
@@ -373,7 +373,7 @@ def test_names_of_times() -> None:
     told = ["timestep", "timestep_r", "x.t", "sigma", "noise_labels", "time_cond", "log_snr", "c_noise"]
     others = ["timestep_cond", "time_ids", "class_labels", "guidance", "noise_mask", "encoder_hidden_states", "text"]
     others += ["time_embeds_cond", "enc_noise"]
-    assert [name for name in (*told, *others) if _is_time(name)] == told
+    assert [name for name in (*told, *others) if is_time(name)] == told
 
 
 class Padded(nn.Module):

@@ -12,6 +12,7 @@ inputs, trees    a call's tensors by name         export        torch.export, wa
 own_gradients    of autograd functions, traced    own_graphs    taken out; backwards: the operation of each
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
+guards           what is taken for granted of inputs
 formulas         of operations in transforms
 outputs          what forward returns beside the loss
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
@@ -37,14 +38,15 @@ from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.fingerprint import step_fingerprint
+from fxpipe.capture.guards import Guard
 from fxpipe.capture.inputs import InputSpec
-from fxpipe.capture.known import Read
+from fxpipe.capture.known import Given, Read
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.weights import check_weights
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, ValuesError
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class Capture:
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
     `fingerprint` tells the step, as it was captured, from others; it is that while what forward has `read` as numbers
-    keeps its value; `kept` tells of tensors that forward leaves on the model, where no program does. Smaller batches
-    than the call's, down to `fewest` samples, and larger ones up to `most` (None is infinity), are computed by the same
-    graph.
+    keeps its value, and for calls whose inputs the `guards` hold of; `kept` tells of tensors that forward leaves on the
+    model, where no program does. Smaller batches than the call's, down to `fewest` samples, and larger ones up to
+    `most` (None is infinity), are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -76,6 +78,7 @@ class Capture:
     fingerprint: str = ""
     read: Read = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    guards: tuple[Guard, ...] = ()
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -156,6 +159,7 @@ def capture(
     examples: Sequence[torch.Tensor],
     result_of: ResultOf = loss_of,
     surroundings: Surroundings | None = None,
+    given: Given | None = None,
 ) -> Capture:
     """Trace `model`, with any batch size where it allows that.
 
@@ -163,8 +167,10 @@ def capture(
         examples: the tensor leaves of one example call, in the order of `inputs`; only shapes and types are used.
         result_of: the one tensor that counts in what forward returns; of a training step its loss.
         surroundings: where it runs, and in which precision; where the model is, as it computes, if left out.
+        given: what forward may read of its inputs, in a graph for calls that are alike in that, and of one size.
 
     Raises:
+        ValuesError: forward reads more.
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
     check_weights(model)
@@ -175,7 +181,7 @@ def capture(
         return (result_of(output), *found[-1][0].values())
 
     with torch.set_grad_enabled(result_of is loss_of):  # predictions are made without, which forward may ask for
-        exported = export_step(model, inputs, examples, result, surroundings)
+        exported = export_step(model, inputs, examples, result, surroundings, given)
     outputs, others = found[-1]
     captured = captured_from(model, exported, list(outputs))
     return replace(captured, left_out=(*others, *captured.left_out))
@@ -219,7 +225,8 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        exported.most, tuple(left_out), step_fingerprint(graph, draws), exported.read, exported.kept,
+        exported.most, tuple(left_out), step_fingerprint(graph, draws), exported.numbers.read, exported.kept,
+        tuple(exported.numbers.guards),
     )  # fmt: skip
 
 
@@ -295,7 +302,7 @@ def _refuse_values(graph: fx.Graph) -> None:
     for node in graph.nodes:
         unknown = private.sizes.depends_on_values(node.meta.get("val"))
         if node.op == "call_function" and (unknown or _has_size_of_values(node)):
-            raise CaptureError(
+            raise ValuesError(
                 f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; "
                 "keep it a tensor of fixed size (a weighted sum, torch.where, or gather by argsort instead of a mask "
                 "index, no .item())"

@@ -20,6 +20,7 @@ from fxpipe.capture import Capture, captured_from, private
 from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.known import Given
 from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.surroundings import Surroundings
@@ -52,7 +53,9 @@ class AnySize:
         here = inputs.of_shapes(shapes)
         if here.batch_size < self.captured.fewest:
             raise CompileError(f"forward has another form with {here.batch_size} samples")
-        here.bind(args, kwargs, shapes_alone=True)
+        tensors, _ = here.bind(args, kwargs, shapes_alone=True)
+        if not all(guard.holds(tensors) for guard in self.captured.guards):
+            raise CompileError("forward reads other numbers of its inputs")
         return self._put(here, self.free.numbers({leaf.name: leaf.shape for leaf in here.leaves if leaf.is_tensor}))
 
     def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
@@ -84,6 +87,7 @@ def capture_any_size(
     result_of: ResultOf,
     wanted: Mapping[str, int],
     surroundings: Surroundings | None,
+    given: Given | None,
 ) -> AnySize:
     """Trace `model` again, sizes free.
 
@@ -97,12 +101,13 @@ def capture_any_size(
     """
     if captured.draws:
         raise CaptureError("forward draws random numbers")
+    any_batch = bool(captured.batch)
     with torch.no_grad():
-        exported = export_any_size(model, captured.inputs, examples, result_of, bool(captured.batch), surroundings)
+        exported = export_any_size(model, captured.inputs, examples, result_of, any_batch, surroundings, given)
     placeholders = exported.graph.find_nodes(op="placeholder")
     kinds = exported.program.graph_signature.input_specs
-    given = torch.export.graph_signature.InputKind.USER_INPUT
-    values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is given]
+    of_user = torch.export.graph_signature.InputKind.USER_INPUT
+    values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is of_user]
     private.sizes.still_guarded(values)
     free = captured_from(model, exported)
     inputs = dict(zip(captured.inputs.tensor_names, values, strict=True))

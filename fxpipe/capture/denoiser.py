@@ -19,10 +19,11 @@ from fxpipe.capture.cache import cached
 from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.free_sizes import FreeSizes
 from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.known import Given
 from fxpipe.capture.stored import from_data, to_data
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, ValuesError
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -43,12 +44,14 @@ def cached_call(
     free: Mapping[str, int] | None,
     folder: Path | None,
     surroundings: Surroundings | None = None,
+    given: Given | None = None,
 ) -> CapturedCall:
     """The call of `model` as it is now (in eval, no parameter requiring a gradient), from the folder if it is there.
 
     Args:
         examples: the tensor leaves in the order of `inputs`; only shapes and types are used.
         surroundings: the autocast that the call is inside of, if any.
+        given: what forward may read of its inputs, if it must.
         free: where it is traced again with free sizes, inputs with a dimension that must be; None where it is not.
 
     Raises:
@@ -62,7 +65,7 @@ def cached_call(
         return _to_data(call, model)
 
     def make() -> CapturedCall:
-        return _captured_call(model, inputs, examples, free, surroundings)
+        return _captured_call(model, inputs, examples, free, surroundings, given)
 
     around = () if surroundings is None else surroundings.digest
     purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}", *around)
@@ -75,6 +78,7 @@ def _captured_call(
     examples: Sequence[torch.Tensor],
     free: Mapping[str, int] | None,
     surroundings: Surroundings | None,
+    given: Given | None,
 ) -> CapturedCall:
     found: list[Returned] = []
 
@@ -82,7 +86,13 @@ def _captured_call(
         found[:] = [Returned.of(output)]
         return found[0].tensor(output)
 
-    captured = capture(model, inputs, examples, result_of, surroundings)
+    try:
+        captured = capture(model, inputs, examples, result_of, surroundings)
+        given = None
+    except ValuesError:
+        if given is None:
+            raise
+        captured = capture(model, inputs, examples, result_of, surroundings, given)
     if captured.read:
         raise CaptureError(
             f"forward reads {next(iter(captured.read))} as a number, which may be another at the next call; keep it a "
@@ -92,7 +102,7 @@ def _captured_call(
     if free is None:
         return CapturedCall(plain, returned, None)
     try:
-        any_size = capture_any_size(model, captured, examples, result_of, free, surroundings)
+        any_size = capture_any_size(model, captured, examples, result_of, free, surroundings, given)
         if any(private.sizes.is_traced_number(leaf) for leaf in found[0].leaves):
             raise CaptureError("forward returns a size beside its prediction")
         any_size = replace(any_size, captured=replace(any_size.captured, graph=written_out(any_size.captured.graph)))

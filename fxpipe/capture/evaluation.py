@@ -7,24 +7,30 @@ x.mean()                                not known
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.capture import private
+from fxpipe.capture.guards import on_host
 
 
-def evaluated(
-    tensor: torch.Tensor, held: Mapping[str, torch.Tensor], read: dict[str, torch.Tensor]
-) -> torch.Tensor | None:
-    """What a value of the trace that is going on holds, where that follows from numbers and from what the model holds;
-    None where anything else has a part in it, or it is written to.
+@dataclass(frozen=True)
+class Evaluated:
+    """What a node of a trace holds: its `value`, those of all that it is made of, in the order they were computed, and
+    what it has `read` of tensors that are no numbers of forward's own, by their nodes' names."""
 
-    Args:
-        held: by the names of the trace's placeholders.
-        read: gets those of them, and of the tensors that are no numbers of forward's own, that it is made of.
+    node: fx.Node
+    value: torch.Tensor
+    values: Mapping[fx.Node, Any]
+    read: Mapping[str, torch.Tensor]
+
+
+def evaluated(tensor: torch.Tensor, held: Mapping[str, torch.Tensor]) -> Evaluated | None:
+    """What a value of the trace that is going on holds, where that follows from numbers and from what is `held`, by the
+    names of the trace's placeholders, or by the model; None where anything else has a part in it, or it is written to.
     """
     node = private.traced_node(tensor)
     if node is None:
@@ -42,8 +48,7 @@ def evaluated(
         new = [user for user in one.users if user not in seen and private.may_alias(user.target)]
         seen.update(new)
         pending += new
-    read |= found.read
-    return value if isinstance(value, torch.Tensor) else None
+    return Evaluated(node, value, found.values, found.read) if isinstance(value, torch.Tensor) else None
 
 
 class _Unknown(Exception):
@@ -74,8 +79,7 @@ class _Evaluation:
         if (decided := _decided(node)) is not None:
             return torch.full(node.meta["val"].shape, decided)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        host = torch.device("cpu")
-        args, kwargs = pytree.tree_map_only(torch.device, lambda _: host, (args, kwargs))
+        args, kwargs = on_host((args, kwargs))
         made = node.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(made, torch.Tensor) and made.dtype != node.meta["val"].dtype:  # of an autocast
             raise _Unknown

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
 from fxpipe.capture.inputs import InputSpec, Leaf
-from fxpipe.capture.known import Read, buffers_read
+from fxpipe.capture.known import Given, NumbersRead, forward_begins, numbers_read
 from fxpipe.capture.later_calls import Lengths, later_is_other
 from fxpipe.capture.same import computation
 from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
@@ -29,7 +29,7 @@ from fxpipe.capture.state import Written, carried_on, state_written, warn_of_ten
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
-from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.errors import CaptureError, FxpipeError, ValuesError
 
 ResultOf = Callable[[Any], torch.Tensor]
 ResultsOf = Callable[[Any], torch.Tensor | tuple[torch.Tensor, ...]]
@@ -41,7 +41,7 @@ class Exported:
     """`graph` is flat; `fixed` says why only the batch size of `inputs` runs, None where any does.
 
     With `fewest` samples and more, up to that batch size and on to `most` (None is infinity), forward itself decides as
-    it did in the trace. `kept` tells of tensors that forward leaves on the model.
+    it did in the trace. `kept` tells of tensors that forward leaves on the model, `numbers` of what it read as such.
     """
 
     program: torch.export.ExportedProgram
@@ -50,7 +50,7 @@ class Exported:
     fixed: str | None
     fewest: int
     most: int | None
-    read: Read
+    numbers: NumbersRead
     kept: tuple[str, ...]
 
 
@@ -65,10 +65,12 @@ class Step(nn.Module):
         result_of: ResultsOf,
         one_batch: bool,
         surroundings: Surroundings | None = None,
+        given: Given | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.surroundings = surroundings
+        self.given = given or Given()
         self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
         self.written: list[Written] = []
 
@@ -76,6 +78,7 @@ class Step(nn.Module):
         batched = [t for t, leaf in zip(leaves, _tensors(self._inputs), strict=True) if leaf.batched]
         for tensor in batched[1:] if self._one_batch else ():
             torch._check(tensor.shape[0] == batched[0].shape[0])
+        forward_begins(dict(zip(self._inputs.tensor_names, leaves, strict=True)))
         args, kwargs = self._inputs.rebuild(leaves)
         with (
             buffers_kept(self.model),
@@ -108,25 +111,30 @@ def export_step(
     examples: Sequence[torch.Tensor],
     result_of: ResultsOf,
     surroundings: Surroundings | None,
+    given: Given | None = None,
 ) -> Exported:
-    """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is.
+    """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is. What is
+    `given` of inputs forward may read, in a graph for the call's size alone.
 
     Raises:
         CaptureError: forward decides by values, fails, or holds what a trace would lose; names the module.
     """
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
-        step = Step(model, inputs, result_of, one_batch, surroundings)
+        step = Step(model, inputs, result_of, one_batch, surroundings, given)
         return _trace(step, inputs, _resized(model, inputs, examples, size), dynamic)
 
     def at_size(reason: str) -> Exported:
         try:
             return _flat(trace(inputs.batch_size, dynamic=False), inputs, reason)
         except _Failed as error:
-            raise CaptureError(str(error)) from error.__cause__
+            kind = ValuesError if isinstance(error, ValuesError) else CaptureError
+            raise kind(str(error)) from error.__cause__
 
     if inputs.batch_size == 1:
         return at_size("the batch has one sample")
+    if given is not None:
+        return at_size("forward reads numbers of its inputs")
     symbolic, fault = _attempt(trace, _free_size(model, inputs), inputs)
     if symbolic is not None and fault is None:
         return _flat(symbolic, inputs, None)
@@ -168,6 +176,7 @@ def export_any_size(
     result_of: ResultOf,
     any_batch: bool,
     surroundings: Surroundings | None,
+    given: Given | None,
 ) -> Exported:
     """Trace `model` with every size of its inputs free, as far as forward leaves it so.
 
@@ -175,7 +184,7 @@ def export_any_size(
         CaptureError: forward fails so.
     """
     size = _free_size(model, inputs) if any_batch else inputs.batch_size
-    step = Step(model, inputs, result_of, True, surroundings)
+    step = Step(model, inputs, result_of, True, surroundings, given)
     with sizes_read_plainly(), private.sizes.general_sizes():
         program = _trace(step, inputs, _resized(model, inputs, examples, size), any_batch, any_size=True)
     if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
@@ -188,13 +197,13 @@ def _flat(program: torch.export.ExportedProgram, inputs: InputSpec, fixed: str |
     graph = private.flatten_regions(program.graph_module)
     lifted = program.graph_signature.inputs_to_lifted_tensor_constants
     own_graphs.cut_out(graph, {at: program.constants[name] for at, name in lifted.items()})
-    read, kept = program.graph_module.meta[_READ], program.graph_module.meta.get(_KEPT, ())
+    numbers, kept = program.graph_module.meta[_READ], program.graph_module.meta.get(_KEPT, ())
     if fixed is not None:
-        return Exported(program, graph, inputs, fixed, size, size, read, kept)
+        return Exported(program, graph, inputs, fixed, size, size, numbers, kept)
     fewest = private.sizes.fewest_samples(values, size)
     if any(map(_squeezes_free_sizes, graph.nodes)):
         fewest = max(fewest, 2)
-    return Exported(program, graph, inputs, fixed, fewest, private.sizes.most_samples(values, size), read, kept)
+    return Exported(program, graph, inputs, fixed, fewest, private.sizes.most_samples(values, size), numbers, kept)
 
 
 def _squeezes_free_sizes(node: fx.Node) -> bool:
@@ -271,6 +280,10 @@ class _Failed(CaptureError):
     """A trace that failed, for a reason that another batch size might not meet."""
 
 
+class _FailedByKey(_Failed, ValuesError):
+    """For a size or a value that Python needs as a key."""
+
+
 def _trace(
     step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
 ) -> torch.export.ExportedProgram:
@@ -332,15 +345,16 @@ def _traced_once(
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())
                     examples = stack.enter_context(step.surroundings.moved(step.model, examples))
-                read = stack.enter_context(buffers_read(step.model))
+                read = stack.enter_context(numbers_read(step.model, step.given))
                 program = torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
                 program.graph_module.meta[_READ] = read
                 private.let_go(program.graph)
                 return program
         except FxpipeError as error:
-            raise CaptureError(f"{_where(trail)}: {error}") from None
+            kind = ValuesError if isinstance(error, ValuesError) else CaptureError
+            raise kind(f"{_where(trail)}: {error}") from None
         except private.VALUE_ERRORS as error:
-            raise CaptureError(
+            raise ValuesError(
                 f"{_where(trail)}: forward decides by the value of a tensor{_line(error)}; keep it a tensor "
                 "(torch.where instead of if, a weighted sum instead of a mask index, no .item(); samples' places in a "
                 "table by (table == x[:, None]).int().argmax(1)), or compute it before forward, as noisy inputs by "
@@ -348,10 +362,10 @@ def _traced_once(
             ) from error
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
-            hint = _OF_KEYS if isinstance(error, TypeError) and reason.endswith("SymInt") else ""
-            raise _Failed(
-                f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}{hint}"
-            ) from error
+            by_key = isinstance(error, TypeError) and reason.endswith("SymInt")
+            kind, hint = (_FailedByKey, _OF_KEYS) if by_key else (_Failed, "")
+            told = f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}{hint}"
+            raise kind(told) from error
 
 
 def _free_dims(leaf: Leaf, any_batch: bool, any_size: bool) -> dict[int, Any] | None:

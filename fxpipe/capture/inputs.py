@@ -2,6 +2,7 @@
 
 import enum
 import inspect
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -201,6 +202,16 @@ def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:
         want = [f"{leaf.each} * batch", *leaf.shape[2:]] if leaf.each > 1 else want
         got = f"{list(value.shape)} {value.dtype}"
         raise CompileError(f"input {leaf.name} must be {want} {leaf.dtype}, got {got}; recompile for other shapes")
+
+
+def is_time(name: str) -> bool:
+    """Whether an input of this name tells the step: timestep, sigma, t; others may differ between two calls of one."""
+    last = name.rpartition(".")[2].lower()
+    return bool(_TIME.search(last)) and (last == "time_cond" or not last.endswith(("_cond", "_ids")))
+
+
+_TIME = re.compile(r"^(t|r|tau)$|time|sigma|noise_level|noise_label|(^|_)c_noise|(^|_|log)snr")
+"""In a time's name."""
 
 
 def is_same(a: Any, b: Any) -> bool:

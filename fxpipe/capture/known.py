@@ -4,10 +4,13 @@ times = linspace(1, 0, 4)     float(times[1])             0.666..., run as the t
 register_buffer("sigma", ..)  float(self.sigma)           its value: another one later is another step, and refused
                               self.scales[1].item()       so of any other tensor from outside
                               float(x[1]), float(w[1])    refused: of inputs, draws and weights
+input of a denoiser: mask     mask.sum(1).tolist()        its value, which the graph's calls must have (`guards.py`)
+                              x[mask], mask.nonzero()     likewise: places by number
+                              if t > 500, float(t)        likewise; refused: numbers of what changes from step to step
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,55 +22,97 @@ from torch import nn
 from fxpipe.capture import private
 from fxpipe.capture.calls import Table
 from fxpipe.capture.evaluation import evaluated
+from fxpipe.capture.guards import Guard
 from fxpipe.capture.holders import holders_of
+from fxpipe.capture.inputs import is_time
 
 Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Buffers by name and other tensors that a model holds, each with its value when forward read it as a number."""
 
 
 @dataclass(frozen=True)
-class _Held:
+class Given:
+    """What a call's inputs hold, by name; `changing` are those that are others at every step."""
+
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    changing: Collection[str] = ()
+
+
+@dataclass
+class NumbersRead:
+    """What forward has read as numbers so far: `read` of the model, and of inputs, as `guards` say.
+
+    `names` and `inputs` are those of buffers and inputs by the names of the trace's placeholders.
+    """
+
     model: nn.Module
     buffers: Mapping[str, torch.Tensor]
+    given: Given
     read: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    guards: list[Guard] = field(default_factory=list)
+    names: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
 
-_held: ContextVar[_Held | None] = ContextVar("held", default=None)
+_held: ContextVar[NumbersRead | None] = ContextVar("held", default=None)
 
 
 @contextmanager
-def buffers_read(model: nn.Module) -> Iterator[Read]:
-    """Inside, what forward reads of the model's buffers as numbers is known, and noted down."""
-    found = _Held(model, dict(model.named_buffers()))
+def numbers_read(model: nn.Module, given: Given) -> Iterator[NumbersRead]:
+    """Inside, what forward reads as numbers is known of the model's buffers and of what is given, and noted."""
+    found = NumbersRead(model, dict(model.named_buffers()), given)
     token = _held.set(found)
     try:
-        yield found.read
+        yield found
     finally:
         _held.reset(token)
 
 
-def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a traced tensor holds where that is known."""
-    held, read = _held.get(), dict[str, torch.Tensor]()
+def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | None:
+    """What a traced tensor holds where that is known; `is_truth` where only whether it is zero is asked for."""
+    held = _held.get()
     if held is not None and private.is_plain(tensor):
         _note(held, {_name_of(held, tensor): tensor})
         return tensor
-    traced = {} if held is None else {private.traced_node(one): name for name, one in held.model.named_buffers()}
-    names = {node.name: name for node, name in traced.items() if node is not None}
-    given = {} if held is None else {at: held.buffers[name] for at, name in names.items() if name in held.buffers}
-    value = evaluated(tensor, given, read)
     if held is None:
-        return None if read else value
-    _note(held, {names.get(at) or _name_of(held, one): one for at, one in read.items()})
-    return value
+        found = evaluated(tensor, {})
+        return None if found is None or found.read else found.value
+    names, inputs = held.names, held.inputs
+    known = {at: held.buffers[name] for at, name in names.items() if name in held.buffers}
+    found = evaluated(tensor, known | {at: held.given.values[name] for at, name in inputs.items()})
+    if found is None:
+        return None
+    asked = {inputs[at] for at in found.read if at in inputs}
+    is_truth |= tensor.dtype == torch.bool and tensor.numel() == 1
+    if not is_truth and any(name in held.given.changing or is_time(name) for name in asked):
+        return None
+    if asked:
+        by_node = {node: inputs[node.name] for node in found.values if node.name in inputs}
+        with private.outside_trace(), private.outside_fakes():
+            held.guards.append(Guard.of(found.node, found.values, by_node, is_truth))
+    _note(held, {names.get(at) or _name_of(held, one): one for at, one in found.read.items() if at not in inputs})
+    return found.value
 
 
-def _note(held: _Held, read: Mapping[str, torch.Tensor]) -> None:
+def forward_begins(leaves: Mapping[str, torch.Tensor]) -> None:
+    """With these inputs, by name: later they may be the results of what leaves a tensor as it is, as casts may."""
+    if (held := _held.get()) is not None:
+        held.names = _by_node(dict(held.model.named_buffers()))
+        held.inputs = _by_node({name: leaf for name, leaf in leaves.items() if name in held.given.values})
+
+
+def _by_node(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of tensors by those of the trace's nodes that they are."""
+    nodes = {name: private.traced_node(one) for name, one in tensors.items()}
+    return {node.name: name for name, node in nodes.items() if node is not None}
+
+
+def _note(held: NumbersRead, read: Mapping[str, torch.Tensor]) -> None:
     with private.outside_trace(), private.outside_fakes():
         held.read.update({name: (one, one.detach().cpu().clone()) for name, one in read.items()})
 
 
-def _name_of(held: _Held, tensor: torch.Tensor) -> str:
+def _name_of(held: NumbersRead, tensor: torch.Tensor) -> str:
     """Where the model holds a tensor that is no buffer."""
     for holder in holders_of(held.model)[0]:
         for key, value in holder.entries().items():
@@ -77,7 +122,7 @@ def _name_of(held: _Held, tensor: torch.Tensor) -> str:
 
 
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
-    value = value_of(tensor)
+    value = value_of(tensor, is_truth=func is torch.Tensor.__bool__)
     if value is None:
         return func(tensor, *args)
     with private.outside_trace(), private.outside_fakes():
@@ -91,6 +136,48 @@ def _formatted(func: Any, tensor: torch.Tensor, form: str) -> Any:
     return str(tensor) if value_of(tensor) is None else _read(func, tensor, form)
 
 
+def _places(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Where a tensor that is known is not zero: as numbers of forward's own, [entries, dimensions]."""
+    value = value_of(tensor)
+    if value is None:
+        return None
+    with private.outside_trace(), private.outside_fakes():
+        places = value.nonzero().tolist()
+    return torch.tensor(places, dtype=torch.int64, device=tensor.device).reshape(len(places), tensor.ndim)
+
+
+def _nonzero(func: Any, input: torch.Tensor, as_tuple: bool = False) -> Any:
+    places = _places(input)
+    if places is None:
+        return func(input, as_tuple=as_tuple)
+    return tuple(places.unbind(1)) if as_tuple and input.ndim else places
+
+
+def _where(func: Any, condition: torch.Tensor, *others: Any, **named: Any) -> Any:
+    known = None if others or named else _places(condition)
+    return func(condition, *others, **named) if known is None else tuple(known.unbind(1))
+
+
+def _masked_select(func: Any, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    places = _places(mask.expand(shape))
+    return func(input, mask) if places is None else input.expand(shape)[places.unbind(1)]
+
+
+def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
+    """Entries of a tensor, or as many put there, where masks that are known are places."""
+    parts = index if type(index) is tuple else (index,)
+    masks = [isinstance(one, torch.Tensor) and one.dtype == torch.bool and one.ndim > 0 for one in parts]
+    one_for_all = bool(values) and not (isinstance(values[0], torch.Tensor) and values[0].ndim)
+    if one_for_all or not any(masks):
+        return func(tensor, index, *values)
+    found = list[Any]()
+    for one, is_mask in zip(parts, masks, strict=True):
+        places = _places(one) if is_mask else None
+        found += [one] if places is None else places.unbind(1)
+    return func(tensor, tuple(found), *values)
+
+
 KNOWN: Table = {
     **dict.fromkeys(
         (
@@ -100,4 +187,9 @@ KNOWN: Table = {
         _read,
     ),
     torch.Tensor.__format__: _formatted,
+    **dict.fromkeys((torch.nonzero, torch.Tensor.nonzero), _nonzero),
+    **dict.fromkeys((torch.argwhere, torch.Tensor.argwhere), lambda func, input: _nonzero(torch.nonzero, input)),
+    **dict.fromkeys((torch.masked_select, torch.Tensor.masked_select), _masked_select),
+    torch.where: _where,
+    **dict.fromkeys((torch.Tensor.__getitem__, torch.Tensor.__setitem__), _taken),
 }  # fmt: skip

@@ -49,6 +49,8 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
     """
     if captured.read:
         raise Unwritable(f"forward reads {next(iter(captured.read))} as a number")
+    if captured.guards:
+        raise Unwritable(f"forward reads numbers of its input {captured.guards[0].inputs[0]}")
     placeholders = captured.graph.find_nodes(op="placeholder")
     states = {node.name: node.meta["state"] for node in placeholders if node.meta["kind"] == "constant"}
     return {

@@ -26,7 +26,7 @@ from fxpipe.capture.state import state_kept
 from fxpipe.capture.surroundings import autocasts
 from fxpipe.capture.transforms import plain_transforms
 from fxpipe.capture.written_out import WRITTEN_OUT
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, ValuesError
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _require_few(tensor: torch.Tensor) -> None:
 
 def _require_values(tensor: torch.Tensor, by: str) -> None:
     if private.mode_of(tensor) is not None:
-        raise CaptureError(
+        raise ValuesError(
             f"forward reads the values of a tensor of shape {list(tensor.shape)} by {by}, which a graph does not have; "
             "compute with torch on the tensor itself, or read what stays as it is (tables, schedules) in __init__"
         )

@@ -12,7 +12,6 @@ with ranks.compiling(what):                             all ranks of a launch ar
 from __future__ import annotations
 
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxpipe.capture.inputs import is_time
 from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.transport import T
 from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 
 _TOLD_SECONDS, _IDLE_SECONDS = 60.0, 1800.0
 """How long a call waits for an open one in which nothing is done, until it says so, and until it is an error."""
-_TIME = re.compile(r"^(t|r|tau)$|time|sigma|noise_level|noise_label|(^|_)c_noise|(^|_|log)snr")
-"""In a time's name."""
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
 
@@ -156,7 +154,7 @@ class Ranks(ABC):
         are a stream. No value of a sample decides it, so that every rank says the same while patches are on their way.
         """
         given = {name: tensor for name, tensor in tensors.items() if name not in step.samples}
-        time = {name: tensor.clone() for name, tensor in given.items() if _is_time(step.inputs[name])}
+        time = {name: tensor.clone() for name, tensor in given.items() if is_time(step.inputs[name])}
         if not time:
             return self._stream_of(given)
         self._position, self._time = self._position + 1 if _equal(time, self._time) else 0, time
@@ -213,12 +211,6 @@ class Ranks(ABC):
     def close(self) -> None:
         """Leave the network."""
         ...
-
-
-def _is_time(name: str) -> bool:
-    """Whether an input of this name tells the step: timestep, sigma, t; others may differ between two calls of one."""
-    last = name.rpartition(".")[2].lower()
-    return bool(_TIME.search(last)) and (last == "time_cond" or not last.endswith(("_cond", "_ids")))
 
 
 def _equal(some: Tensors, others: Tensors) -> bool:

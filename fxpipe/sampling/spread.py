@@ -144,7 +144,7 @@ class Spread:
         for name in {name for name in known if known.count(name) == _MANY_NUMBERS}:
             _log.warning(
                 "%s: input %s is a number, traced and compiled anew for every value, and no displaced step follows one "
-                "of another: pass a tensor, whose value may change",
+                "of another: pass a tensor, of which forward reads no number",
                 type(self.module).__name__,
                 name,
             )
@@ -318,11 +318,14 @@ def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _other_number(one: Traced, other: Traced) -> str | None:
-    """The input that alone tells calls of two graphs from each other, where it is a number."""
+    """The input that alone tells calls of two graphs from each other, where it is a number, or numbers are read of
+    it."""
     inputs = one.captured.inputs, other.captured.inputs
     if inputs[0].tree != inputs[1].tree:
         return None
     pairs = zip(inputs[0].leaves, inputs[1].leaves, strict=True)
     differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if not differing:
+        return next((guard.inputs[0] for guard in one.captured.guards), None)
     numbers = all(type(leaf.constant) in (int, float) for pair in differing for leaf in pair)
     return differing[0][0].name if len(differing) == 1 and numbers else None

@@ -47,10 +47,13 @@ class Traced:
         return (*self.captured.notes, *(f"{what}: {reason}" for what, reason in why.items() if reason))
 
     def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """Of a call that has this graph; None of another. Of tensors only shapes and types are used."""
+        """Of a call that has this graph; None of another. Of tensors only shapes and types are used,
+        and what the graph's guards are about."""
         try:
-            _, size = self.captured.inputs.bind(args, kwargs, shapes_alone=True)
+            tensors, size = self.captured.inputs.bind(args, kwargs, shapes_alone=True)
         except CompileError:
+            return None
+        if not all(guard.holds(tensors) for guard in self.captured.guards):
             return None
         if not size:
             raise CompileError("the call has no samples; give at least one")

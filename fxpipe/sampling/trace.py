@@ -1,7 +1,7 @@
 """A denoiser's call as one flat graph, of its own sizes or of any, and where the image's rows are in its inputs."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from fxpipe.analysis import Observe
+from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.denoiser import cached_call
 from fxpipe.capture.export import of_one_batch
 from fxpipe.capture.inputs import InputSpec, describe
+from fxpipe.capture.known import Given
 from fxpipe.capture.settings import require_stateless
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
@@ -85,11 +87,11 @@ class Tracing:
         if inputs.batch_size == 1:
             with suppress(FxpipeError):
                 twice = inputs.rebuild(_repeated(inputs, tensors, 2))
-                found = self._traced(module, *describe(module, *twice, 2), free, around)
+                found = self._traced(module, *describe(module, *twice, 2), free, around, may_read=False)
                 if found.holds(1):
                     return found
         found = self._traced(module, inputs, tensors, free, around)
-        if inputs.batch_size == 1 or (found.captured.batch and _is_independent(found)):
+        if inputs.batch_size == 1 or found.captured.guards or (found.captured.batch and _is_independent(found)):
             return found
         if found.captured.batch:
             with suppress(FxpipeError), torch.inference_mode(False), _sampling(module):
@@ -120,14 +122,16 @@ class Tracing:
         tensors: Sequence[torch.Tensor],
         free: bool,
         around: Surroundings | None,
+        may_read: bool = True,
     ) -> Traced:
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
         require_stateless(module)
         _warn_of_training(module)
         with torch.inference_mode(False), _sampling(module):
-            # No trace takes a tensor of inference_mode; of examples only shapes and types are used.
-            known = [torch.empty_like(tensor) if tensor.is_inference() else tensor for tensor in tensors]
-            call = cached_call(module, inputs, inputs.flat(known), rows if free else None, self.cache, around)
+            # No trace takes a tensor of inference_mode.
+            known = inputs.flat([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
+            given = _given(dict(zip(inputs.tensor_names, known, strict=True)), rows) if may_read else None
+            call = cached_call(module, inputs, known, rows if free else None, self.cache, around, given)
         self.observe("capture", call.captured)
         return Traced(call.captured, call.returned, rows, call.any_size)
 
@@ -137,6 +141,12 @@ def _is_independent(traced: Traced) -> bool:
         require_independent(traced.captured)
         return True
     return False
+
+
+def _given(tensors: Mapping[str, torch.Tensor], rows: Collection[str]) -> Given:
+    """What a call's tensors hold, those that do; the image is another one at every step."""
+    held = {n: one for n, one in tensors.items() if not one.is_meta and private.mode_of(one) is None}
+    return Given(held, rows)
 
 
 def _several(inputs: InputSpec) -> list[list[str]]:

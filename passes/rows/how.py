@@ -83,6 +83,13 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Padded:
+    """Entries that belong to no row before and after the rest; `without` are arguments for patches that have none."""
+
+    without: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Split:
     """Several stretches of the rows' dimension, as the states of the results say."""
 
@@ -112,7 +119,7 @@ class Attended:
     finds better."""
 
 
-How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Split | Cut | Written | Whole | Attended
+How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Padded | Split | Cut | Written | Whole | Attended
 
 
 @dataclass(frozen=True)

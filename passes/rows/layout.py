@@ -6,7 +6,7 @@ frames of video   [B, F*H*W, D]        each frame has all the rows    Rows(1, F 
 text and image    [B, T + H*W, D]      text belongs to no row         Rows(1, whole T | rows W)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -68,6 +68,16 @@ class Rows:
     parts: tuple[Part, ...]
     pad: tuple[int, int] = (0, 0)
     mode: str = "constant"
+
+    @staticmethod
+    def of(dim: int, parts: Iterable[Part]) -> "Rows":
+        """Of what belongs to no row, one part where several follow each other."""
+        joined: list[Part] = []
+        for part in parts:
+            if joined and joined[-1].kind == part.kind == "whole":
+                part = Part("whole", joined.pop().inner + part.inner)
+            joined.append(part)
+        return Rows(dim, tuple(joined))
 
     def at(self, dim: int) -> "Rows":
         return replace(self, dim=dim)

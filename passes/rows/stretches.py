@@ -25,7 +25,7 @@ def cat(call: RowCall) -> Found:
     parts: list[Part] = []
     for node, state in zip(nodes, states, strict=True):
         parts += [Part("whole", shape_of(node)[dim])] if state is None else state.parts
-    return Found(Rows(dim, tuple(parts)), Joined())
+    return Found(Rows.of(dim, parts), Joined())
 
 
 def pieces(call: RowCall) -> Found:
@@ -99,7 +99,8 @@ def _cut_part(part: Part, low: int, high: int, size: int) -> Part:
 
 
 def written(call: RowCall) -> Found:
-    """`slice_scatter`, `select_scatter`: values written along a dimension that is not the rows'."""
+    """`slice_scatter`, `select_scatter`: values written along a dimension that is not the rows', or over whole parts of
+    it."""
     base, src = call.arguments["self"], call.arguments["src"]
     dim = call.arguments["dim"] % len(shape_of(base))
     gone = 0 if call.name == "slice_scatter" else 1
@@ -114,7 +115,7 @@ def written(call: RowCall) -> Found:
         raise NoRule("its operands hold the rows in different places")
     (place,) = places
     if place.dim == dim:
-        raise NoRule("it writes among the rows")
+        return _inserted(call, place)
     wants: dict[Slot, Place] = {}
     if call.rows(base) is None:
         wants["self", None] = place
@@ -123,13 +124,28 @@ def written(call: RowCall) -> Found:
     return Found(place, wants=wants)
 
 
+def _inserted(call: RowCall, rows: Rows) -> Found:
+    """`slice_scatter` of rows into what has none, as into zeros that a text is in: whole before and after them."""
+    start = _start_of(call, rows.dim)
+    base, src = (shape_of(call.arguments[name])[rows.dim] for name in ("self", "src"))
+    before, after = ([Part("whole", size)][: bool(size)] for size in (start, base - start - src))
+    place = Rows.of(rows.dim, (*before, *rows.parts, *after))
+    return Found(place, Written(start), wants={("self", None): place})
+
+
+def _start_of(call: RowCall, dim: int) -> int:
+    """Where a `slice_scatter` writes, entry after entry."""
+    if call.name != "slice_scatter" or call.arguments["step"] != 1:
+        raise NoRule("it writes among the rows")
+    start = call.arguments["start"] or 0
+    return max(0, start + shape_of(call.arguments["self"])[dim]) if start < 0 else start
+
+
 def _overwritten(call: RowCall, state: Rows) -> Found:
     """`slice_scatter` of whole parts."""
-    a, src = call.arguments, call.arguments["src"]
-    if call.name != "slice_scatter" or a["step"] != 1 or call.rows(src) is None:
+    src, start = call.arguments["src"], _start_of(call, state.dim)
+    if call.rows(src) is None:
         raise NoRule("it writes among the rows")
-    size, start = shape_of(a["self"])[state.dim], a["start"] or 0
-    start = max(0, start + size) if start < 0 else start
     if within(state, start, start + shape_of(src)[state.dim], call.units) != call.rows(src):
         raise NoRule("it writes among the rows")
     return Found(state, Written(start))

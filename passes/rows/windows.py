@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from passes.operations import FACTORIES
-from passes.rows.how import Found, Resized, Same, Window
+from passes.rows.how import Found, Padded, Resized, Same, Window
 from passes.rows.layout import NeedRows, NoRule, Part, RowCall, Rows, shape_of
 
 aten = torch.ops.aten
@@ -115,24 +115,28 @@ def transposed(call: RowCall) -> Found:
 
 
 def padded(call: RowCall) -> Found:
-    """Rows around the rows are left to the convolutions that read them; elsewhere the operation is as it is."""
+    """Rows around the rows are left to the convolutions that read them; for others what is around belongs to no row."""
     node, state = call.first()
     pad, ndim = list(call.arguments["pad"]), len(shape_of(node))
     place = 2 * (ndim - 1 - state.dim)
     if place >= len(pad) or pad[place : place + 2] == [0, 0]:
         return Found(state)
     mode = call.arguments.get("mode", "constant")
-    if mode not in ("constant", "reflect", "replicate") or call.arguments.get("value") not in (None, 0):
+    if mode not in ("constant", "reflect", "replicate"):
         raise NoRule("it pads the rows with others than zeros or its own")
+    above, below = pad[place : place + 2]
+    if min(above, below) < 0:
+        raise NoRule("it takes some of the rows")
     readers = [RowCall.of(user, call.states, call.units) for user in call.node.users]
     readers = [reader for reader in readers if reader.name not in FACTORIES]
-    if not all(_pads_later(reader, mode) for reader in readers):
+    zeros = call.arguments.get("value") in (None, 0)
+    without = {"pad": [*pad[:place], 0, 0, *pad[place + 2 :]]}
+    if zeros and state.plain is not None and state.dim >= 2 and all(_pads_later(reader, mode) for reader in readers):
+        return Found(Rows(state.dim, state.parts, (above, below), mode), Same(without))
+    if mode != "constant" or state.pad != (0, 0):
         raise NoRule("it pads the rows, for others than convolutions")
-    above, below = pad[place : place + 2]
-    if state.plain is None or min(above, below) < 0 or state.dim < 2:
-        raise NoRule("it pads the rows")
-    changes = {"pad": [*pad[:place], 0, 0, *pad[place + 2 :]]}
-    return Found(Rows(state.dim, state.parts, (above, below), mode), Same(changes))
+    ends = [[Part("whole", size)][: bool(size)] for size in (above, below)]
+    return Found(Rows.of(state.dim, (*ends[0], *state.parts, *ends[1])), Padded(without))
 
 
 def _pads_later(reader: RowCall, mode: str) -> bool:

@@ -27,6 +27,7 @@ from passes.rows.how import (
     Found,
     Joined,
     Moments,
+    Padded,
     Resized,
     Same,
     Shaped,
@@ -376,8 +377,13 @@ def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     writer.emit_call(node, node.target, arguments)
 
 
+def _padded(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+    assert isinstance(found.how, Padded)
+    writer.emit_call(node, node.target, arguments if writer.patch.owns else {**arguments, **found.how.without})
+
+
 _WAYS: dict[type, Callable[[PatchWriter, fx.Node, Found, dict[str, Any]], None]] = {
     Same: _same, Shaped: _shaped, Window: _window, Moments: _moments, Summed: _summed, Resized: _resized,
-    Joined: _joined, Split: _split, Cut: _cut,
+    Joined: _joined, Padded: _padded, Split: _split, Cut: _cut,
     Written: _written, Whole: _whole, Attended: _attended,
 }  # fmt: skip

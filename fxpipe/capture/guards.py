@@ -1,0 +1,68 @@
+"""What a graph takes for granted of a call's inputs, because forward has asked for it while it was traced.
+
+lengths = mask.sum(1).tolist()     sum(mask, [1]) == [17, 9]                      a call with other lengths has its own
+if torch.all(image == 0): ...      all(eq(image, 0)) == False                     graph
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.capture import private
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """`computed` of the named inputs is `value`; or is zero where that is, of a truth value."""
+
+    computed: fx.GraphModule
+    inputs: tuple[str, ...]
+    value: torch.Tensor
+    is_truth: bool
+
+    @staticmethod
+    def of(node: fx.Node, values: Mapping[fx.Node, Any], inputs: Mapping[fx.Node, str], is_truth: bool) -> "Guard":
+        """Of a node, from the `values` of what it is made of, in the order they were computed."""
+        root, graph, env = nn.Module(), fx.Graph(), dict[fx.Node, Any]()
+        for one, value in values.items():
+            if one in inputs:
+                env[one] = graph.placeholder(f"input_{len(env)}")
+            elif not any(isinstance(env[argument], fx.Node) for argument in one.all_input_nodes):
+                env[one] = value  # a number, or a tensor that no input has a part in
+            else:
+                args, kwargs = fx.map_arg((one.args, one.kwargs), lambda of: _held(root, graph, env[of]))
+                env[one] = graph.call_function(one.target, *on_host((args, kwargs)))  # type: ignore[arg-type]
+        graph.output(env[node])
+        names = tuple(inputs[one] for one in values if one in inputs)
+        return Guard(fx.GraphModule(root, graph), names, values[node].detach().clone(), is_truth)
+
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it does for a call's tensors; not where they hold no values, or have sizes that it is not for."""
+        given = [tensors[name] for name in self.inputs]
+        if any(one.is_meta or private.mode_of(one) is not None for one in given):
+            return False
+        try:
+            with torch.no_grad():
+                found = self.computed(*(one.detach().cpu() for one in given))
+        except (RuntimeError, IndexError):  # of tensors of another size
+            return False
+        return bool(found) == bool(self.value) if self.is_truth else torch.equal(found, self.value)
+
+
+def on_host(arguments: Any) -> Any:
+    """A node's arguments, for the host."""
+    host = torch.device("cpu")
+    return pytree.tree_map_only(torch.device, lambda _: host, arguments)
+
+
+def _held(root: nn.Module, graph: fx.Graph, value: Any) -> Any:
+    """A tensor as the graph's own; all else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    name = f"known_{len(graph.nodes)}"
+    root.register_buffer(name, value)
+    return graph.get_attr(name)

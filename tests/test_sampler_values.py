@@ -1,0 +1,112 @@
+"""Numbers that forward reads of its inputs: graphs for the calls that are alike in that."""
+
+import logging
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from tests.tiny_backbones import VALUE_DEPENDENT
+from tests.tiny_pipelines import noise
+
+
+class Reading(nn.Module):
+    """Choices by truth values, lengths and places by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.text, self.last = nn.Linear(6, 8), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, image: Tensor) -> Tensor:
+        h = self.first(x) * timestep.cos()[:, None, None, None]
+        h = self.late(h) if (timestep > 0.5).all() else h
+        h = h + (1 if torch.all(image == 0) else image.mean())
+        h = h * 2 if x.abs().max() > 1 else h
+        lengths = mask.bool().sum(1).tolist()
+        h = h + torch.stack([self.text(one[:n]).mean(0) for one, n in zip(text, lengths, strict=True)])[..., None, None]
+        h = h + self.text(text[mask]).sum(0)[:, None, None] + torch.masked_select(text[..., 0], mask).sum()
+        h = h + text[torch.where(mask)].sum() + len(torch.argwhere(mask)) + text[0, mask[0].nonzero()].mean()
+        changed = text.clone()
+        changed[mask] = changed[mask] * 2
+        return self.last(torch.tanh(h + changed.mean()))  # type: ignore[no-any-return]
+
+
+def call(
+    time: float = 0.3, lengths: tuple[int, int] = (2, 3), image: float = 0.0, scale: float = 0.1
+) -> dict[str, Tensor]:
+    return {
+        "x": scale * noise(2, 4, 8, 8), "timestep": torch.full((2,), time, dtype=torch.float64),
+        "text": noise(2, 5, 6), "mask": torch.arange(5)[None] < torch.tensor(lengths)[:, None],
+        "image": torch.full((2, 3), image, dtype=torch.float64),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "displaced"}, {"sizes": "any"}])
+def test_calls_that_read_other_numbers_have_other_graphs(options: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model = Reading().double().eval()
+    sampler = fxpipe.compile_sampler(
+        model, 2, example=call(), sample={"x": 2}, patches=2, cfg=1, cache=False, **options
+    )
+    alike = call(), call(time=0.4, image=0.0)
+    others = call(time=0.7), call(lengths=(5, 1)), call(image=0.5), call(scale=2.0), call(image=0.7)
+    for given in (*alike, *others, *alike):
+        with torch.no_grad():
+            torch.testing.assert_close(sampler.predict(**given), model(**given), rtol=1e-10, atol=1e-10)
+    assert len(sampler.denoiser._known.traced) == 5
+
+
+def test_many_numbers_of_an_input_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Reading().double().eval()
+    sampler = fxpipe.compile_sampler(model, 2, example=call(), sample={"x": 2}, patches=2, cfg=1, cache=False)
+    with caplog.at_level(logging.WARNING):
+        for lengths in ((1, 1), (1, 2), (3, 3)):
+            sampler.predict(**call(lengths=lengths))
+    assert caplog.text.count("traced and compiled anew") == 1
+
+
+def test_examples_without_values_are_refused() -> None:
+    example = {name: one.to("meta") for name, one in call().items()}
+    model = Reading().double().to("meta")
+    with pytest.raises(fxpipe.CaptureError, match="decides by the value"):
+        fxpipe.compile_sampler(model, 2, example=example, sample={"x": 2}, patches=2, cache=False)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("Lumina2Transformer2DModel", 2), ("MochiTransformer3DModel", 3)])
+def test_masks_that_lengths_are_read_of(name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = getattr(diffusers, name)(**VALUE_DEPENDENT[name]).to(torch.float64).eval()
+    given = {
+        "hidden_states": noise(1, 4, 8, 8) if name.startswith("Lumina") else noise(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([0.3], dtype=torch.float64), "encoder_hidden_states": noise(1, 8, 8),
+        "encoder_attention_mask": torch.arange(8)[None] < 5,
+    }  # fmt: skip
+    sampler = fxpipe.compile_sampler(model, ranks, example=given, patches=ranks, cache=False)
+    assert "gathered" not in str(sampler.notes)
+    for length in (5, 8):
+        given["encoder_attention_mask"] = torch.arange(8)[None] < length
+        assert sampler.verify(**given).error < 1e-12
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "HunyuanVideo15Transformer3DModel"), reason="diffusers has no such model")
+def test_an_image_that_is_there_or_not() -> None:
+    torch.manual_seed(0)
+    model = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=2, num_refiner_layers=1,
+        mlp_ratio=2.0, text_embed_dim=8, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(2, 2, 4), target_size=16,
+    ).to(torch.float64).eval()  # fmt: skip
+    given = {
+        "hidden_states": noise(1, 9, 3, 8, 6), "timestep": torch.tensor([300.0], dtype=torch.float64),
+        "encoder_hidden_states": noise(1, 8, 8), "encoder_attention_mask": torch.arange(8)[None] < 5,
+        "encoder_hidden_states_2": noise(1, 6, 8), "encoder_attention_mask_2": torch.arange(6)[None] < 3,
+        "image_embeds": torch.zeros(1, 5, 8, dtype=torch.float64),
+    }  # fmt: skip
+    sampler = fxpipe.compile_sampler(model, 2, example=given, patches=2, cache=False)
+    assert "gathered" not in str(sampler.notes)
+    for scale in (0.0, 1.0, 0.5):
+        given["image_embeds"] = scale * noise(1, 5, 8)
+        assert sampler.verify(**given).error < 1e-12
+    assert len(sampler.denoiser._known.traced) == 2
