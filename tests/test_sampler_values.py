@@ -110,3 +110,27 @@ def test_an_image_that_is_there_or_not() -> None:
         given["image_embeds"] = scale * noise(1, 5, 8)
         assert sampler.verify(**given).error < 1e-12
     assert len(sampler.denoiser._known.traced) == 2
+
+
+class Apart(nn.Module):
+    """Reads a count of what a draw that decides nothing has a part in, in an autocast of its own or in none."""
+
+    def __init__(self, autocast: bool) -> None:
+        super().__init__()
+        self.mix, self.autocast = nn.Conv2d(4, 4, 1), autocast
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            kept = (mask & (torch.rand(5) >= 0)).float() @ torch.full((5, 3), 1 / 3)
+            return self.mix(x) * int(kept.sum())  # type: ignore[no-any-return]
+
+
+def test_numbers_that_no_lookup_gives_are_refused() -> None:
+    """A lookup is in no autocast; of a draw that decides nothing it needs none."""
+    model, examples = Apart(False).double(), [{"x": noise(2, 4, 8, 8), "mask": torch.ones(2, 5) > n} for n in (0, 1)]
+    sampler = fxpipe.compile_sampler(model, 2, example=examples[0], sample={"x": 2}, patches=2, cfg=1, cache=False)
+    for given in examples:
+        with torch.no_grad():
+            torch.testing.assert_close(sampler.predict(**given), model(**given))
+    with pytest.raises(fxpipe.CaptureError, match="decides by the value"):
+        fxpipe.compile_sampler(Apart(True).double(), 2, example=examples[0], sample={"x": 2}, patches=2, cache=False)

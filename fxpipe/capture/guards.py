@@ -31,7 +31,7 @@ class Guard:
         for one, value in values.items():
             if one in inputs:
                 env[one] = graph.placeholder(f"input_{len(env)}")
-            elif not any(isinstance(env[argument], fx.Node) for argument in one.all_input_nodes):
+            elif not any(isinstance(env.get(argument), fx.Node) for argument in one.all_input_nodes):
                 env[one] = value  # a number, or a tensor that no input has a part in
             else:
                 args, kwargs = fx.map_arg((one.args, one.kwargs), lambda of: _held(root, graph, env[of]))

@@ -25,6 +25,7 @@ from fxpipe.capture.evaluation import evaluated
 from fxpipe.capture.guards import Guard
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
+from fxpipe.capture.surroundings import no_autocast
 
 Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Buffers by name and other tensors that a model holds, each with its value when forward read it as a number."""
@@ -88,8 +89,11 @@ def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | Non
         return None
     if asked:
         by_node = {node: inputs[node.name] for node in found.values if node.name in inputs}
-        with private.outside_trace(), private.outside_fakes():
-            held.guards.append(Guard.of(found.node, found.values, by_node, is_truth))
+        with private.outside_trace(), private.outside_fakes(), no_autocast():
+            guard = Guard.of(found.node, found.values, by_node, is_truth)
+            if not guard.holds(held.given.values):  # as of what an autocast computes, which no later call is in
+                return None
+        held.guards.append(guard)
     _note(held, {names.get(at) or _name_of(held, one): one for at, one in found.read.items() if at not in inputs})
     return found.value
 
