@@ -151,3 +151,13 @@ def test_exact(name: str, bounds: tuple[float, ...]) -> None:
         wanted = module(x)
     for found in programs.cut([0, *(round(b * count) for b in bounds), count]).predict(x=x):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max()))
+
+
+def test_what_follows_a_gather_is_cut() -> None:
+    """As the rows are where as many come out; in proportion where what was around them is gone."""
+    kernel, x = torch.randn(8, 8, 3, 3, dtype=torch.float64), torch.randn(2, 8, 20, 8, dtype=torch.float64)
+    framed = Of(lambda x: F.conv2d(F.pad(x, [1, 1, 1, 1], value=0.5), kernel).sin())
+    joint = Of(lambda x: F.pad(x, [0, 0, 1, 1]).softmax(2).sin())
+    for module, parts in ((framed, ["rows"]), (joint, ["whole", "rows", "whole"])):
+        rows = row_programs(module, {"x": x}, 1, sample={"x": 2}).rows
+        assert [part.kind for part in rows.states["sin"].parts] == parts

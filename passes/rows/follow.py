@@ -100,10 +100,13 @@ def _share(call: RowCall) -> Rows | None:
     """How the result of whole operands may be cut: any way is right, the one in proportion meets the others again."""
     node = next(iter(call.live.values()))
     state, value = call.states[node], call.node.meta["val"]
-    if not isinstance(value, torch.Tensor) or not isinstance(state, Rows) or state.plain is None:
+    if not isinstance(value, torch.Tensor) or not isinstance(state, Rows) or value.ndim != node.meta["val"].ndim:
         return None
-    if value.ndim != node.meta["val"].ndim:
+    rows = [part for part in state.parts if part.kind == "rows"]
+    if len(rows) > 1 or rows[0].outer > 1:
         return None
+    if len(state.parts) > 1 and value.shape[state.dim] == state.size(call.units.count):
+        return state
     inner = -(-value.shape[state.dim] // call.units.count)
     short = call.units.short(inner, value.shape[state.dim])
     return Rows(state.dim, (Part("rows", inner, 1, short),)) if 0 <= short < inner else None
