@@ -197,9 +197,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Their shapes depend on the values of masks: nothing that could be captured.
 CONFIGS = {key: of for key, of in CONFIGS.items() if hasattr(diffusers, key.split("/")[0])}  # older ones have fewer
 
+# Their shapes depend on the values of masks: sampled with a graph for every length, but no training step.
 VALUE_DEPENDENT: dict[str, dict[str, Any]] = {
     "Lumina2Transformer2DModel": {
         "sample_size": 8, "in_channels": 4, "hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1,
