@@ -369,6 +369,10 @@ class Engine(Training):
             self._agree("mesh", {})
             return device_mesh(pipelines, self.rank, self.device)
 
+    def sent_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes this rank has sent on each channel since the engine was made."""
+        return self._transport.sent_bytes()
+
     @property
     def bytes_sent(self) -> int:
         return sum(self._transport.sent_bytes().values())
