@@ -917,5 +917,28 @@ def test_a_table_of_as_many_rows_as_samples() -> None:
             assert error(sampler.predict(**call), model(**call)) <= 1e-10
 
 
+def test_one_sample_and_a_table_of_two_rows() -> None:
+    model = Tabled()
+    call = {"x": noise(1, 2, 9, 5), "table": noise(2, 2, seed=1), "places": torch.tensor([0, 1, 1])}
+    sampler = fxpipe.compile_sampler(model, 2, example=call, sample={"x": 2}, patches=2, cache=False)
+    for samples in (1, 2):
+        call["x"] = noise(samples, 2, 9, 5)
+        with torch.no_grad():
+            assert error(sampler.predict(**call), model(**call)) <= 1e-10
+
+
+class Behind(Taking):
+    """Adds what is left of its table behind two rows, which is nothing."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        left = (x.mean((2, 3))[:, None] * table[2:]).unflatten(2, (2, -1)).sum((1, 2, 3))
+        return self.conv(x) + left[:, None, None, None]
+
+
+def test_values_without_entries() -> None:
+    example = {"x": noise(3, 2, 9, 5), "table": noise(2, 2)}
+    assert fxpipe.compile_sampler(Behind(), 2, example=example, sample={"x": 2}, cfg=2, cache=False).verify().ok
+
+
 def framed(samples: int, frames: int, table: Tensor) -> Call:
     return {"x": noise(samples, 2, frames, 9, 5), "text": noise(samples * frames, 4, 2, seed=1), "table": table}

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,9 +59,9 @@ class Tracing:
         """The call as one flat graph, inside of an autocast `around` it; the module stays as it is. `num_free`: traces
         there are whose sizes are free.
 
-        A single sample is traced as two, since a graph of one holds for one alone; as it is where that fails, or is
-        something else. Where there is no graph for any number of samples, some inputs may have several rows to each;
-        where samples mix, some may be tables of as many rows.
+        A single sample is traced as two, or more where that is the length of another input, since a graph of one holds
+        for one alone; as it is where that fails, or is something else. Where there is no graph for any number of
+        samples, some inputs may have several rows to each; where samples mix, some may be tables of as many rows.
         Where sizes are free the graph is that with free sizes at the call's own, so that it is one program at all.
 
         Raises:
@@ -86,8 +87,10 @@ class Tracing:
         inputs, tensors = describe(module, args, kwargs, None)
         if inputs.batch_size == 1:
             with suppress(FxpipeError):
-                twice = inputs.rebuild(_repeated(inputs, tensors, 2))
-                found = self._traced(module, *describe(module, *twice, 2), free, around, may_read=False)
+                others = {leaf.shape[0] for leaf in inputs.leaves if leaf.shape and not leaf.batched}
+                more = next(times for times in count(2) if times not in others)
+                repeated_call = inputs.rebuild(_repeated(inputs, tensors, more))
+                found = self._traced(module, *describe(module, *repeated_call, more), free, around, may_read=False)
                 if found.holds(1):
                     return found
         found = self._traced(module, inputs, tensors, free, around)

@@ -10,7 +10,8 @@ from passes.operations import dimension
 
 
 def view(call: RuleCall) -> list[Result]:
-    """Same elements in the same order: the batch goes where as many entries lie before and after it."""
+    """Same elements in the same order: the batch goes where as many entries lie before and after it; without any,
+    anywhere."""
     node = call.operands[0]
     layout, shape = call.layout(node), node.meta["val"].shape
     if layout is None:
@@ -19,6 +20,8 @@ def view(call: RuleCall) -> list[Result]:
     after = math.prod(int(s) for s in shape[layout.dim + 1 :]) * layout.inner
     out = call.node.meta["val"].shape
     ((dim, k),) = _one_batch_dim(call.node.meta["val"])
+    if not before * after:
+        return uniform(call)
     outer, rest = divmod(before, math.prod(int(s) for s in out[:dim]))
     inner, rest2 = divmod(after, math.prod(int(s) for s in out[dim + 1 :]))
     if rest or rest2 or outer * inner != k:
