@@ -32,6 +32,7 @@ from fxpipe.analysis import (
 from fxpipe.back_end import BackEnd
 from fxpipe.capture.cache import cache_folder
 from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.weights import device_of
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs import uncosted_ops
@@ -86,7 +87,7 @@ def compile(
     precision: str | None = None,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     cache: bool | str | Path = True,
     observe: Observe | None = None,
     plan: Plan | str | Path | None = None,
@@ -135,7 +136,8 @@ def compile(
         cluster: the machines to plan for, a `Cluster` or its text ("2x8xV100"); `world_size` A100-80GB where left out.
         cost_model: a device by name ("H100@bfloat16", "measured"), a profile's .json file, or any `CostModel`; the
             cluster's device where left out.
-        device: where the ranks run ("cpu", or "cuda" for one GPU a rank).
+        device: where the ranks run ("cpu", or "cuda" for one GPU a rank); where the model is, if left out. Engines move
+            there what they need of it.
         cache: where captures are kept for other processes: a folder, True for the user's cache folder (or that of
             FXPIPE_CACHE), False for none. One is used again where all that it was made from is as it was.
         observe: called with (step's name, its result) after every step of the compiler.
@@ -315,7 +317,8 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     choices = {name: given[name] for name in chosen}
     check_others(**given)
     check_counts(world_size=world_size, **counts)
-    where, limit = given_device(given["device"]), given_bytes(given["memory_limit"])
+    limit = given_bytes(given["memory_limit"])
+    where = None if given["device"] is None else given_device(given["device"])
     captures = cache_folder(given["cache"])
     known = given_plan(given["plan"], world_size, limit, **counts, **choices)
     network = given_cluster(known.cluster if known and given["cluster"] is None else given["cluster"], world_size)
@@ -325,6 +328,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     batch_size = known.batch_size * known.cut.rows if known else given["batch_size"]
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
+    where = where or device_of(example.step)
     stages, microbatches = given["stages"], given["microbatches"]
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
     alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.randomness import SeededDraws
@@ -176,6 +177,7 @@ class Program:
         arguments of these names.
         """
         seed, step = self._draws(kwargs)
+        args, kwargs = self._placed(args, kwargs)
         return self.of(args, kwargs)._run_local(args, kwargs, seed, step)
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Program":
@@ -187,6 +189,11 @@ class Program:
         plan = replace(self.whole.smaller(size), offloaded=False)  # no optimizer will step
         engine = LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown)
         return StepResult(*engine.run(tensors, step), engine.gather_outputs() or {})
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's tensors, on the device."""
+        moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.step.device), (args, kwargs))
+        return cast(tuple[tuple[Any, ...], dict[str, Any]], moved)
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
         inputs = self.step.inputs  # of which some may be by name alone, **batch
@@ -202,6 +209,7 @@ class Program:
         `seed` and `step` as in `run_local`.
         """
         seed, step = self._draws(kwargs)
+        args, kwargs = self._placed(args, kwargs)
         return self.of(args, kwargs)._verify(args, kwargs, seed, step)
 
     def _verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> Verification:

@@ -20,6 +20,7 @@ from fxpipe.analysis import Observe, priced, priced_name, shared_cost_model
 from fxpipe.capture.cache import cache_folder
 from fxpipe.capture.inputs import describe
 from fxpipe.capture.private import uncompiled
+from fxpipe.capture.weights import device_of
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
@@ -41,7 +42,6 @@ from passes.sampling.text import Text
 
 _log = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
 _STEPS = 50
 """Of a call whose steps are not known."""
 _CHOICES = {
@@ -164,7 +164,7 @@ def compile_sampler(
 
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
-    where = _device_of(module)
+    where = device_of(module)
     ranks = _launched(where) if launched else LocalRanks()
 
     # programs: for the example, and for other calls when they come
@@ -261,8 +261,3 @@ def _decoder_of(pipe: Any) -> nn.Module | None:
     """The decoder of a VAE whose latents are an image's or a video's."""
     found = getattr(getattr(pipe, "vae", None), "decoder", None)
     return found if isinstance(found, nn.Module) else None
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    found = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), _CPU)
-    return _CPU if found.type == "meta" else found

@@ -27,6 +27,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(chain(*named))
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where it computes; the CPU where it is on the meta device, or has no tensors."""
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def check_weights(model: nn.Module) -> None:
     """Refuse tensors that no step could be traced, trained or sent with.
 

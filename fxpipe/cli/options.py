@@ -137,11 +137,11 @@ class Planning:
         return requested(step, **options)
 
     def compiled(self, device: str | None = None) -> "tuple[Program, Any]":
-        """The program, for the CPU unless a device is named, and the example inputs it was compiled for."""
+        """The program, for the model's device unless one is named, and the example inputs it was compiled for."""
         import fxpipe
 
         step, batch, options = self.options()
-        return fxpipe.compile(step, **options, device=device or "cpu"), batch
+        return fxpipe.compile(step, **options, device=device), batch
 
 
 def planned(function: Callable[..., None]) -> Callable[..., None]:

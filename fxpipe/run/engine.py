@@ -25,7 +25,7 @@ from fxpipe.run.kinds import Kind, Kinds
 from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.optimizer_steps import OptimizerSteps
-from fxpipe.run.ownership import empty, is_empty, is_outdated, owners
+from fxpipe.run.ownership import at, empty, is_empty, is_outdated, owners
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.scaler import GradScaler
@@ -332,7 +332,7 @@ class Engine(Training):
         gathered = {*program.gathered}
         for name in program.state:
             given = self._given[name]
-            self._held[name] = given if name in gathered else _at(plan.device, given)
+            self._held[name] = given if name in gathered else at(plan.device, given)
         self._modules[id(plan)] = runnable(program, {name: self._state[name] for name in program.state}, plan.backend)
         if plan.without is not None:
             self._take(plan.without)
@@ -343,7 +343,7 @@ class Engine(Training):
             parameter = self._held[name]
             assert isinstance(parameter, nn.Parameter), "parameters alone are gathered"
             if self.rank in owners(parameter):
-                _at(self.device, parameter)
+                at(self.device, parameter)
             else:
                 empty([parameter], self.device)
 
@@ -396,13 +396,6 @@ class Engine(Training):
             super().close()
         finally:
             self._transport.close()
-
-
-def _at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, moved in place where it is elsewhere, as `model.to(device)` moves it: optimizers keep it."""
-    if tensor.device != device:
-        tensor.data = tensor.data.to(device)
-    return tensor
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
     if not isinstance(batch, LocalBatch):
         tensors, size = plan.tensors(*call_of(batch))
         plan.require_size(size)
-        return ReadBatch.of(_placed(tensors, device), size)
+        return ReadBatch.of(placed(tensors, device), size)
     size = plan.batch_size if batch.size is None else batch.size
     plan.require_size(size)
     own = samples(size)
@@ -67,7 +67,7 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
         raise CompileError(
             f"this rank reads {said(own)} of a batch of {size}, {len(own)} in all, and was given {count}; {_REMEDY}"
         )
-    tensors, rows = _placed(tensors, device), batched_inputs(plan)
+    tensors, rows = placed(tensors, device), batched_inputs(plan)
     given: Inputs = {name: Rows(tensor, own) if name in rows else tensor for name, tensor in tensors.items()}
     return ReadBatch.of(tensors, size, batch, tensors if len(own) == size else given)
 
@@ -75,7 +75,7 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
 _REMEDY = "give it what engine.samples() says, in that order, or the whole batch without LocalBatch"
 
 
-def _placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

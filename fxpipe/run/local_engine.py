@@ -6,11 +6,13 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.weights import tensors_of
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind
-from fxpipe.run.ownership import require_new
+from fxpipe.run.local_batch import placed
+from fxpipe.run.ownership import at, require_new
 from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
 from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Ahead, Executed, Training
@@ -21,11 +23,16 @@ _TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0}
 
 
 class LocalEngine(Training):
-    """All ranks in this process, on the model's own parameters."""
+    """All ranks in this process, on the model's own parameters, which are moved to the program's device."""
 
     sent_bytes: Mapping[tuple[int, int], int] = {}
     """Bytes of the last step's messages, by channel."""
     _bytes_here = 0
+
+    def __init__(self, plan: StepPlan, model: nn.Module, state: Mapping[str, torch.Tensor], *others: Any) -> None:
+        for tensor in tensors_of(model).values():
+            at(plan.device, tensor)
+        super().__init__(plan, model, placed(state, plan.device), *others)
 
     @property
     def bytes_sent(self) -> int:

@@ -98,6 +98,13 @@ def empty(parameters: Iterable[nn.Parameter], device: torch.device | None = None
         _outdated[parameter] = version(parameter)
 
 
+def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, moved in place where it is elsewhere, as `model.to(device)` moves it: optimizers keep it."""
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+    return tensor
+
+
 def fill(parameter: nn.Parameter) -> None:
     """Give it memory, whose values are still to come."""
     if _empty.pop(parameter, None) is not None:

@@ -1,0 +1,198 @@
+"""A GPU beside what is predicted of it: seconds of blocks and of steps, and memory, at full size in bfloat16.
+
+    python benchmarks/gpu.py                                  Stable Diffusion 2.1's whole step, SDXL's U-Net
+    python benchmarks/gpu.py sd21 --batch-sizes 4,16 --profile sd21.json
+    python benchmarks/gpu.py sd21 --inductor                  stage graphs by Inductor, too: minutes of compiling
+
+blocks    sums over all blocks and frozen layers, each run apart in float32 weights under autocast, predicted by the
+          device's roofline as planners use it and measured
+steps     plain torch (forward, backward), and one rank's program, in one micro-batch and in four; of one sample, for
+          which the GPU waits for the host
+memory    the allocator's peak in a step without an optimizer, of the largest batch that is predicted to fit
+
+Weights are random. Timings are medians.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from compile_sd21 import StableDiffusion21Step
+from diffusers import UNet2DConditionModel
+from planning import SDXL
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import fxpipe
+from cost_models import profile_files, timing
+from cost_models.devices import DEVICES
+from fxpipe.analysis import given_cost_model
+from fxpipe.capture.inputs import call_of
+from fxpipe.profiling import Profiler
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sd21": (StableDiffusion21Step, "2,8,16"),
+    "sdxl": (lambda: UNet2DConditionModel(**SDXL), "1,2,4"),
+}
+GPU = torch.device("cuda", 0)
+TOTAL, USABLE = torch.cuda.get_device_properties(GPU).total_memory, 0.95
+ROUNDS, WARM_UP, STEPS = 6, 2, 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all where left out")
+    parser.add_argument("--batch-sizes", help="to time blocks at; the largest is a step's")
+    parser.add_argument("--device-model", help="that predicts; the GPU's own where left out")
+    parser.add_argument("--profile", type=Path, help="write the measured blocks to this file")
+    parser.add_argument("--inductor", action="store_true")
+    options = parser.parse_args()
+    for name in options.models or MODELS:
+        sizes = [int(size) for size in (options.batch_sizes or MODELS[name][1]).split(",")]
+        measured = Measured(name, sizes, options.device_model or own_model(), options.inductor)
+        measured.blocks(options.profile)
+        measured.steps()
+        measured.memory()
+
+
+def own_model() -> str:
+    """The GPU's name among those that fxpipe knows."""
+    name = torch.cuda.get_device_name(GPU)
+    print(f"{name}, torch {torch.__version__}")
+    return next(known for known in DEVICES if known.partition("-")[0] in name)
+
+
+class Measured:
+    """One model and its programs, all of one capture."""
+
+    def __init__(self, name: str, sizes: list[int], known: str, inductor: bool) -> None:
+        torch.manual_seed(0)
+        self.name, self.sizes, self.known, started = name, sizes, f"{known}@bfloat16", time.perf_counter()
+        with GPU, tempfile.TemporaryDirectory() as cache:
+            model, size = MODELS[name][0](), max(sizes)
+            self.tiny, self.whole, self.four = (
+                self._compiled(model, Path(cache), *batch) for batch in ((1, 1), (size, 1), (size, 4))
+            )
+            self.inductor = self._compiled(model, Path(cache), size, 1, "inductor") if inductor else None
+            each = (peak(self.whole) - peak(self.tiny)) / (size - 1)
+            most = int((USABLE * TOTAL - peak(self.tiny)) / each) + 1
+            self.most = self._compiled(model, Path(cache), most, 1)
+        print(f"{name}: compiled in {time.perf_counter() - started:.0f} s", flush=True)
+
+    def _compiled(
+        self, model: nn.Module, cache: Path, batch_size: int, microbatches: int, backend: str = "eager"
+    ) -> fxpipe.Program:
+        return fxpipe.compile(
+            model, 1, batch_size=batch_size, microbatches=microbatches, precision="bf16", schedule="1f1b", fill="none",
+            recompute=False, cost_model=self.known, memory_limit="10TiB", cache=cache, backend=backend, device="cuda",
+            observe=lambda name, artefact: None,
+        )  # fmt: skip
+
+    def blocks(self, out: Path | None) -> None:
+        """Sums over parts, and how far single ones are from their sum."""
+        step = self.whole.costed
+        profiler = Profiler(step, self.sizes, GPU)
+        for _ in range(ROUNDS):
+            profiler.round()
+        profile = profiler.profile()
+        if out is not None:
+            profile_files.save(profile, out)
+        table = titled(f"{self.name}: ms by {self.known}, predicted / measured", "samples", "frozen", "forward",
+                       "backward", "all", "single ones, middle 80 %")  # fmt: skip
+        models = given_cost_model(self.known), profile
+        for size in self.sizes:
+            both = [model.seconds(step.costs, size) for model in models]
+            taken = np.zeros((len(profile.entries), 2, 2))  # by part; forward, backward; predicted, measured
+            for row, entry in zip(taken, profile.entries, strict=True):
+                at = step.costs.positions(entry.nodes)
+                row[:] = np.transpose([[part[at].sum() for part in (one.forward, one.backward)] for one in both])
+            frozen = np.array([not any(entry.backward_seconds) for entry in profile.entries])
+            sums = taken[frozen, 0].sum(0), taken[~frozen, 0].sum(0), taken[:, 1].sum(0), taken.sum((0, 1))
+            low, high = np.quantile(np.divide(*taken.sum(1).T), (0.1, 0.9))
+            cells = [f"{1e3 * p:.1f} / {1e3 * m:.1f} {p / m - 1:+.0%}" if m else "" for p, m in sums]
+            table.add_row(str(size), *cells, f"{low:.2f} to {high:.2f}")
+        Console(width=140).print(table)
+
+    def steps(self) -> None:
+        columns = "samples", "micro-batches", "by", "plain torch", "program", "ratio", "an action"
+        table = titled(f"{self.name}: ms of a step", *columns)
+        for program in (self.whole, self.four, self.tiny, self.inductor):
+            if program is None:
+                continue
+            batch, engine = inputs(program), program.local_engine()
+            engine.check_batches = False
+            plain, taken = medians(lambda b=batch, p=program: plainly(p, b), lambda b=batch, e=engine: e.step(b))
+            sizes, actions = program.plan.microbatch_sizes, sum(map(len, program.schedule.ranks))
+            cells = str(sum(sizes)), str(len(sizes)), program.step.backend
+            numbers = f"{1e3 * plain:.1f}", f"{1e3 * taken:.1f}", f"{taken / plain:.3f}", f"{1e3 * taken / actions:.1f}"
+            table.add_row(*cells, *numbers)
+        Console(width=140).print(table)
+
+    def memory(self) -> None:
+        table = titled(f"{self.name}: GiB of {TOTAL / 2**30:.1f}", "samples", "predicted", "allocated", "error")
+        for program in (self.tiny, self.whole, self.most):
+            batch, engine = inputs(program), program.local_engine()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(2):
+                cleared(program)
+                engine.step(batch)
+            found, predicted = torch.cuda.max_memory_allocated(), peak(program)
+            size = str(program.step.batch_size)
+            table.add_row(size, f"{predicted / 2**30:.2f}", f"{found / 2**30:.2f}", f"{predicted / found - 1:+.1%}")
+        Console(width=140).print(table)
+
+
+def titled(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def peak(program: fxpipe.Program) -> int:
+    (predicted,) = program.simulate(optimizer_bytes=0).peak_bytes
+    return predicted
+
+
+def inputs(program: fxpipe.Program) -> dict[str, torch.Tensor]:
+    """A batch on the GPU, of numbers where the model gives shapes alone."""
+    args, kwargs = call_of(program.model.example_inputs(program.step.batch_size))  # type: ignore[operator]
+    assert not args
+    made = {}
+    for name, tensor in kwargs.items():
+        integers = torch.zeros(tensor.shape, dtype=tensor.dtype, device=GPU)
+        made[name] = torch.randn(tensor.shape, device=GPU) if tensor.is_floating_point() else integers
+    return made
+
+
+def plainly(program: fxpipe.Program, batch: dict[str, torch.Tensor]) -> None:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = program.model(**batch)
+    loss.backward()
+
+
+def cleared(program: fxpipe.Program) -> None:
+    for parameter in program.model.parameters():
+        parameter.grad = None
+
+
+def medians(*calls: Callable[[], object]) -> list[float]:
+    """Seconds of each, in turns."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for turn, (call, found) in itertools.product(range(WARM_UP + STEPS), zip(calls, taken, strict=True)):
+        started = timing.now(GPU)
+        call()
+        found += [timing.now(GPU) - started] if turn >= WARM_UP else []
+    return [statistics.median(found) for found in taken]
+
+
+if __name__ == "__main__":
+    main()
