@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxpipe.capture.randomness import SeededDraws
+from fxpipe.plan.transport import Pending, Transport
 from fxpipe.run.one_device import one_device
 
 SEED, WIDTH, STEPS = 5, 6, 4
@@ -127,3 +128,20 @@ def assert_same(ours: Trained, theirs: Trained) -> None:
         assert expected is not None
         assert list(state) == list(expected)
         torch.testing.assert_close(state, expected, rtol=1e-10, atol=1e-12)
+
+
+class _Copying:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def recv(self, *given: Any) -> Pending[Tensor]:
+        pending = self._transport.recv(*given)
+        return Pending(lambda: pending.wait().clone())
+
+
+def copying(transport: Transport) -> Transport:
+    """A thread's, which copies what it receives as that of a process does: gradients are written in place."""
+    return cast(Transport, _Copying(transport))

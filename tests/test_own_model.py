@@ -18,7 +18,7 @@ from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
 from fxpipe.run.transport import run_ranks
 from tests.distributed import run_processes
-from tests.own_models import SEED, WIDTH, Adapted, OneDevice, Trained, assert_same, batch, script
+from tests.own_models import SEED, WIDTH, Adapted, OneDevice, Trained, assert_same, batch, copying, script
 
 Layout = dict[str, Any]
 ROWS = (5, 3)
@@ -33,7 +33,7 @@ def program(model: nn.Module, world_size: int, rows: int, layout: Layout) -> fxp
 
 def as_rank(program: fxpipe.Program, transport: Transport) -> Engine:
     """The engine of a process, on a thread."""
-    given = program.step, program.model, program.state, transport, SEED
+    given = program.step, program.model, program.state, copying(transport), SEED
     return Engine(*given, filled=program._filling, smaller=program.smaller, kinds=program._kinds(whole=False))
 
 

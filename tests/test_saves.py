@@ -27,7 +27,7 @@ from fxpipe.run.saves import engine_saves, folders, parts
 from fxpipe.run.saves.values import decode, encode
 from fxpipe.run.transport import run_ranks
 from tests.distributed import start_processes
-from tests.own_models import SEED, Adapted, batch
+from tests.own_models import SEED, Adapted, batch, copying
 from tests.saved_runs import ROWS, SavedRun, local, on_one_device
 
 LINE, WAVE, REPLICAS = {"schedule": "1f1b"}, {"schedule": "wave"}, {"schedule": "1f1b", "data_parallel": 2}
@@ -43,7 +43,7 @@ def on_ranks(world_size: int, layout: dict[str, Any], body: Callable[[SavedRun],
 
     def of_rank(transport: Transport) -> Any:
         program, model = programs[transport.rank], models[transport.rank]
-        return body(SavedRun(model, Engine(program.step, model, program.state, transport, SEED)))
+        return body(SavedRun(model, Engine(program.step, model, program.state, copying(transport), SEED)))
 
     return run_ranks(world_size, of_rank)
 

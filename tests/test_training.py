@@ -1,5 +1,6 @@
 """Training with frozen work a step early: no batch is lost, none is trained on twice, nothing stale is used."""
 
+import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fxpipe
@@ -346,3 +347,36 @@ def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
     ended = start_processes(2, disagree, what, timeout_seconds=120)
     assert all(e.returncode not in (0, None) for e in ended)
     assert any(re.search(message, e.output) for e in ended), ended[1].output
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_are_in_memory_as_the_weights_are(fused: bool) -> None:
+    """Fused optimizers go through both as if they were; so do lists of gradients that a script holds."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).sin()).square().mean()  # type: ignore[no-any-return]
+
+    def trained(model: nn.Module, step: Callable[..., Any]) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        step({"x": x})
+        held = [parameter.grad for parameter in model.parameters()]
+        for _ in range(3):
+            step({"x": x})
+            assert all(parameter.grad is one for parameter, one in zip(model.parameters(), held, strict=True))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 7, 6, dtype=torch.float64)
+    model = Step().to(torch.float64, memory_format=torch.channels_last)
+    alone = copy.deepcopy(model)
+    program = fxpipe.compile(model, 2, example_inputs={"x": x}, schedule="1f1b", microbatches=2)
+    found = trained(model, program.local_engine().step)
+    expected = trained(alone, lambda batch: alone(**batch).backward())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -311,7 +311,12 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
     def _add_gradients(self, gradients: Mapping[str, torch.Tensor], plan: StepPlan) -> None:
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            elif gradient.stride() == parameter.stride():
+                parameter.grad = gradient
+            else:  # in memory as the parameter is, which fused optimizers take for granted
+                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
     def _check(self, batch: ReadBatch, following: ReadBatch | None, has_made: bool) -> bool:
         """Called before a step with what it will run on, and whether its frozen work is done already; whether it is so
