@@ -166,10 +166,10 @@ def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def whole_model(engine: Any, average: EMAModel | None, weights: list[Any]) -> Iterator[None]:
     """The model as all ranks have trained it, or its average, on every rank, to sample from and to save."""
+    engine.sync_model(*([] if average is None else [average]))
     if average is not None:
         average.store(weights)
         average.copy_to(weights)
-    engine.sync_model()
     yield
     if average is not None:
         average.restore(weights)

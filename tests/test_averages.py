@@ -56,6 +56,9 @@ def test_averages_of_what_other_ranks_train_are_refused_until_they_are_brought(l
             averages.of_torch(**batch(0, ROWS[0]))
         with pytest.raises(fxpipe.RunError, match=r"averages of 34 .* call engine.sync_model\(average\)"):
             averages.of_diffusers.state_dict()
+        if "shard" in layout:
+            with pytest.raises(fxpipe.RunError, match=r"held by other ranks.* call engine.sync_model\(average\)"):
+                averages.of_diffusers.copy_to(model.parameters())
         engine.sync_model()
         model.state_dict()
         averages.of_diffusers.copy_to(model.parameters())

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fxpipe.errors import RunError
-from fxpipe.run.ownership import is_outdated, outdate, renew, uses_as_is, watch_outdated
+from fxpipe.run.ownership import is_empty, is_outdated, outdate, renew, uses_as_is, watch_outdated
 
 _wrapped = set[type]()
 _old_stored = WeakKeyDictionary[Any, list[bool]]()  # average -> which parameters were outdated as it stored them
@@ -77,10 +77,19 @@ def _age(averages: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], u
 
 def _copied(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
     given = [*parameters]
+    _require_memory(given)
     original(average, given)
     pairs = [*zip(given, map(is_outdated, average.shadow_params), strict=False)]
     renew(parameter for parameter, is_old in pairs if not is_old)
     outdate(parameter for parameter, is_old in pairs if is_old)
+
+
+def _require_memory(parameters: Sequence[nn.Parameter]) -> None:
+    if elsewhere := sum(map(is_empty, parameters)):
+        raise RunError(
+            f"{elsewhere} parameters of {len(parameters)} are held by other ranks, and have no memory here; before an "
+            "average is copied into them, call engine.sync_model(average) on every rank"
+        )
 
 
 def _stored(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
@@ -91,6 +100,7 @@ def _stored(original: Callable[..., Any], average: Any, parameters: Iterable[nn.
 
 def _restored(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:
     given = [*parameters]
+    _require_memory(given)
     original(average, given)
     pairs = [*zip(given, _old_stored.pop(average, [False] * len(given)), strict=False)]
     renew(parameter for parameter, was_old in pairs if not was_old)  # its version does not tell of writes into `data`
