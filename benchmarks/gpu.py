@@ -75,8 +75,9 @@ class Measured:
     def __init__(self, name: str, sizes: list[int], known: str, inductor: bool) -> None:
         torch.manual_seed(0)
         self.name, self.sizes, self.known, started = name, sizes, f"{known}@bfloat16", time.perf_counter()
-        with GPU, tempfile.TemporaryDirectory() as cache:
+        with GPU:
             model, size = MODELS[name][0](), max(sizes)
+        with tempfile.TemporaryDirectory() as cache:
             self.tiny, self.whole, self.four = (
                 self._compiled(model, Path(cache), *batch) for batch in ((1, 1), (size, 1), (size, 4))
             )

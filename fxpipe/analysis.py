@@ -223,7 +223,7 @@ def costed_step(
     see("blocks", graph)
 
     layers = frozen_layers(captured, graph, costs, cost_model, batch)
-    calls, work = StageBytes(captured, batch, graph, layers, device), StepWork.in_capture(captured, graph)
+    calls, work = StageBytes(captured, batch, graph, layers, device), StepWork.in_capture(captured, graph, device)
     made = captured, batch, costs, graph, layers, calls, work
     step = CostedStep(example, *made, cost_model, device, count, cut.likely)
     see("costs", step)

@@ -62,7 +62,7 @@ class Profiler:
             raise CompileError(f"the graph holds for batches of {fixed} only; profile that size")
         num_blocks = len(step.graph.blocks)
         alone = Staged(tuple(range(num_blocks + 1)), ((0,),) * num_blocks, "1f1b", False, 1)
-        work = StepWork.in_capture(step.captured, step.graph)
+        work = StepWork.in_capture(step.captured, step.graph, device)
         parts = StepGraphs(step.captured, step.batch, work, alone, tuple(self._sizes), step.frozen.nodes, device)
         layers = [
             (f"{component.name} {layer}", nodes)

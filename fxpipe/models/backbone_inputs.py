@@ -74,13 +74,13 @@ class Sizes:
         return name in self.arguments and self.arguments[name].default is inspect.Parameter.empty
 
     def noise(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=self.dtype)
+        return torch.randn(shape, generator=self.generator, dtype=self.dtype, device="cpu")
 
     def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=self.dtype)
+        return torch.rand(shape, generator=self.generator, dtype=self.dtype, device="cpu")
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=self.generator)
+        return torch.randint(high, shape, generator=self.generator, device="cpu")
 
     def latent(self, channels: int | None) -> Tensor | None:
         """Noise in the sample's layout, with `channels` of its own."""
@@ -195,7 +195,7 @@ def _rotary(s: Sizes) -> Any:
     head = s.get("attention_head_dim") or (s.get("hidden_size") or 0) // s.config["num_attention_heads"]
     frames, rows, columns = _token_grid(s)
     if s.needs("image_rotary_emb"):
-        angles = torch.rand(rows, columns, head // 2, generator=s.generator)
+        angles = torch.rand(rows, columns, head // 2, generator=s.generator, device="cpu")
         return torch.polar(torch.ones_like(angles), angles)
     angles = s.uniform(frames * rows * columns, head)
     return (angles.cos(), angles.sin()) if s.get("use_rotary_positional_embeddings") else None

@@ -43,9 +43,9 @@ class GradientFlow:
         return {name for name, _ in reached([(name, 0) for name in values], behind) if name in self.trained}
 
 
-def gradient_flow(capture: Capture) -> GradientFlow:
-    """Of the whole graph; an operation's does not depend on the batch."""
-    operations = Operations(capture, torch.device("cpu"))
+def gradient_flow(capture: Capture, device: torch.device) -> GradientFlow:
+    """Of the whole graph, whose autocasts are for `device`; an operation's does not depend on the batch."""
+    operations = Operations(capture, device)
     trained: set[str] = set()
     sources: dict[Place, frozenset[Place]] = {}
     for node in capture.graph.nodes:

@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from fxpipe.capture import Capture
 from fxpipe.plan.actions import Work
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
 from passes.costs.gradient_flow import GradientFlow, gradient_flow
+
+_CPU = torch.device("cpu")
 
 Pairs = frozenset[tuple[int, int]]
 
@@ -31,8 +35,8 @@ class StepWork:
     _stages: dict[range, tuple[bool, bool]] = field(default_factory=dict)
 
     @staticmethod
-    def in_capture(capture: Capture, graph: BlockGraph) -> "StepWork":
-        return StepWork(graph, gradient_flow(capture), capture.result.name)
+    def in_capture(capture: Capture, graph: BlockGraph, device: torch.device = _CPU) -> "StepWork":
+        return StepWork(graph, gradient_flow(capture, device), capture.result.name)
 
     @cached_property
     def of_blocks(self) -> Work:
