@@ -161,3 +161,14 @@ def test_what_follows_a_gather_is_cut() -> None:
     for module, parts in ((framed, ["rows"]), (joint, ["whole", "rows", "whole"])):
         rows = row_programs(module, {"x": x}, 1, sample={"x": 2}).rows
         assert [part.kind for part in rows.states["sin"].parts] == parts
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_repeats_up_to_a_given_size(dim: int) -> None:
+    """Which is no patch's along the rows."""
+    x = torch.randn(2, 8, 20, 8, dtype=torch.float64)
+    module = Of(lambda x: x.repeat_interleave(2, dim, output_size=2 * x.shape[dim]).sin())
+    programs = row_programs(module, {"x": x}, 1, sample={"x": 2})
+    assert bool(programs.rows.notes) == (dim == 2)
+    for found in programs.cut([0, 5, 20]).predict(x=x):
+        torch.testing.assert_close(found, module(x), rtol=1e-10, atol=1e-10)

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 from cost_models.devices import device
 from fxpipe.errors import CompileError
+from fxpipe.models.backbones import row_inputs
 from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.transport import Transport
 from fxpipe.run.sampling import BoundProgram, SampleRun
@@ -330,3 +332,22 @@ def test_what_forward_does_without_gradients_is_sampled(sizes: Any) -> None:
     x = torch.randn(2, 3, 12, 5, dtype=torch.float64)
     given: Any = {"example": {"x": x}, "sample": {"x": 2}, "sizes": sizes, "cache": False}
     assert fxpipe.compile_sampler(Checkpointed(), 2, patches=2, **given).verify().ok
+
+
+_SIGNALS: Any = {
+    "StableAudio3DiTModel": {"io_channels": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_memory_tokens": 2},
+    "AceStepTransformer1DModel": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "in_channels": 12, "audio_acoustic_hidden_dim": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dim"), [("StableAudio3DiTModel", 2), ("AceStepTransformer1DModel", 1)])
+def test_rows_of_a_signal_are_its_entries(name: str, dim: int) -> None:
+    if not hasattr(diffusers, name):
+        pytest.skip("diffusers has no such model")
+    model = getattr(diffusers, name)(**_SIGNALS[name])
+    shape = [1, 4, 4]
+    shape[dim] = 20
+    assert row_inputs(model, {"hidden_states": torch.zeros(shape)}) == {"hidden_states": dim}

@@ -25,10 +25,10 @@ _SIDE_TOKENS, _FRAMES, _TEXT_TOKENS = 16, 4, 77
 # The first match decides.
 _LAYOUTS = (
     (r"CogVideoX|ConsisID|UNetSpatioTemporal", "BFCHW"),
-    (r"Kandinsky5", "BFHWC"),
-    (r"LTX2?Video|QwenImageTransformer", "BNC"),
-    (r"3D|UNetMotion|I2VGen|ZImage", "BCFHW"),
+    (r"Kandinsky[56]", "BFHWC"),
+    (r"LTX2?Video|QwenImageTransformer|AceStep", "BNC"),
     (r"1D|StableAudio", "BCL"),
+    (r"3D|UNetMotion|I2VGen|ZImage", "BCFHW"),
     (r"PriorTransformer", "BC"),
 )
 # Models whose time runs over [0, 1); all others count training steps 0..999.

@@ -98,10 +98,12 @@ def interleaved(call: RowCall) -> Found:
     """`repeat_interleave` by a number."""
     node, state = call.first()
     dim, times = call.arguments.get("dim"), call.arguments.get("repeats")
-    if dim is None or not isinstance(times, int) or call.arguments.get("output_size") is not None:
+    if dim is None or not isinstance(times, int):
         raise NoRule("it repeats by numbers in a tensor, or all dimensions as one")
     if dimension(dim, len(shape_of(node))) != state.dim:
         return Found(state)
+    if call.arguments.get("output_size") is not None:
+        raise NoRule("it says how many rows the whole image has then (output_size)")
     parts = [Part(p.kind, p.inner * times, p.outer, p.short * times) for p in state.parts]
     return Found(Rows(state.dim, tuple(parts)))
 
