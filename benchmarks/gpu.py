@@ -7,7 +7,7 @@
 blocks    sums over all blocks and frozen layers, each run apart in float32 weights under autocast, predicted by the
           device's roofline as planners use it and measured
 steps     plain torch (forward, backward), and one rank's program, in one micro-batch and in four; of one sample, for
-          which the GPU waits for the host
+          which the GPU waits for the host; operation by operation, and as CUDA graphs
 memory    the allocator's peak in a step without an optimizer, of the largest batch that is predicted to fit
 
 Weights are random. Timings are medians.
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from planning import SDXL
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from cost_models import profile_files, timing
@@ -81,7 +83,8 @@ class Measured:
             self.tiny, self.whole, self.four = (
                 self._compiled(model, Path(cache), *batch) for batch in ((1, 1), (size, 1), (size, 4))
             )
-            self.inductor = self._compiled(model, Path(cache), size, 1, "inductor") if inductor else None
+            self.others = [self._compiled(model, Path(cache), *batch, "cudagraphs") for batch in ((1, 1), (size, 4))]
+            self.others += [self._compiled(model, Path(cache), size, 1, "inductor")] if inductor else []
             each = (peak(self.whole) - peak(self.tiny)) / (size - 1)
             most = int((USABLE * TOTAL - peak(self.tiny)) / each) + 1
             self.most = self._compiled(model, Path(cache), most, 1)
@@ -124,9 +127,7 @@ class Measured:
     def steps(self) -> None:
         columns = "samples", "micro-batches", "by", "plain torch", "program", "ratio", "an action"
         table = titled(f"{self.name}: ms of a step", *columns)
-        for program in (self.whole, self.four, self.tiny, self.inductor):
-            if program is None:
-                continue
+        for program in (self.whole, self.four, self.tiny, *self.others):
             batch, engine = inputs(program), program.local_engine()
             engine.check_batches = False
             plain, taken = medians(lambda b=batch, p=program: plainly(p, b), lambda b=batch, e=engine: e.step(b))
@@ -163,18 +164,19 @@ def peak(program: fxpipe.Program) -> int:
     return predicted
 
 
-def inputs(program: fxpipe.Program) -> dict[str, torch.Tensor]:
+def inputs(program: fxpipe.Program) -> dict[str, Any]:
     """A batch on the GPU, of numbers where the model gives shapes alone."""
     args, kwargs = call_of(program.model.example_inputs(program.step.batch_size))  # type: ignore[operator]
     assert not args
-    made = {}
-    for name, tensor in kwargs.items():
-        integers = torch.zeros(tensor.shape, dtype=tensor.dtype, device=GPU)
-        made[name] = torch.randn(tensor.shape, device=GPU) if tensor.is_floating_point() else integers
-    return made
+    filled: dict[str, Any] = pytree.tree_map_only(torch.Tensor, _numbers, kwargs)
+    return filled
 
 
-def plainly(program: fxpipe.Program, batch: dict[str, torch.Tensor]) -> None:
+def _numbers(like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, device=GPU) if like.is_floating_point() else torch.zeros_like(like, device=GPU)
+
+
+def plainly(program: fxpipe.Program, batch: dict[str, Any]) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         loss = program.model(**batch)
     loss.backward()

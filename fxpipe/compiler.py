@@ -144,8 +144,9 @@ def compile(
         plan: one that was made before, a `Plan` or the file it was saved in: nothing is planned. What is asked for
             beside it must be what it says; `memory_limit` is held against what it needs.
         shapes: of batches that are no example's: "any" compiles them when they come, "fixed" refuses them.
-        backend: how stage graphs run: "eager", operation by operation, or by "inductor", each compiled when it first
-            runs; plans and predictions are of eager ones.
+        backend: how stage graphs run: "eager", operation by operation; by "inductor", each compiled when it first runs;
+            or, on GPUs, as "cudagraphs", recorded in the second step and then replayed, which takes the host next to no
+            time (ranks that are threads of one process run eagerly). Plans and predictions are of eager ones.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -329,6 +330,8 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     where = where or device_of(example.step)
+    if given["backend"] == "cudagraphs" and where.type != "cuda":
+        raise CompileError(f"backend='cudagraphs' is for GPUs, the ranks run on {where}; compile with device='cuda'")
     stages, microbatches = given["stages"], given["microbatches"]
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
     alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each

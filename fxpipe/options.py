@@ -31,6 +31,9 @@ FILLS = ("auto", "idle", "after", "none")
 """Where frozen work is done: "idle" for the next batch in idle time, "after" for the next batch when this one's
 training has ended, "none" for this batch, as part of its step; "auto" takes the fastest."""
 
+BACKENDS = ("eager", "inductor", "cudagraphs")
+"""How stage graphs run."""
+
 
 def check_counts(**counts: int | None) -> None:
     """Every count must be a positive integer, or None where it is left out."""
@@ -60,8 +63,8 @@ def check_others(
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if shapes not in ("any", "fixed"):
         raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
-    if backend not in ("eager", "inductor"):
-        raise CompileError(f"backend={backend!r}; give 'eager' or 'inductor', or leave it out")
+    if backend not in BACKENDS:
+        raise CompileError(f"backend={backend!r}; give one of {', '.join(map(repr, BACKENDS))}, or leave it out")
     if recompute not in (None, "auto", True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
     if shard not in (None, *SHARDS):

@@ -13,6 +13,7 @@ import fxpipe
 from fxpipe.capture import private
 from fxpipe.errors import CompileError
 from fxpipe.program import Program
+from fxpipe.run.compiled import runnable
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
 from tests.toy_model import ToyStep
@@ -95,9 +96,25 @@ def test_a_graph_that_does_not_compile_runs_eagerly(
     assert "stage_0_forward runs eagerly: inductor: RuntimeError: no compiler here" in caplog.messages
 
 
+@pytest.mark.parametrize("case", ["tied_parameters", "dropout"])
+def test_recorded_graphs_are_called_as_eager_ones_are(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the recording, which takes a GPU."""
+    monkeypatch.setattr(private, "needs_host", lambda graph: None)
+    monkeypatch.setattr(private, "recorded", lambda run, given, static: run)
+    program, batch = compiled(1, case, backend="eager", microbatches=3)
+    expected = program.run_local(**batch)
+    monkeypatch.setattr(fxpipe.run.local_engine, "runnable", lambda *given: runnable(*given[:2], "cudagraphs"))
+    found = program.run_local(**batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert found.gradients.keys() == expected.gradients.keys()
+    assert all(torch.equal(gradient, expected.gradients[name]) for name, gradient in found.gradients.items())
+
+
 def test_unknown_back_ends_are_refused() -> None:
-    with pytest.raises(CompileError, match="backend='triton'; give 'eager' or 'inductor'"):
+    with pytest.raises(CompileError, match="backend='triton'; give one of 'eager', 'inductor', 'cudagraphs'"):
         compiled(backend="triton")
+    with pytest.raises(CompileError, match="backend='cudagraphs' is for GPUs, the ranks run on cpu"):
+        compiled(backend="cudagraphs")
 
 
 @pytest.mark.parametrize("case", ["", "crossed_skips"], ids=["toy", "crossed_skips"])

@@ -1,6 +1,8 @@
-"""On a GPU, where there is one: all ranks on it as threads, and one rank over NCCL; one device's numbers as on CPUs."""
+"""On a GPU, where there is one: all ranks on it as threads, one as a process; one device's numbers as on CPUs."""
 
+import logging
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from cost_models.devices import device
@@ -16,6 +19,7 @@ from fxpipe.analysis import costed
 from fxpipe.capture.inputs import call_of
 from fxpipe.profiling import Profiler
 from fxpipe.run.observe import Recording
+from fxpipe.run.transport.distributed import DistributedTransport
 from tests.denoisers import KEYS, small
 from tests.distributed import start_torchrun
 from tests.models import PEER_CASES, ZOO
@@ -33,7 +37,7 @@ from tests.unet import TinyUNet
 pytestmark = pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="there is no GPU")
 
 GPU = torch.device("cuda", 0)
-CASES = {**ZOO, **PEER_CASES}
+CASES = {name: make for name, make in {**ZOO, **PEER_CASES}.items() if name != "buffers"}  # makes tensors on the CPU
 
 
 def verified(program: fxpipe.Program, bound: float) -> None:
@@ -153,6 +157,40 @@ def test_training_is_as_on_a_cpu(options: dict[str, Any]) -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
+RECORDED: dict[str, dict[str, Any]] = {
+    "crossed_skips": {"schedule": "1f1b"},
+    "dropout": {"schedule": "zero-bubble"},
+    "tied_parameters": {"schedule": "gpipe", "recompute": True},
+    "sd": {"fill": "after", "precision": "bf16"},
+    "flux": {"precision": "bf16"},
+    "sdxl": {},
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_steps_are_those_of_eager_ones(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Bit for bit: two batches to an optimizer's step, which changes the weights in place."""
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        torch.manual_seed(0)
+        dtype = torch.float32 if "precision" in RECORDED[name] else torch.float64
+        model = CASES[name](dtype)
+        options = {"batch_size": 6, "microbatches": 3, "device": "cuda", "backend": backend, **RECORDED[name]}
+        engine = fxpipe.compile(model, 1, **options).local_engine()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batches = [model.example_inputs(6) for _ in range(8)]
+        losses = []
+        with caplog.at_level(logging.WARNING):
+            for turn, (one, following) in enumerate(pairwise(batches)):
+                losses.append(engine.step(one, following))
+                if turn % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append([*losses, *(p.detach() for p in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert "runs eagerly" not in caplog.text
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_users_script(offload: bool) -> None:
     """Clipping, accumulation, schedulers, gathered states; with optimizer states on the host."""
@@ -233,15 +271,13 @@ def test_attention_over_ranks(attention: str, dtype: torch.dtype) -> None:
 
 
 def on_gpu(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.to(GPU) if isinstance(value, Tensor) else value for name, value in call.items()}
+    return pytree.tree_map_only(Tensor, lambda value: value.to(GPU), dict(call))  # type: ignore[no-any-return]
 
 
-def train_over_nccl(folder: str) -> tuple[list[float], list[float], str]:
+def train_in_a_process(folder: str) -> tuple[list[float], list[float]]:
     """Three steps, saved after the second; the third again from the save."""
-    import torch.distributed as dist
-
     model = TinyUNet("requires_grad")
-    program = fxpipe.compile(model, 1, batch_size=4, microbatches=2, device="cuda")
+    program = fxpipe.compile(model, 1, batch_size=4, microbatches=2, device="cuda", backend="cudagraphs")
     engine = program.engine()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     given = model.example_inputs(4)
@@ -255,21 +291,40 @@ def train_over_nccl(folder: str) -> tuple[list[float], list[float], str]:
             engine.save(folder, optimizer)
     engine.load(folder, optimizer)
     again = float(engine.step(given))
-    backend = dist.get_backend()
     engine.close()
-    return losses, [again], backend
+    return losses, [again]
 
 
-def test_one_rank_over_nccl(tmp_path: Path) -> None:
-    ended, (result,) = start_torchrun(1, train_over_nccl, str(tmp_path / "run"))
+def test_one_rank_as_a_process(tmp_path: Path) -> None:
+    ended, (result,) = start_torchrun(1, train_in_a_process, str(tmp_path / "run"))
     assert ended.returncode == 0, ended.output
-    losses, again, backend = result
+    losses, again = result
     assert losses[2:] == again
     assert losses[2] < losses[0]
-    assert "nccl" in backend
 
 
-def sample_over_nccl() -> float:
+def collectives_over_nccl() -> tuple[list[float], str]:
+    """One rank by itself."""
+    ranks = DistributedTransport("cuda")
+    ranks.open_channels({}, [(0,)])
+    tensors = [torch.full((3,), 2.0, device=ranks.device), torch.ones(2, device=ranks.device)]
+    summed = ranks.all_reduce([*tensors], (0,), 0).wait()
+    mine = ranks.reduce_scatter([*tensors], (0, 0), (0,), 1).wait()
+    ranks.broadcast([*tensors], (0, 0), (0,), 2).wait()
+    whole = ranks.gather([*tensors], (0, 0), (0,), 3).wait()
+    found = [float(tensor.sum()) for of in (summed, mine, whole) for tensor in of]
+    backend = str(torch.distributed.get_backend(ranks._reducing[(0,)]))
+    ranks.close()
+    return found, backend
+
+
+def test_collectives_of_one_rank_over_nccl() -> None:
+    ended, (result,) = start_torchrun(1, collectives_over_nccl)
+    assert ended.returncode == 0, ended.output
+    assert result == ([6.0, 2.0] * 3, "nccl")
+
+
+def sample_in_a_process() -> float:
     pipe, call = tiny("sd/small")
     pipe.to("cuda")
     call = on_gpu(call)
@@ -280,8 +335,8 @@ def sample_over_nccl() -> float:
     return found
 
 
-def test_sampling_by_one_rank_over_nccl() -> None:
-    ended, (result,) = start_torchrun(1, sample_over_nccl)
+def test_sampling_by_one_rank_as_a_process() -> None:
+    ended, (result,) = start_torchrun(1, sample_in_a_process)
     assert ended.returncode == 0, ended.output
     assert result <= 1e-10
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture import private
+from fxpipe.capture.surroundings import LOW
 from fxpipe.errors import CaptureError
 
 aten = torch.ops.aten
@@ -94,7 +95,7 @@ def _is_fast(layer: Any, src: torch.Tensor) -> bool:
 
 
 def expand_attention_dropout(graph: fx.Graph) -> None:
-    """Write out every attention that drops weights, as torch's own reference computes it."""
+    """Write out every attention that drops weights, as torch's own reference computes it: half precision in float32."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         given = private.arguments(node)
         if given.get("dropout_p", 0.0) > 0.0:
@@ -120,11 +121,21 @@ def _written_out(
         why = "attention with dropout over grouped queries, or over samples, is not supported"
         raise CaptureError(f"{private.where(node)}: {why}")
 
+    dtype = node.meta["val"].dtype  # an autocast's, inside of one
+    meta = {name: value for name, value in node.meta.items() if name != "autocast"}
+
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(target, args, kwargs)
-        new.meta = {**node.meta, "val": private.fake_result(target, args, kwargs, node.meta["val"])}
+        new.meta = {**meta, "val": private.fake_result(target, args, kwargs, node.meta["val"])}
         return new
 
+    def cast(value: fx.Node, wanted: torch.dtype) -> fx.Node:
+        return value if value.meta["val"].dtype == wanted else add(aten.to.dtype, value, wanted)
+
+    wide = torch.float32 if dtype in LOW else dtype
+    query, key, value = (cast(cast(one, dtype), wide) for one in (query, key, value))
+    if attn_mask is not None and attn_mask.meta["val"].is_floating_point():
+        attn_mask = cast(attn_mask, dtype)
     transposed = add(aten.transpose.int, key, -2, -1)
     scaled = add(aten.mul.Tensor, query, shape[-1] ** -0.5 if scale is None else scale)
     scores = add(aten.matmul.default, scaled, transposed)
@@ -143,4 +154,4 @@ def _written_out(
     weights = add(aten.softmax.int, scores, -1)
     if hidden is not None:  # a row that sees nothing has weight on nothing
         weights = add(aten.masked_fill.Scalar, weights, hidden, 0.0)
-    return add(aten.matmul.default, add(aten.dropout.default, weights, dropout_p, True), value)
+    return cast(add(aten.matmul.default, add(aten.dropout.default, weights, dropout_p, True), value), dtype)

@@ -3,12 +3,13 @@
     stage_1_backward(saved, grad_h)   ->   compiled(saved, grad_h, weight, bias): weights are the model's own, read anew
                                            in every call; the list of saved values is emptied before its values are used
 
-A graph that does not compile runs eagerly, and a warning says why.
+"inductor" compiles a graph, "cudagraphs" records its kernels. A graph that cannot be compiled or recorded runs eagerly,
+and a warning says why.
 """
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,6 +55,46 @@ class Compiled:
         return shared
 
 
+class Recorded:
+    """The graph's kernels in a CUDA graph, as a function of its placeholders and then of its state; `stays` says of the
+    latter what is never elsewhere. What it returns holds until the next step."""
+
+    def __init__(self, graph: fx.Graph, given: Sequence[Any], stays: Sequence[bool]) -> None:
+        if (node := private.needs_host(graph)) is not None:
+            raise ValueError(f"{node} needs the host")
+        (output,) = graph.find_nodes(op="output")
+        outputs, self._form = pytree.tree_flatten(_plain(output.args[0]))
+        module = fx.Interpreter(fx.GraphModule(nn.Module(), _lifted(graph, outputs)))
+        leaves, form = pytree.tree_flatten(tuple(given))
+
+        def run(inputs: list[Any]) -> Any:
+            arguments = [*pytree.tree_unflatten(inputs, form)]
+            inputs.clear()
+            return module.boxed_run(arguments)
+
+        first = len(leaves) - len(stays)
+        self._call = private.recorded(run, leaves, [first + index for index, one in enumerate(stays) if one])
+
+    def __call__(self, *given: Any) -> Any:
+        leaves = pytree.tree_leaves(given)
+        for one in given:
+            if isinstance(one, list):
+                one.clear()
+        return pytree.tree_unflatten([*self._call(leaves)], self._form)
+
+
+class RecordedRank(nn.Module):
+    """A rank's program of recorded graphs: what it returns is copied from their memory, where the next step writes."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self._module = module
+
+    def forward(self, *args: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return pytree.tree_map_only(torch.Tensor, torch.clone, self._module(*args))
+
+
 def _plain(value: Any) -> Any:
     """With lists for fx's own, which no caller may change."""
     if isinstance(value, tuple):
@@ -65,47 +106,74 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-_compiled: "WeakKeyDictionary[fx.Graph, dict[object, Compiled | None]]" = WeakKeyDictionary()
+Call = Callable[..., Any]
+
+_compiled: "WeakKeyDictionary[fx.Graph, dict[object, Call | None]]" = WeakKeyDictionary()
 """By graph, which replicas and forms of a step share, and by the layout of its inputs; None where it runs eagerly."""
 _lock = threading.Lock()
 
 
-def runnable(program: RankProgram, state: Mapping[str, torch.Tensor], backend: str) -> fx.GraphModule:
-    """The runnable module of a rank, its stage graphs by a back end, "eager" or "inductor"."""
+def runnable(program: RankProgram, state: Mapping[str, torch.Tensor], backend: str) -> nn.Module:
+    """The runnable module of a rank, its stage graphs by a back end, one of `fxpipe.options.BACKENDS`."""
     module = program.bind(state)
-    if backend == "inductor":
-        for name, graph in program.modules.items():
-            if any(node.op == "call_function" and node.target is not ops.release for node in graph.nodes):
-                module.add_module(name, InductorStage(name, graph, getattr(module, name)))
-    return module
+    for name, graph in program.modules.items() if backend != "eager" else ():
+        if any(node.op == "call_function" and node.target is not ops.release for node in graph.nodes):
+            stage = RecordedStage if backend == "cudagraphs" else InductorStage
+            module.add_module(name, stage(name, graph, getattr(module, name), program.gathered))
+    return RecordedRank(module) if backend == "cudagraphs" else module
 
 
 class InductorStage(nn.Module):
-    """A stage graph, called as its eager module is."""
+    """A stage graph, called as its eager module is; of the weights those `gathered` are now here, now there."""
 
-    def __init__(self, name: str, graph: fx.Graph, eager: fx.GraphModule) -> None:
+    backend = "inductor"
+
+    def __init__(self, name: str, graph: fx.Graph, eager: fx.GraphModule, gathered: Collection[str]) -> None:
         super().__init__()
         self._name, self._graph, self._eager = name, graph, eager
-        paths = [str(node.target).rpartition(".") for node in eager.graph.find_nodes(op="get_attr")]
-        self._weights = [(eager.get_submodule(path), leaf) for path, _, leaf in paths]
+        names = [str(node.target) for node in eager.graph.find_nodes(op="get_attr")]
+        self._weights = [(eager.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
+        self._stays = [name not in gathered for name in names]
 
     def forward(self, *args: Any) -> Any:
         given = [*args, *(getattr(holder, leaf) for holder, leaf in self._weights)]
         key = tuple((tuple(t.shape), t.stride(), t.dtype) for t in pytree.tree_leaves(given))
         with _lock:
-            found = _compiled.setdefault(self._graph, {})
+            found = self._known()
             if key not in found:
-                found[key] = self._compile(given)
+                found[key] = self._made(given)
             call = found[key]
         return self._eager(*args) if call is None else call(*given)
 
-    def _compile(self, given: Sequence[Any]) -> Compiled | None:
+    def _known(self) -> "dict[object, Call | None]":
+        return _compiled.setdefault(self._graph, {})
+
+    def _made(self, given: Sequence[Any]) -> "Call | None":
         try:
-            return Compiled(self._graph, given)
+            return self._compile(given)
         except Exception as error:
             (first, *_) = str(error).strip().splitlines() or [""]
-            _log.warning("%s runs eagerly: inductor: %s: %s", self._name, type(error).__name__, first)
+            _log.warning("%s runs eagerly: %s: %s: %s", self._name, self.backend, type(error).__name__, first)
             return None
+
+    def _compile(self, given: Sequence[Any]) -> "Call":
+        return Compiled(self._graph, given)
+
+
+class RecordedStage(InductorStage):
+    """The same, recorded: for its own weights."""
+
+    backend = "cudagraphs"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._own: dict[object, Call | None] = {}
+
+    def _known(self) -> "dict[object, Call | None]":
+        return self._own
+
+    def _compile(self, given: Sequence[Any]) -> "Call":
+        return Recorded(self._graph, given, self._stays)
 
 
 def _lifted(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxpipe.capture.weights import tensors_of
 from fxpipe.plan.step import StepPlan
@@ -18,7 +18,7 @@ from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
 
-_TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0}
+_TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0, "cudagraphs": 300.0}
 """The longest that a rank waits for another, which may compile."""
 
 
@@ -79,12 +79,13 @@ class LocalEngine(Training):
         self._parts = {key: part for result, _ in results for key, part in result.outputs.items()}
         return results[0][0].loss, gradients, [result.carries for result, _ in results]
 
-    def _bound(self, plan: StepPlan) -> list[fx.GraphModule]:
+    def _bound(self, plan: StepPlan) -> list[nn.Module]:
         if id(plan) not in self._modules:
-            self._modules[id(plan)] = [
-                runnable(p, {n: self._state[n] for n in p.state}, plan.backend) for p in plan.programs
-            ]
-        modules: list[fx.GraphModule] = self._modules[id(plan)]
+            threads = plan.world_size > 1 and plan.backend == "cudagraphs"  # which are a thread's own
+            backend = "eager" if threads else plan.backend
+            states = ({name: self._state[name] for name in p.state} for p in plan.programs)
+            self._modules[id(plan)] = [runnable(p, s, backend) for p, s in zip(plan.programs, states, strict=True)]
+        modules: list[nn.Module] = self._modules[id(plan)]
         return modules
 
     def _trained_here(self) -> Mapping[str, nn.Parameter]:

@@ -51,18 +51,16 @@ def one_device(
     """
     state, device = state or {}, draws.device
     parameters = {n: state.get(n, p) for n, p in model.named_parameters() if p.requires_grad}
-    attention = sdpa_kernel([SDPBackend.MATH]) if device.type == "cuda" else nullcontext()  # dropout as it is captured
     # Autocast's cache of weights loses the gradient of a weight that was first read under no_grad.
     with (
         torch.enable_grad(),
-        attention,
         torch.compiler.set_stance("force_eager"),
         private.plain_checkpoints(),
         exact_transforms(),
         torch.random.fork_rng(),
         private.no_autocast_cache(),
     ):
-        with own_generators(model), Calls(RANDOM_CALLS), draws, Surroundings(device, autocast).autocast():
+        with own_generators(model), Calls(RANDOM_CALLS, _ATTENTION), draws, Surroundings(device, autocast).autocast():
             output = (
                 torch.func.functional_call(model, dict(state), args, dict(kwargs)) if state else model(*args, **kwargs)
             )
@@ -73,6 +71,24 @@ def one_device(
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     given = {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
     return StepResult(loss.detach(), given, beside)
+
+
+def _attention(
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """With dropout as it is captured, which kernels of GPUs do in their own way."""
+    with sdpa_kernel([SDPBackend.MATH]) if dropout_p > 0 else nullcontext():
+        return func(query, key, value, attn_mask, dropout_p, *rest, **options)
+
+
+_ATTENTION = {torch.nn.functional.scaled_dot_product_attention: _attention}
 
 
 def one_device_in_float32(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.plan.outputs import Parts
@@ -38,7 +38,7 @@ class RankResult:
 
 
 def run_rank(
-    module: fx.GraphModule,
+    module: nn.Module,
     program: RankProgram,
     transport: Transport,
     random: Callable[[int], torch.Tensor],

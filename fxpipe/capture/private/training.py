@@ -1,7 +1,7 @@
 """Of training: scalers, clipping, gradient hooks and torch's compiler."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -21,6 +21,34 @@ def inductor(module: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
     from torch import _inductor
 
     found: Callable[..., Any] = _inductor.compile(module, given)
+    return found
+
+
+def needs_host(graph: fx.Graph) -> str | None:
+    """The first operation that no CUDA graph can have: it waits for the device, or is one of the CPU's."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    unsafe = get_first_incompatible_cudagraph_node(fx.GraphModule(nn.Module(), graph))
+    values = ((node, node.meta.get("val")) for node in graph.nodes)
+    of_cpu = (node for node, value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
+    found = next(of_cpu, unsafe)
+    return None if found is None else str(found)
+
+
+def recorded(run: Callable[[list[Any]], Any], given: list[Any], static: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """A function of a list of tensors, which it empties, on the device of those `given`: it runs when it is called
+    first, is recorded as a CUDA graph when it is called again, and replayed from then on. The inputs of `static` stay
+    where they are; others are copied to where they were, unless functions before it in a step have made them."""
+    from torch._inductor import cudagraph_trees
+    from torch._inductor.cudagraph_utils import get_placeholder_info
+
+    graph, device = fx.Graph(), next(tensor.device for tensor in given if tensor.is_cuda)
+    for index in range(len(given)):
+        graph.placeholder(f"input_{index}")
+    found: Callable[[list[Any]], Any] = cudagraph_trees.cudagraphify_impl(
+        run, given, static, device_index=device.index, is_backward=False, is_inference=True,
+        placeholders=get_placeholder_info(graph),
+    )  # fmt: skip
     return found
 
 
