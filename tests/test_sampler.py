@@ -334,20 +334,29 @@ def test_what_forward_does_without_gradients_is_sampled(sizes: Any) -> None:
     assert fxpipe.compile_sampler(Checkpointed(), 2, patches=2, **given).verify().ok
 
 
-_SIGNALS: Any = {
+_SMALL: Any = {
     "StableAudio3DiTModel": {"io_channels": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_memory_tokens": 2},
     "AceStepTransformer1DModel": {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 8, "in_channels": 12, "audio_acoustic_hidden_dim": 4,
     },
+    "JoyImageEditTransformer3DModel": {
+        "in_channels": 4, "hidden_size": 24, "num_attention_heads": 2, "text_dim": 8, "num_layers": 1,
+        "rope_dim_list": [4, 4, 4],
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dim"), [("StableAudio3DiTModel", 2), ("AceStepTransformer1DModel", 1)])
-def test_rows_of_a_signal_are_its_entries(name: str, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("StableAudio3DiTModel", [1, 4, 20]),
+        ("AceStepTransformer1DModel", [1, 20, 4]),
+        ("JoyImageEditTransformer3DModel", [1, 2, 4, 1, 20, 8]),
+    ],
+)
+def test_rows_of_signals_and_of_several_images(name: str, shape: list[int]) -> None:
     if not hasattr(diffusers, name):
         pytest.skip("diffusers has no such model")
-    model = getattr(diffusers, name)(**_SIGNALS[name])
-    shape = [1, 4, 4]
-    shape[dim] = 20
-    assert row_inputs(model, {"hidden_states": torch.zeros(shape)}) == {"hidden_states": dim}
+    model = getattr(diffusers, name)(**_SMALL[name])
+    assert row_inputs(model, {"hidden_states": torch.zeros(shape)}) == {"hidden_states": shape.index(20)}

@@ -127,7 +127,7 @@ def _row_dimension(model: nn.Module, name: str, value: Tensor, layout: str) -> i
     dim = next((layout.index(letter) for letter in "HNL" if letter in layout), None)
     if dim is not None and value.ndim == len(layout):
         return dim
-    if value.ndim + ("." in name) in (4, 5):  # an image or a video all the same
+    if value.ndim + ("." in name) in (4, 5, 6):  # an image, a video, or several, all the same
         return value.ndim - 2
     raise CompileError(
         f"{type(model).__name__}: its {name} {_describe(value)} has no rows that are known; if it has some, pass "
