@@ -245,6 +245,8 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "schedule_gathered": ("(m.alphas.gather(0, ids[:, 0])[:, None] * scaled(m, x)[:, 0]).mean()", "mean", 0),
     "embedding": ("F.mse_loss(m.linear(m.table(ids)), y)", "mean", 0),
     "pooled_rows": ("take_rows(m, x, ids % 4).square().mean()", "mean", 0),
+    "pooled_pairs": ("take_rows(m, torch.cat([x, 2 * x]), torch.cat([ids, ids + 1]) % 4).square().mean()", "mean", 0),
+    "pooled_tokens": ("take_rows(m, x.flatten(0, 1), ids.reshape(-1, 1)).square().mean()", "mean", 0),
     "own_entries": ("put_entries(m, x, ids % 4).square().mean()", "mean", 0),
     "gathered": ("m.linear(x).gather(2, ids[..., None] % 6).square().mean()", "mean", 0),
     "in_place": ("F.mse_loss(in_place(m.linear(x)), y)", "mean", 0),
@@ -272,7 +274,7 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "noise_statistics": ("((n := torch.randn_like(x)) - n.mean(0) - m.linear(x)).square().mean()", "mean", 1),
 }
 # Values that stand for the whole batch's up to a factor, or up to an offset, until they are used.
-_NOT_SLICES = {"divided_before_sum", "pooled_rows", "own_entries", "batch_as_value"}
+_NOT_SLICES = {"divided_before_sum", "pooled_rows", "pooled_pairs", "pooled_tokens", "own_entries", "batch_as_value"}
 
 MIXES = "micro-batches would give another result than the whole batch"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -316,6 +318,14 @@ REFUSED: dict[str, tuple[str, str]] = {
     "counted_gradient": ("F.embedding(ids, m.table.weight, scale_grad_by_freq=True).mean()", r"scale_grad_by_freq"),
     "mask": ('F.mse_loss(m.linear(x), y, reduction="none").mean((1, 2)).median()', r"median.*the batch"),
     "per_sample_weights": ("F.linear(m.linear(x), y[:, 0]).mean()", r"linear.*write it as a batched"),
+    "crossed_rows": (
+        "m.linear(torch.cat([x, y]))[torch.arange(2 * x.shape[0]), ids[:, :2].flatten() % 4].square().mean()",
+        r"index.*it looks samples up by number|different places",
+    ),
+    "shifted_rows": (
+        "m.linear(torch.cat([x, y]))[torch.arange(2 * x.shape[0])[x.shape[0] :], ids[:, 0] % 4].square().mean()",
+        r"index.*it looks samples up by number",
+    ),
     "crossed_entries": (
         "m.linear(x).index_put((ids[:, 0] % 2, torch.arange(x.shape[0]) % 4), x[:, 0]).square().mean()",
         r"index_put.*it writes samples by number",

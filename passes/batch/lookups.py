@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, splits
 from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
 from passes.operations import acted_dims, dimension
 
@@ -42,14 +42,15 @@ def index_select(call: RuleCall) -> list[Result]:
 
 
 def index(call: RuleCall) -> list[Result]:
-    """Advanced indexing: of a table by each sample's numbers, of each sample by fixed numbers, or both by arange(B)."""
+    """Advanced indexing: of a table by each sample's numbers, of each sample by fixed numbers, or both by arange(k*B),
+    where samples have k rows each."""
     table, indices = call.operands[0], call.arguments["indices"]
     layout, used = call.layout(table), [n for n in indices if n is not None]
     if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in used):
         raise Mixed("the size of its result depends on a mask's values", "use torch.where")
     at = indices[layout.dim] if layout is not None and layout.dim < len(indices) else None
     positions = [n for n in call.operands if call.states[n].form == "position"]  # type: ignore[union-attr]
-    if positions != ([at] if at is not None else []) or (at is not None and layout is not None and layout.factor != 1):
+    if positions != ([at] if at is not None else []) or (at and call.layout(at).at(0) != layout.at(0)):  # type: ignore[union-attr]
         raise Mixed("it looks samples up by number")
     if layout is None or at is not None:
         return moved(call, broadcast(shapes_of(call, used)))
@@ -90,11 +91,12 @@ def _put_by_sample(call: RuleCall, table: fx.Node, values: fx.Node) -> list[Resu
 
 
 def arange(call: RuleCall) -> list[Result]:
-    """The numbers of the samples: drawn up on the whole batch, or counted within the micro-batch to index it."""
+    """The numbers of the samples, or of their rows: drawn up on the whole batch, or counted within the micro-batch to
+    index it."""
     numbers = {name: call.number(name) for name in ("start", "end", "step")}
-    value = call.node.meta["val"]
-    if numbers["start"] in (None, 0) and numbers["step"] in (None, 1) and [(0, 1)] == batch_dims(value):
-        return [State(Layout(0), "position")]
+    dims = batch_dims(call.node.meta["val"])
+    if numbers["start"] in (None, 0) and numbers["step"] in (None, 1) and dims:
+        return [State(layout, "position") for layout in splits(*dims[0])]
     raise Mixed("it counts over the batch")
 
 
