@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import RunError
 from fxpipe.plan.transport import Transport
-from fxpipe.run.transport import distributed, run_ranks
+from fxpipe.run.transport import distributed, run_ranks, watchdog
 from fxpipe.run.transport.answering import Answering
 from fxpipe.run.transport.distributed import DistributedTransport
 from tests.distributed import run_processes, start_processes, start_torchrun
@@ -391,6 +391,18 @@ def stopped_main() -> None:
 
 def test_the_host_of_the_store_may_stand_still_as_long_as_others() -> None:
     run_processes(2, stopped_main)
+
+
+def lingering_main() -> None:
+    watchdog.GRACE_SECONDS = 0.2
+    DistributedTransport(heartbeat_seconds=0.2, lost_after_seconds=6).abort(RunError("another step"))
+    time.sleep(30)
+
+
+def test_a_process_that_goes_on_after_a_failure_without_closing_is_told_why_it_ends() -> None:
+    for ended in start_processes(2, lingering_main):
+        assert ended.returncode == 1
+        assert "is ended, 0.2 s after this, and without engine.close() since: rank" in ended.output, ended.output
 
 
 def lonely_main() -> None:

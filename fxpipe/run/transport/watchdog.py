@@ -180,13 +180,17 @@ class Watchdog:
             elif ticks_left is not None:
                 ticks_left -= 1
         if not self._closed.wait(GRACE_SECONDS):
+            self._say(f"is ended, {GRACE_SECONDS:g} s after this, and without engine.close() since: {self.failure}")
             os._exit(1)
 
     def _stop(self, failure: str) -> None:
-        print(f"fxpipe: rank {self.rank} in {self.action} stops: {failure}", file=sys.stderr, flush=True)
+        self._say(f"in {self.action} stops: {failure}")
         self.failure = failure
         self._failed.set()
         self._interrupt()
+
+    def _say(self, what: str) -> None:
+        print(f"fxpipe: rank {self.rank} {what}", file=sys.stderr, flush=True)
 
     def _sleep(self) -> bytes:
         """Until the next tick or signal; the signals that came."""
