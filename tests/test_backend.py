@@ -100,7 +100,7 @@ def test_a_graph_that_does_not_compile_runs_eagerly(
 def test_recorded_graphs_are_called_as_eager_ones_are(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the recording, which takes a GPU."""
     monkeypatch.setattr(private, "needs_host", lambda graph: None)
-    monkeypatch.setattr(private, "recorded", lambda run, given, static: run)
+    monkeypatch.setattr(private, "recorded", lambda run, *rest: run)
     program, batch = compiled(1, case, backend="eager", microbatches=3)
     expected = program.run_local(**batch)
     monkeypatch.setattr(fxpipe.run.local_engine, "runnable", lambda *given: runnable(*given[:2], "cudagraphs"))

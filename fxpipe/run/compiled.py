@@ -73,7 +73,8 @@ class Recorded:
             return module.boxed_run(arguments)
 
         first = len(leaves) - len(stays)
-        self._call = private.recorded(run, leaves, [first + index for index, one in enumerate(stays) if one])
+        static = [first + index for index, one in enumerate(stays) if one]
+        self._call = private.recorded(run, leaves, static, len(outputs))
 
     def __call__(self, *given: Any) -> Any:
         leaves = pytree.tree_leaves(given)

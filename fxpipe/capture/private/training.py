@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,14 +29,17 @@ def needs_host(graph: fx.Graph) -> str | None:
     """The first operation that no CUDA graph can have: it waits for the device, or is one of the CPU's."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-    unsafe = get_first_incompatible_cudagraph_node(fx.GraphModule(nn.Module(), graph))
+    module: Any = SimpleNamespace(graph=graph)  # which a graph with weights would need a holder of these to be
+    unsafe = get_first_incompatible_cudagraph_node(module)
     values = ((node, node.meta.get("val")) for node in graph.nodes)
     of_cpu = (node for node, value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
     found = next(of_cpu, unsafe)
     return None if found is None else str(found)
 
 
-def recorded(run: Callable[[list[Any]], Any], given: list[Any], static: Sequence[int]) -> Callable[[list[Any]], Any]:
+def recorded(
+    run: Callable[[list[Any]], Any], given: list[Any], static: Sequence[int], num_outputs: int
+) -> Callable[[list[Any]], Any]:
     """A function of a list of tensors, which it empties, on the device of those `given`: it runs when it is called
     first, is recorded as a CUDA graph when it is called again, and replayed from then on. The inputs of `static` stay
     where they are; others are copied to where they were, unless functions before it in a step have made them."""
@@ -47,7 +51,7 @@ def recorded(run: Callable[[list[Any]], Any], given: list[Any], static: Sequence
         graph.placeholder(f"input_{index}")
     found: Callable[[list[Any]], Any] = cudagraph_trees.cudagraphify_impl(
         run, given, static, device_index=device.index, is_backward=False, is_inference=True,
-        placeholders=get_placeholder_info(graph),
+        stack_traces=[None] * num_outputs, placeholders=get_placeholder_info(graph),
     )  # fmt: skip
     return found
 
