@@ -14,6 +14,7 @@ Weights are random. Timings are medians.
 """
 
 import argparse
+import gc
 import itertools
 import statistics
 import tempfile
@@ -140,19 +141,26 @@ class Measured:
     def memory(self) -> None:
         table = titled(f"{self.name}: GiB of {TOTAL / 2**30:.1f}", "samples", "predicted", "allocated", "error")
         for program in (self.tiny, self.whole, *self.most):
-            batch, engine = inputs(program), program.local_engine()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            size, predicted = str(program.step.batch_size), peak(program)
-            cleared(program)
-            try:
-                engine.step(batch)
-            except fxpipe.RunError as error:
-                table.add_row(size, f"{predicted / 2**30:.2f}", str(error)[:60])
-                continue
-            found = torch.cuda.max_memory_allocated()
-            table.add_row(size, f"{predicted / 2**30:.2f}", f"{found / 2**30:.2f}", f"{predicted / found - 1:+.1%}")
+            size, predicted, found = str(program.step.batch_size), peak(program), allocated(program)
+            if found is None:
+                table.add_row(size, f"{predicted / 2**30:.2f}", "out of memory")
+            else:
+                table.add_row(size, f"{predicted / 2**30:.2f}", f"{found / 2**30:.2f}", f"{predicted / found - 1:+.1%}")
         Console(width=140).print(table)
+
+
+def allocated(program: fxpipe.Program) -> int | None:
+    """The most bytes at once in a first step; None where there were not enough."""
+    for parameter in program.model.parameters():
+        parameter.grad = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        program.local_engine().step(inputs(program))
+    except (torch.OutOfMemoryError, fxpipe.RunError):
+        return None
+    return torch.cuda.max_memory_allocated()
 
 
 def titled(title: str, *columns: str) -> Table:
@@ -183,11 +191,6 @@ def plainly(program: fxpipe.Program, batch: dict[str, Any]) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         loss = program.model(**batch)
     loss.backward()
-
-
-def cleared(program: fxpipe.Program) -> None:
-    for parameter in program.model.parameters():
-        parameter.grad = None
 
 
 def medians(*calls: Callable[[], object]) -> list[float]:

@@ -119,7 +119,7 @@ def test_kernels_of_attention(precision: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["sd", "dit", "flux"])
+@pytest.mark.parametrize("name", ["sd", "dit"])
 def test_precisions(name: str, precision: str) -> None:
     torch.manual_seed(0)
     model = ZOO[name](torch.float32)
