@@ -191,8 +191,9 @@ class Program:
         return StepResult(*engine.run(tensors, step), engine.gather_outputs() or {})
 
     def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's tensors, on the device."""
-        moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.step.device), (args, kwargs))
+        """A call's tensors, on the device where they have values."""
+        device = self.step.device
+        moved = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), (args, kwargs))
         return cast(tuple[tuple[Any, ...], dict[str, Any]], moved)
 
     def _draws(self, kwargs: dict[str, Any]) -> tuple[int, int]:
