@@ -329,7 +329,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     batch_size = known.batch_size * known.cut.rows if known else given["batch_size"]
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
-    where = where or device_of(example.step)
+    where = where or given_device(device_of(example.step))
     if given["backend"] == "cudagraphs" and where.type != "cuda":
         raise CompileError(f"backend='cudagraphs' is for GPUs, the ranks run on {where}; compile with device='cuda'")
     stages, microbatches = given["stages"], given["microbatches"]
