@@ -940,5 +940,22 @@ def test_values_without_entries() -> None:
     assert fxpipe.compile_sampler(Behind(), 2, example=example, sample={"x": 2}, cfg=2, cache=False).verify().ok
 
 
+class Pieces(Taking):
+    """Reads the faces of all samples eight at a time, which are two pieces of two samples or three, not of one."""
+
+    def forward(self, x: Tensor, faces: Tensor) -> Tensor:
+        read = torch.cat([piece.tanh() for piece in faces.flatten(0, 1).split(8)])
+        return self.conv(x) + read.unflatten(0, (len(x), -1)).mean(1)[..., None, None]
+
+
+def test_values_in_pieces_of_a_given_size() -> None:
+    model = Pieces()
+    calls = [{"x": noise(samples, 2, 9, 5), "faces": noise(samples, 5, 2)} for samples in (2, 1, 3, 4)]
+    sampler = fxpipe.compile_sampler(model, 2, example=calls[0], sample={"x": 2}, patches=2, cfg=1, cache=False)
+    for call in calls:
+        with torch.no_grad():
+            assert error(sampler.predict(**call), model(**call)) <= 1e-10
+
+
 def framed(samples: int, frames: int, table: Tensor) -> Call:
     return {"x": noise(samples, 2, frames, 9, 5), "text": noise(samples * frames, 4, 2, seed=1), "table": table}

@@ -41,7 +41,11 @@ class Sized:
 
 
 def at_batch_size(capture: Capture, batch_size: int) -> Sized:
-    """The graph for so many samples."""
+    """The graph for so many samples.
+
+    Raises:
+        CompileError: there is none for so few.
+    """
     graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[int, Any]()
 
     def leaf(value: Any) -> Any:
@@ -74,7 +78,10 @@ def _on_meta(value: Any, batch_size: int) -> Any:
         return [_on_meta(item, batch_size) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(concrete(tuple(value.shape), batch_size), dtype=value.dtype, device="meta")
+    shape = concrete(tuple(value.shape), batch_size)
+    if any(size < 0 for size in shape):
+        raise CompileError(f"a value has the shape {list(shape)} with {batch_size} samples")
+    return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
 def require_shapes(sized: Sized) -> None:
