@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CaptureError
+from fxpipe.run.one_device import one_device
 from fxpipe.run.run_rank import Draws, SharedDraws
 from tests.steps import Middle, Step, batch, exact
 
@@ -94,6 +96,41 @@ def test_draws_are_those_of_one_device(name: str) -> None:
     if num_draws and name != "masked attention":  # few outcomes there
         assert not torch.equal(seeds[0], seeds[1])
         assert not torch.equal(seeds[0], seeds[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masks_of_attention_with_dropout_are_as_wide_as_they_are(dtype: torch.dtype) -> None:
+    """Added to scores in float32: half precision would have them infinite."""
+    mask = torch.full((2, 2), torch.finfo(torch.float32).min)
+    report = exact(Step(lambda s, h, y: attend(h, attn_mask=mask), dtype), batch(dtype=dtype)).verify(
+        *batch(dtype=dtype)
+    )
+    assert report.loss_error <= torch.finfo(dtype).eps
+
+
+class MathOnly(TorchDispatchMode):
+    """Whether an operation was called where attention is by the math kernel alone."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= not torch.backends.cuda.flash_sdp_enabled()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("middle", "drops"),
+    [
+        (lambda s, h, y: attend(h), True),
+        (lambda s, h, y: F.scaled_dot_product_attention(*[square(h)] * 3).flatten(1), False),
+        (lambda s, h, y: s.attention(*[tokens(h, y)] * 3, need_weights=False)[0].mean(1), True),
+        (lambda s, h, y: s.attention.eval()(*[tokens(h, y)] * 3, need_weights=False)[0].mean(1), False),
+    ],
+)
+def test_verify_has_attention_with_dropout_by_the_kernel_that_is_captured(middle: Middle, drops: bool) -> None:
+    with MathOnly() as mode:
+        one_device(Step(middle), batch(), {}, SeededDraws(0, 0, torch.device("cpu")))
+    assert mode.seen == drops
 
 
 def test_draws_do_not_depend_on_the_layout() -> None:

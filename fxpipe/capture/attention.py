@@ -134,7 +134,8 @@ def _written_out(
 
     wide = torch.float32 if dtype in LOW else dtype
     query, key, value = (cast(cast(one, dtype), wide) for one in (query, key, value))
-    if attn_mask is not None and attn_mask.meta["val"].is_floating_point():
+    is_cast = node.meta.get("autocast", (None, None, False))[2]
+    if is_cast and attn_mask is not None and attn_mask.meta["val"].is_floating_point():
         attn_mask = cast(attn_mask, dtype)
     transposed = add(aten.transpose.int, key, -2, -1)
     scaled = add(aten.mul.Tensor, query, shape[-1] ** -0.5 if scale is None else scale)

@@ -5,12 +5,14 @@ one_device_in_float32   every operation in float32 that would be in a lower prec
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,12 +85,23 @@ def _attention(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """With dropout as it is captured, which kernels of GPUs do in their own way."""
-    with sdpa_kernel([SDPBackend.MATH]) if dropout_p > 0 else nullcontext():
+    with _kernels(dropout_p):
         return func(query, key, value, attn_mask, dropout_p, *rest, **options)
 
 
-_ATTENTION = {torch.nn.functional.scaled_dot_product_attention: _attention}
+def _multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of `nn.MultiheadAttention`, whose own calls go unseen."""
+    given = signature(func).bind(*args, **kwargs).arguments
+    with _kernels(given["dropout_p"] if given.get("training", True) else 0.0):
+        return func(*args, **kwargs)
+
+
+def _kernels(dropout_p: float) -> AbstractContextManager[None]:
+    """With dropout as it is captured, which kernels of GPUs do in their own way."""
+    return sdpa_kernel([SDPBackend.MATH]) if dropout_p > 0 else nullcontext()
+
+
+_ATTENTION = {F.scaled_dot_product_attention: _attention, F.multi_head_attention_forward: _multi_head_attention}
 
 
 def one_device_in_float32(
