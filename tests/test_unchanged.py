@@ -74,6 +74,7 @@ def copy_weights(model: Layers) -> None:
 
 CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: setattr(m, "weight", 0.5), r"\(the model itself\): weight was 1.0 and is 0.5, since .* something else"),
+    (lambda m: setattr(m, "weight", numpy.float64(0.5)), r"weight was 1.0 and is np.float64\(0.5\), since"),
     (lambda m: m.table.fill(2), r"table has other values, since .* something else"),
     (lambda m: m.places.add(3), r"places\[3\] was not there and is 3"),
     (lambda m: m.set_factor(0.5), r"set_factor.factor was 1.0 and is 0.5"),

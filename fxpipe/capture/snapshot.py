@@ -10,6 +10,7 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -95,4 +96,4 @@ def _told(holder: Holder, key: Any, old: Any, new: Any) -> str:
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "not there"
-    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__}"
+    return repr(value) if type(value) in PLAIN or isinstance(value, numpy.generic) else f"a {type(value).__name__}"
