@@ -29,6 +29,8 @@ class Reading(nn.Module):
         h = h + torch.stack([self.text(one[:n]).mean(0) for one, n in zip(text, lengths, strict=True)])[..., None, None]
         h = h + self.text(text[mask]).sum(0)[:, None, None] + torch.masked_select(text[..., 0], mask).sum()
         h = h + text[torch.where(mask)].sum() + len(torch.argwhere(mask)) + text[0, mask[0].nonzero()].mean()
+        h = h + text.repeat_interleave(torch.where(mask, 3, 1)[0], dim=1).cos().mean()
+        h = h + torch.repeat_interleave(timestep, mask[0].sum()).sum()
         changed = text.clone()
         changed[mask] = changed[mask] * 2
         return self.last(torch.tanh(h + changed.mean()))  # type: ignore[no-any-return]

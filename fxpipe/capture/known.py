@@ -5,7 +5,7 @@ register_buffer("sigma", ..)  float(self.sigma)           its value: another one
                               self.scales[1].item()       so of any other tensor from outside
                               float(x[1]), float(w[1])    refused: of inputs, draws and weights
 input of a denoiser: mask     mask.sum(1).tolist()        its value, which the graph's calls must have (`guards.py`)
-                              x[mask], mask.nonzero()     likewise: places by number
+                              x[mask], mask.nonzero()     likewise: places by number, as of repeat_interleave(mask)
                               if t > 500, float(t)        likewise; refused: numbers of what changes from step to step
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
@@ -168,6 +168,20 @@ def _masked_select(func: Any, input: torch.Tensor, mask: torch.Tensor) -> torch.
     return func(input, mask) if places is None else input.expand(shape)[places.unbind(1)]
 
 
+def _repeated(func: Any, input: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Entries, or slices along a dimension, as often as numbers that are known say."""
+    given: dict[str, Any] = dict(zip(("repeats", "dim"), args, strict=False)) | named
+    repeats, dim = given.get("repeats"), given.get("dim")
+    value = value_of(repeats) if isinstance(repeats, torch.Tensor) else None
+    if value is None:
+        return func(input, *args, **named)  # type: ignore[no-any-return]
+    source, along = (input.flatten(), 0) if dim is None else (input, dim)
+    with private.outside_trace(), private.outside_fakes():
+        times = value.expand(source.shape[along]).tolist()
+    places = [place for place, number in enumerate(times) for _ in range(number)]
+    return source.index_select(along, torch.tensor(places, dtype=torch.int64, device=input.device))
+
+
 def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     """Entries of a tensor, or as many put there, where masks that are known are places."""
     parts = index if type(index) is tuple else (index,)
@@ -195,5 +209,6 @@ KNOWN: Table = {
     **dict.fromkeys((torch.argwhere, torch.Tensor.argwhere), lambda func, input: _nonzero(torch.nonzero, input)),
     **dict.fromkeys((torch.masked_select, torch.Tensor.masked_select), _masked_select),
     torch.where: _where,
+    **dict.fromkeys((torch.repeat_interleave, torch.Tensor.repeat_interleave), _repeated),
     **dict.fromkeys((torch.Tensor.__getitem__, torch.Tensor.__setitem__), _taken),
 }  # fmt: skip
