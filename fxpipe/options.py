@@ -1,6 +1,7 @@
 """The options of `fxpipe.compile`, checked and completed."""
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
@@ -123,7 +124,7 @@ def given_precision(precision: str | None) -> torch.dtype | None:
 
 
 def given_device(device: str | torch.device) -> torch.device:
-    """The device that ranks run on; stage graphs are traced for it, so it must be here."""
+    """The device that ranks run on; stage graphs are traced for it, so it must be here: of GPUs, a launch's own one."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -132,6 +133,8 @@ def given_device(device: str | torch.device) -> torch.device:
         raise CompileError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise CompileError(f"device {device!r} needs a CUDA build of torch and a visible GPU; use device='cpu'")
+    if found.type == "cuda" and found.index is None and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return found
 
 

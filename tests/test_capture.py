@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -21,8 +21,11 @@ from transformers import BatchEncoding
 
 import fxpipe
 from fxpipe.capture import Capture, capture, private
+from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.capture.inputs import call_of, describe
+from fxpipe.capture.surroundings import Surroundings
 from fxpipe.errors import CaptureError, CompileError
+from fxpipe.options import given_device
 from fxpipe.run.verification import Tolerance, compare, tolerance_of
 from tests.steps import Middle, Step, batch, exact
 
@@ -723,3 +726,21 @@ def test_a_tolerance_says_what_widens_it() -> None:
     of_gradient = tolerance_of(captured(model, batch()).graph)
     assert (of_gradient.value, of_gradient.widened_by) == (1e-4, "float32 in module (the model itself), factor")
     assert str(planted()).endswith("tolerance 1e-06")
+
+
+def test_steps_of_several_gpus_are_told_from_each_other_by_nothing_but_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of the ranks of a launch, which agree on one plan."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    graphs = [fx.Graph() for _ in range(2)]
+    for rank, graph in enumerate(graphs):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert given_device("cuda") == torch.device("cuda", rank)
+        graph.call_function(torch.ops.aten.arange.default, (4,), {"device": given_device("cuda")})
+    first, second = map(graph_fingerprint, graphs)
+    assert first == second
+    graphs[0].call_function(torch.ops.aten.arange.default, (4,), {"device": torch.device("cpu")})
+    graphs[1].call_function(torch.ops.aten.arange.default, (4,), {"device": given_device("cuda")})
+    assert graph_fingerprint(graphs[0]) != graph_fingerprint(graphs[1])
+    assert Surroundings(torch.device("cuda", 0)).digest != Surroundings(torch.device("cuda", 1)).digest

@@ -4,6 +4,7 @@ add 'call_function' aten.add.Tensor (x, y) {} (s77, 64) torch.float32     ->    
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import fx
 from fxpipe.capture.randomness import Draw
 
 _DIGITS = 16  # 64 bits: two graphs of one user that share them by chance are out of the question
+_GPU = re.compile(r"(device\(type='\w+'), index=\d+")
 _MARKS = ("kind", "state", "input", "requires_grad", "no_grad", "autocast", "checkpoint", "output")
 
 
 def graph_fingerprint(graph: fx.Graph) -> str:
-    """Equal for graphs of equal nodes in equal order, in any process; weights and inputs count by shape and type."""
+    """Equal for graphs of equal nodes in equal order, in any process, on any of its GPUs; weights and inputs count by
+    shape and type."""
     lines = (f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {_shape(n.meta.get('val'))}" for n in graph.nodes)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(_GPU.sub(r"\1", "\n".join(lines)).encode()).hexdigest()[:_DIGITS]
 
 
 def step_fingerprint(graph: fx.Graph, draws: Mapping[str, Draw]) -> str:

@@ -37,7 +37,7 @@ class Surroundings:
 
     @property
     def digest(self) -> tuple[str, str]:
-        return self.device.type, str(self.dtype)
+        return str(self.device), str(self.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
