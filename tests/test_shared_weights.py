@@ -53,7 +53,7 @@ def test_a_rank_keeps_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         brought.add(tensor)
         return tensor
 
-    monkeypatch.setattr("fxpipe.run.engine._at", at)
+    monkeypatch.setattr("fxpipe.run.engine.at", at)
 
     def body(model: nn.Module, engines: Any) -> tuple[int, int, list[Tensor]]:
         engine = engines[0]()
