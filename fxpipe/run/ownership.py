@@ -101,7 +101,9 @@ def empty(parameters: Iterable[nn.Parameter], device: torch.device | None = None
 def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, moved in place where it is elsewhere, as `model.to(device)` moves it: optimizers keep it."""
     if tensor.device != device:
+        gradient, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(device)
+        tensor.grad = None if gradient is None else gradient.to(device)
     return tensor
 
 

@@ -46,7 +46,9 @@ def recorded(
     from torch._inductor import cudagraph_trees
     from torch._inductor.cudagraph_utils import get_placeholder_info
 
-    graph, device = fx.Graph(), next(tensor.device for tensor in given if tensor.is_cuda)
+    graph, device = fx.Graph(), next((tensor.device for tensor in given if tensor.is_cuda), None)
+    if device is None:
+        raise ValueError("none of its inputs is on a GPU")
     for index in range(len(given)):
         graph.placeholder(f"input_{index}")
     found: Callable[[list[Any]], Any] = cudagraph_trees.cudagraphify_impl(
