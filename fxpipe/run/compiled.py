@@ -9,7 +9,8 @@ and a warning says why.
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,12 +76,12 @@ class Recorded:
         first = len(leaves) - len(stays)
         static = [first + index for index, one in enumerate(stays) if one]
         self._call = private.recorded(run, leaves, static, len(outputs))
+        self._emptied = [_is_emptied(node) for node in graph.find_nodes(op="placeholder")]
 
     def __call__(self, *given: Any) -> Any:
         leaves = pytree.tree_leaves(given)
-        for one in given:
-            if isinstance(one, list):
-                one.clear()
+        for one in compress(given, self._emptied):
+            one.clear()
         return pytree.tree_unflatten([*self._call(leaves)], self._form)
 
 
@@ -103,13 +104,15 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, list) else value
 
 
+def _is_emptied(node: fx.Node) -> bool:
+    return any(user.target is ops.release for user in node.users)
+
+
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-Call = Callable[..., Any]
-
-_compiled: "WeakKeyDictionary[fx.Graph, dict[object, Call | None]]" = WeakKeyDictionary()
+_compiled: "WeakKeyDictionary[fx.Graph, dict[object, Compiled | Recorded | None]]" = WeakKeyDictionary()
 """By graph, which replicas and forms of a step share, and by the layout of its inputs; None where it runs eagerly."""
 _lock = threading.Lock()
 
@@ -117,64 +120,47 @@ _lock = threading.Lock()
 def runnable(program: RankProgram, state: Mapping[str, torch.Tensor], backend: str) -> nn.Module:
     """The runnable module of a rank, its stage graphs by a back end, one of `fxpipe.options.BACKENDS`."""
     module = program.bind(state)
-    for name, graph in program.modules.items() if backend != "eager" else ():
+    if backend == "eager":
+        return module
+    for name, graph in program.modules.items():
         if any(node.op == "call_function" and node.target is not ops.release for node in graph.nodes):
-            stage = RecordedStage if backend == "cudagraphs" else InductorStage
-            module.add_module(name, stage(name, graph, getattr(module, name), program.gathered))
+            module.add_module(name, Stage(name, graph, getattr(module, name), program.gathered, backend))
     return RecordedRank(module) if backend == "cudagraphs" else module
 
 
-class InductorStage(nn.Module):
-    """A stage graph, called as its eager module is; of the weights those `gathered` are now here, now there."""
+class Stage(nn.Module):
+    """A stage graph by a back end, called as its eager module is; of its weights those `gathered` are now here, now
+    there."""
 
-    backend = "inductor"
-
-    def __init__(self, name: str, graph: fx.Graph, eager: fx.GraphModule, gathered: Collection[str]) -> None:
+    def __init__(
+        self, name: str, graph: fx.Graph, eager: fx.GraphModule, gathered: Collection[str], backend: str
+    ) -> None:
         super().__init__()
-        self._name, self._graph, self._eager = name, graph, eager
+        self._name, self._graph, self._eager, self._backend = name, graph, eager, backend
         names = [str(node.target) for node in eager.graph.find_nodes(op="get_attr")]
         self._weights = [(eager.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
         self._stays = [name not in gathered for name in names]
+        # A recorded graph is of its own weights' memory.
+        self._found = {} if backend == "cudagraphs" else _compiled.setdefault(graph, {})
 
     def forward(self, *args: Any) -> Any:
         given = [*args, *(getattr(holder, leaf) for holder, leaf in self._weights)]
         key = tuple((tuple(t.shape), t.stride(), t.dtype) for t in pytree.tree_leaves(given))
         with _lock:
-            found = self._known()
-            if key not in found:
-                found[key] = self._made(given)
-            call = found[key]
+            if key not in self._found:
+                self._found[key] = self._made(given)
+            call = self._found[key]
         return self._eager(*args) if call is None else call(*given)
 
-    def _known(self) -> "dict[object, Call | None]":
-        return _compiled.setdefault(self._graph, {})
-
-    def _made(self, given: Sequence[Any]) -> "Call | None":
+    def _made(self, given: Sequence[Any]) -> "Compiled | Recorded | None":
         try:
-            return self._compile(given)
+            if self._backend == "cudagraphs":
+                return Recorded(self._graph, given, self._stays)
+            return Compiled(self._graph, given)
         except Exception as error:
             (first, *_) = str(error).strip().splitlines() or [""]
-            _log.warning("%s runs eagerly: %s: %s: %s", self._name, self.backend, type(error).__name__, first)
+            _log.warning("%s runs eagerly: %s: %s: %s", self._name, self._backend, type(error).__name__, first)
             return None
-
-    def _compile(self, given: Sequence[Any]) -> "Call":
-        return Compiled(self._graph, given)
-
-
-class RecordedStage(InductorStage):
-    """The same, recorded: for its own weights."""
-
-    backend = "cudagraphs"
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._own: dict[object, Call | None] = {}
-
-    def _known(self) -> "dict[object, Call | None]":
-        return self._own
-
-    def _compile(self, given: Sequence[Any]) -> "Call":
-        return Recorded(self._graph, given, self._stays)
 
 
 def _lifted(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:
@@ -182,7 +168,7 @@ def _lifted(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:
     new, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.find_nodes(op="placeholder"):
         env[node] = new.placeholder(node.name)
-        env[node].meta["steal_arg"] = any(user.target is ops.release for user in node.users)
+        env[node].meta["steal_arg"] = _is_emptied(node)
     for node in graph.find_nodes(op="get_attr"):
         env[node] = new.placeholder(f"state_{node.name}")
     for node in graph.nodes:

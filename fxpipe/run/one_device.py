@@ -75,18 +75,9 @@ def one_device(
     return StepResult(loss.detach(), given, beside)
 
 
-def _attention(
-    func: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *rest: Any,
-    **options: Any,
-) -> Any:
-    with _kernels(dropout_p):
-        return func(query, key, value, attn_mask, dropout_p, *rest, **options)
+def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with _kernels(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)):
+        return func(*args, **kwargs)
 
 
 def _multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
