@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from fxpipe.capture import Capture
-from fxpipe.plan.rank_program import nest
+from fxpipe.plan.rank_program import bound, nest
 from fxpipe.plan.staged import Run, Staged
 from fxpipe.simulate.graph_memory import call_memory
 from passes.batch import analyse as analyse_batch
@@ -60,8 +60,8 @@ def random_value(value: Value, generator: torch.Generator) -> Tensor:
     return torch.randint(4, value.shape, generator=generator, dtype=value.dtype)
 
 
-def bound(name: str, graph: fx.Graph) -> fx.GraphModule:
-    return fx.GraphModule(nest(analysed(name)[2]), graph)
+def with_state(name: str, graph: fx.Graph) -> fx.GraphModule:
+    return bound(nest(analysed(name)[2]), graph, "part")
 
 
 def results(name: str, graphs: StageGraphs) -> tuple[list[list[Tensor]], int]:
@@ -70,14 +70,14 @@ def results(name: str, graphs: StageGraphs) -> tuple[list[list[Tensor]], int]:
     reads = [random_value(value, generator) for value in border.reads]
     tangents = [random_value(value, generator) for value in border.returns if value.requires_grad]
     with torch.no_grad():
-        returns, saved = bound(name, graphs.forward)(*reads)
+        returns, saved = with_state(name, graphs.forward)(*reads)
         num_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}.values())
         found = [returns]
         if border.has_backward:
-            found += bound(name, graphs.backward)(list(saved), *tangents)
+            found += with_state(name, graphs.backward)(list(saved), *tangents)
         if border.splits:
-            inputs, kept = bound(name, graphs.backward_input)(list(saved), *tangents)
-            found += [inputs, *bound(name, graphs.backward_weight)(kept)]
+            inputs, kept = with_state(name, graphs.backward_input)(list(saved), *tangents)
+            found += [inputs, *with_state(name, graphs.backward_weight)(kept)]
     return found, num_bytes
 
 

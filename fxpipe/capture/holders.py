@@ -18,8 +18,8 @@ from fxpipe.capture.files import is_installed
 from fxpipe.capture.kept_numbers import Count
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
-_WEIGHTS = ("_parameters", "_buffers", "_modules")
-NOT_STATE = frozenset({"training", *_WEIGHTS, "_non_persistent_buffers_set"})
+WEIGHTS = ("_parameters", "_buffers", "_modules")
+NOT_STATE = frozenset({"training", *WEIGHTS, "_non_persistent_buffers_set"})
 _OPAQUE = (
     type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module, Count,
 )  # fmt: skip
@@ -174,7 +174,7 @@ class _Walk:
             self.kind(owner, type(value))
             value = getattr(value, "__dict__", {})
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            if not (isinstance(key, str) and key in _WEIGHTS):
+            if not (isinstance(key, str) and key in WEIGHTS):
                 self.code(owner, one, depth - 1)
 
     def _add(self, holder: Holder, depth: int) -> None:
@@ -185,7 +185,7 @@ class _Walk:
             holder.keys.difference_update(known.keys)
             known.keys.update(holder.keys)
         for key, value in holder.entries().items():
-            if not (isinstance(key, str) and key in _WEIGHTS):
+            if not (isinstance(key, str) and key in WEIGHTS):
                 self._value(holder.owner, holder.name(key), value, depth - 1)
 
     def _value(self, owner: str, path: str, value: Any, depth: int) -> None:

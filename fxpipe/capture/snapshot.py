@@ -14,9 +14,8 @@ import numpy
 import torch
 from torch import nn
 
-from fxpipe.capture.holders import PLAIN, Holder, holders_of
+from fxpipe.capture.holders import ABSENT, PLAIN, Holder, holders_of
 
-_ABSENT = object()
 _OF_SAVES = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _OWN = "fxpipe."  # hooks of engines compute nothing
 
@@ -26,15 +25,16 @@ class SameEntries:
     not, they may still be equal."""
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        self._dicts = [*dicts]
-        self._filled = [one for one in self._dicts if one]
-        self._sizes, (self._keys, self._values) = [*map(len, self._dicts)], map(list, self._now())
+        found = [*dicts]
+        self._empty, self._filled = [one for one in found if not one], [one for one in found if one]
+        self._sizes, (self._keys, self._values) = [*map(len, self._filled)], map(list, self._now())
 
     def hold(self) -> bool:
         """In a millisecond for ten thousand dicts with twenty thousand entries, as no Python runs for each."""
+        if any(self._empty) or [*map(len, self._filled)] != self._sizes:
+            return False
         keys, values = self._now()
-        same_sizes = [*map(len, self._dicts)] == self._sizes
-        return same_sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
+        return all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
 
     def _now(self) -> tuple[Iterator[Any], Iterator[Any]]:
         return chain.from_iterable(map(dict.keys, self._filled)), chain.from_iterable(map(dict.values, self._filled))
@@ -74,14 +74,14 @@ class Snapshot:
 def _changed(holder: Holder, before: dict[Any, Any]) -> list[tuple[Any, Any, Any]]:
     """Entries with their old and new values."""
     now = holder.values if holder.keys is None and isinstance(holder.values, dict) else holder.entries()
-    found = [(key, old, now.get(key, _ABSENT)) for key, old in before.items() if now.get(key, _ABSENT) is not old]
+    found = [(key, old, now.get(key, ABSENT)) for key, old in before.items() if now.get(key, ABSENT) is not old]
     if len(now) != len(before) or found:
-        found += [(key, _ABSENT, new) for key, new in now.items() if key not in before]
+        found += [(key, ABSENT, new) for key, new in now.items() if key not in before]
     return [one for one in found if not _is_same(*one[1:])]
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    if old is _ABSENT:
+    if old is ABSENT:
         return str(getattr(new, "__module__", "")).startswith(_OWN)
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):  # with a history no graph reads it
         return old.grad_fn is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
@@ -94,6 +94,6 @@ def _told(holder: Holder, key: Any, old: Any, new: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value is _ABSENT:
+    if value is ABSENT:
         return "not there"
     return repr(value) if type(value) in PLAIN or isinstance(value, numpy.generic) else f"a {type(value).__name__}"

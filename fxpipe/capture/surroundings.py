@@ -9,6 +9,7 @@ moved: which operations autocast casts, and what forward itself decides by a ten
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Surroundings:
     @classmethod
     def of_call(cls, model: nn.Module) -> "Surroundings | None":
         """The autocast that a call is inside of here, on the device where the model is; None where it casts nothing."""
-        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
         if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
             return None
         return cls(device, torch.get_autocast_dtype(device.type))

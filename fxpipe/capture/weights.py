@@ -29,7 +29,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where it computes; the CPU where it is on the meta device, or has no tensors."""
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 

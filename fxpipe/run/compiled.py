@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -138,13 +139,13 @@ class Stage(nn.Module):
         super().__init__()
         self._name, self._graph, self._eager, self._backend = name, graph, eager, backend
         names = [str(node.target) for node in eager.graph.find_nodes(op="get_attr")]
-        self._weights = [(eager.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
+        self._weights = [attrgetter(name) for name in names]
         self._stays = [name not in gathered for name in names]
         # A recorded graph is of its own weights' memory.
         self._found = {} if backend == "cudagraphs" else _compiled.setdefault(graph, {})
 
     def forward(self, *args: Any) -> Any:
-        given = [*args, *(getattr(holder, leaf) for holder, leaf in self._weights)]
+        given = [*args, *(weight(self._eager) for weight in self._weights)]
         key = tuple((tuple(t.shape), t.stride(), t.dtype) for t in pytree.tree_leaves(given))
         with _lock:
             if key not in self._found:

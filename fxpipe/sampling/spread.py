@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize
 from fxpipe.capture.holders import Holder, named_by
-from fxpipe.capture.settings import Settings, settings_of
+from fxpipe.capture.settings import Untouched, settings_of
 from fxpipe.capture.surroundings import Surroundings, no_autocast
 from fxpipe.capture.trees import named_leaves
 from fxpipe.capture.weights import tensors_of
@@ -50,14 +50,11 @@ class _Known:
     those of what its code `named`."""
 
     shapes: list[tuple[Any, ...]]
-    settings: Settings
+    settings: list[Any]
     named: list[Holder]
     traced: list[Traced] = field(default_factory=list)
     whole: str | None = None
     all_whole: bool = False
-
-    def is_of(self, module: nn.Module, shapes: list[tuple[Any, ...]]) -> bool:
-        return shapes == self.shapes and settings_of(module, self.named) == self.settings
 
 
 class Spread:
@@ -74,10 +71,11 @@ class Spread:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
         self._whole_kinds, self._failed = set[Kind](), 0
         self.stream_name: str | None = None
-        self._known, self._others = _Known([], Settings(), []), list[_Known]()
+        self._known, self._others = _Known([], [], []), list[_Known]()
         self._steps: dict[Kind, SampleStep] = {}
         self._states = WeakKeyDictionary[Traced, dict[str, torch.Tensor]]()
         self._weights: list[tuple[Any, ...]] = []
+        self._untouched: Untouched | None = None
 
     @property
     def whole(self) -> str | None:
@@ -134,7 +132,7 @@ class Spread:
         self._known.traced.append(traced)
         self._used_last(traced)
         self._known.named = named_by(self.module)
-        self._known.settings = settings_of(self.module, self._known.named)  # as tracing has left them
+        self._remember()  # as tracing has left them
         return traced, size
 
     def _tell_of_numbers(self, new: Traced) -> None:
@@ -262,19 +260,30 @@ class Spread:
         if not self._steps or self.whole is not None:
             return 0
         freed = release(self.module, {name for step in self._steps.values() for name in step.program(rank).state})
-        self._known.settings = settings_of(self.module, self._known.named)  # with the hooks that tell of it
+        self._remember()  # with the hooks that tell of it
+        self._untouched = None
         return freed
+
+    def _remember(self) -> None:
+        """Settings are as they should be now."""
+        settings = settings_of(self.module, self._known.named)
+        self._known.settings, self._untouched = [*settings], Untouched(self.module, settings)
 
     def _forget_other_weights(self) -> None:
         """Tensors that were put in place of others are read from now on; others by name, shape or type are another
         model, as with an adapter loaded or fused, and so are other settings."""
         require_new(self.module, or_released=True)
+        if self._untouched is not None and self._untouched.holds():
+            return
+        self._untouched = None
         now = [(name, tuple(t.shape), t.dtype, t.device, id(t)) for name, t in tensors_of(self.module).items()]
         if now != self._weights:
             self._states.clear()
         self._weights = now
         shapes = [one[:-1] for one in now]
-        if self._known.is_of(self.module, shapes):
+        settings = settings_of(self.module, self._known.named)
+        if shapes == self._known.shapes and settings == self._known.settings:
+            self._untouched = Untouched(self.module, settings)
             return
         for kind, step in self._steps.items():
             if kind[0] in self._known.traced:
@@ -287,7 +296,7 @@ class Spread:
         if back:
             self._known, back[0].named = back[0], named
         else:
-            self._known = _Known(shapes, settings_of(self.module, before), before)
+            self._known = _Known(shapes, [*settings_of(self.module, before)], before)
         self._others = [one for one in self._others if one is not self._known and one.traced]
         self._forget_others(_MOST_OTHERS)
 
