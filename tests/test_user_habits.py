@@ -344,3 +344,32 @@ def test_what_torch_must_compile_whole_is_taken_as_it_is() -> None:
     assert not compiled
     model(x)
     assert len(compiled) == 2
+
+
+@torch.compile(backend="eager")
+def _gated(x: Tensor) -> Tensor:
+    first, gate = x.chunk(2, dim=-1)
+    return first * gate.sigmoid()
+
+
+class Gated(nn.Module):
+    """Calls a function that torch compiles at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_gated(self.first(x))).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_torch_keeps_of_a_function_that_it_compiles_is_no_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Gated().double(), torch.randn(4, 5, dtype=torch.float64)
+    engine = fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b", cache=tmp_path).local_engine()
+    model(x)
+    engine.step((x,))
+    engine.close()
+    assert not [one for one in caplog.records if one.name.startswith("fxpipe")]
+    assert [*tmp_path.iterdir()]

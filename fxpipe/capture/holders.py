@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import nn
 
+from fxpipe.capture import private
 from fxpipe.capture.code_names import globals_in, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.kept_numbers import Count
@@ -218,6 +219,7 @@ class _Walk:
 
     def _code(self, owner: str, value: Any) -> None:
         """The globals that own code names, and what is in its closures."""
+        value = private.uncompiled(value)
         if isinstance(value, functools._lru_cache_wrapper) and all(value is not one for one in self.caches):
             self.caches.append(value)
         if isinstance(value, _WRAPPERS):

@@ -250,6 +250,7 @@ class _Digest:
 
     @_add.register
     def _function(self, value: types.FunctionType, where: str) -> None:
+        value = private.uncompiled(value)
         self._put("function", _name(value))
         self._code(value.__code__, where)
         own = {n: one for n, one in vars(value).items() if "dynamo" not in n and (n == "__wrapped__" or not _dunder(n))}

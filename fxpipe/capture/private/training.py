@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import OptState
 
 
 def uncompiled(part: Any) -> Any:
-    """The module that `torch.compile` was given, where this is what it has made of it."""
-    return getattr(part, "_orig_mod", part) if isinstance(part, nn.Module) else part
+    """The module or function that `torch.compile` was given, where this is what it has made of it."""
+    return getattr(part, "_orig_mod" if isinstance(part, nn.Module) else "_torchdynamo_orig_callable", part)
 
 
 def inductor(module: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
