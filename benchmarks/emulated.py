@@ -11,7 +11,6 @@ runs), and by how much actions start later than simulated. Then follow the times
 
 import argparse
 import statistics
-from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +21,8 @@ from benchmarks.emulation import Slower, emulate
 from examples.stable_diffusion import step
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
+from fxpipe.costs.model import CostModel
 from fxpipe.plan.timeline import human_seconds
-from fxpipe.simulate.prediction import Costing, predict
 
 SCHEDULES = ("1f1b", "wave", "zero-bubble", "gpipe")
 RUNS, MESSAGE_SHARE = 5, 0.1
@@ -42,9 +41,9 @@ def main() -> None:
         program = fxpipe.compile(
             step(), options.ranks, batch_size=options.microbatches, microbatches=options.microbatches, schedule=schedule
         )
-        costing = scaled(program, options.milliseconds * 1e-3)
-        predicted = predict(program.step, program.capture, costing, 0)
-        runs = [deviation(predicted, emulate(program.step, program.capture, costing)) for _ in range(RUNS)]
+        slow = scaled(program, options.milliseconds * 1e-3)
+        predicted = program.simulate(*slow)
+        runs = [deviation(predicted, emulate(program, *slow)) for _ in range(RUNS)]
         last[schedule] = runs[-1]
         table.add_row(schedule, *row(runs))
     Console().print(table)
@@ -52,8 +51,8 @@ def main() -> None:
         print(f"\n{schedule}\n{of_run}")
 
 
-def scaled(program: fxpipe.Program, action_seconds: float) -> Costing:
-    """The program's costs on a device and links so slow that an action takes `action_seconds` on average."""
+def scaled(program: fxpipe.Program, action_seconds: float) -> tuple[CostModel, Cluster]:
+    """A device and links so slow that an action takes `action_seconds` on average."""
     timeline, messages = program.simulate(), program.step.messages
     factor = action_seconds * len(timeline.actions) / sum(timeline.busy_seconds)
     mean_bytes = sum(message.num_bytes for message in messages) / len(messages)
@@ -61,7 +60,7 @@ def scaled(program: fxpipe.Program, action_seconds: float) -> Costing:
     link = Link("emulated", mean_bytes / (0.8 * message_seconds), 0.2 * message_seconds)
     nodes = 2 if program.world_size % 2 == 0 else 1
     cluster = Cluster("emulated", (Level(program.world_size // nodes, link), Level(nodes, link)))
-    return replace(program.costing, model=Slower(program.costing.model, factor), cluster=cluster)
+    return Slower(program.costed.model, factor), cluster
 
 
 def row(runs: list[Deviation]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ costs       of every node, block and frozen layer, as functions of the batch
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,17 @@ from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Run
 from fxpipe.run.launch import join, text_of_rank_zero
+from fxpipe.simulate.op_lists import ADAMW_BYTES, StepOps
 from passes.batch import BatchPlan, parts_of_batch
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.blocks.checkpoints import checkpointed
 from passes.case import Case
 from passes.costs.block_costs import block_costs
-from passes.costs.frozen_layers import FrozenLayers, frozen_layers
+from passes.costs.frozen_layers import FrozenLayers, frozen_layers, seconds_of_layers
 from passes.costs.stage_bytes import StageBytes
 from passes.costs.work import StepWork
+from passes.step_ops import step_ops
 
 Observe = Callable[[str, Any], None]
 
@@ -188,6 +190,16 @@ class CostedStep:
         machines = cluster, world_size, self.batch_size, limit_bytes
         parts = self.graph, self.blocks, self.frozen, self.work, self.calls, self.model
         return Case(*parts, *machines, divisible=self.batch.divisible)
+
+    def priced(self, model: CostModel) -> "CostedStep":
+        """The same by another cost model, in the same blocks and layers."""
+        seconds_at = seconds_of_layers(self.captured, self.graph, self.costs, model, self.frozen.nodes, self.batch)
+        return replace(self, model=model, frozen=replace(self.frozen, seconds_at=seconds_at))
+
+    def ops(self, plan: Plan, order: Schedule, cluster: Cluster, optimizer_bytes: int = ADAMW_BYTES) -> StepOps:
+        """What every rank does in one order of a plan's step, for how long, and in how many bytes."""
+        case, sizes = self.on(cluster, plan.staged.world_size), plan.microbatch_sizes
+        return step_ops(case, plan.staged, order, sizes, optimizer_bytes=optimizer_bytes)
 
 
 @held_collector()

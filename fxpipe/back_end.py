@@ -1,6 +1,6 @@
 """The compiler's back half: a costed step and its plan -> programs, form by form, of the ranks that are asked for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,14 +8,12 @@ import torch
 
 from fxpipe.analysis import CostedStep
 from fxpipe.collector import held_collector
-from fxpipe.costs.call_costs import CallCost
 from fxpipe.plan.fewer_samples import first_samples
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require as require_schedule
 from fxpipe.plan.step import Predicted, StepPlan
 from passes.lowering import Form, Lowered, lower_form
-from passes.lowering.call_costs import call_costs, piece_costs
 from passes.lowering.step_graphs import StepGraphs
 from passes.placement.cascade import first_stages
 
@@ -66,21 +64,18 @@ class BackEnd:
         if self.conditioning is not None:
             optional = first_stages(costed.graph, costed.blocks, plan.staged.boundaries)
         lowered = lower_form(graphs, order, form, ranks, optional, plan.steady, planned)
-        calls = {**call_costs(graphs), **piece_costs(graphs, order)}
-        return self._step_plan(order, lowered, calls, graphs)
+        return self._step_plan(order, lowered, graphs)
 
-    def _step_plan(
-        self, order: Schedule, lowered: Lowered, calls: Mapping[str, CallCost], graphs: StepGraphs
-    ) -> StepPlan:
+    def _step_plan(self, order: Schedule, lowered: Lowered, graphs: StepGraphs) -> StepPlan:
         """One form, and where it has a first pass also the form without it."""
         captured, plan = self.costed.captured, self.plan
         placeholders = captured.graph.find_nodes(op="placeholder")
         names = {n.name: n.meta["input"] for n in placeholders if n.meta["kind"] == "input"}
         draws = {draw.index: draw for draw in captured.draws.values()}
-        without = self._step_plan(order, lowered.without, calls, graphs) if lowered.without else None
+        without = self._step_plan(order, lowered.without, graphs) if lowered.without else None
         return StepPlan(
             captured.inputs, names, graphs.batch_size, captured.fewest, draws, order, lowered.programs,
-            lowered.messages, lowered.reductions, self.device, self.plan.fingerprint, calls, without,
+            lowered.messages, lowered.reductions, self.device, self.plan.fingerprint, without,
             self.conditioning or 0.0, graphs.outputs, lowered.sends, self.backend,
             None if plan.best is None else Predicted(plan.best.seconds, plan.cost_model or plan.cluster),
             plan.staged.offloaded,

@@ -22,9 +22,9 @@ from cost_models import devices, profiled, timing
 from fxpipe.analysis import CostedStep
 from fxpipe.capture.randomness import Draw
 from fxpipe.errors import CompileError
+from fxpipe.plan.block_graph import bytes_at
 from fxpipe.plan.rank_program import bound, nest
 from fxpipe.plan.staged import Staged
-from fxpipe.simulate.prediction import whole_bytes
 from passes.costs.work import StepWork
 from passes.lowering.borders import Border
 from passes.lowering.joint import StageGraphs
@@ -156,7 +156,8 @@ class Profiler:
     def _draws(self) -> dict[str, tuple[Draw, int]]:
         """The largest random draw of every operation, and its bytes."""
         captured = self._step.captured
-        sizes = whole_bytes(captured, self._sizes[-1])
+        nodes = {draw.index: captured.nodes[name] for name, draw in captured.draws.items()}
+        sizes = {index: bytes_at(node.meta["val"], self._sizes[-1]) for index, node in nodes.items()}
         ascending = sorted(captured.draws.values(), key=lambda draw: sizes[draw.index])
         return {draw.target: (draw, sizes[draw.index]) for draw in ascending}
 

@@ -40,8 +40,8 @@ from fxpipe.run.verification import TOLERANCES, Tolerance, Verification, compare
 from fxpipe.run.weights import Weights, readers, without_memory
 from fxpipe.shapes import Shapes
 from fxpipe.show.explain import Replanned, explain
-from fxpipe.simulate.memory import ADAMW_BYTES
-from fxpipe.simulate.prediction import Costing, predict, step_ops
+from fxpipe.simulate import timeline
+from fxpipe.simulate.op_lists import ADAMW_BYTES
 
 if TYPE_CHECKING:
     from fxpipe.analysis import CostedStep
@@ -124,11 +124,6 @@ class Program:
         return self.costed.blocks.at(self.plan.microbatch_sizes[0]).total
 
     @property
-    def costing(self) -> Costing:
-        """What prices the programs."""
-        return Costing(self.costed.costs, self.costed.model, self.cluster)
-
-    @property
     def schedule(self) -> Schedule:
         return self.plan.step
 
@@ -147,7 +142,7 @@ class Program:
         optimizer_bytes: int = ADAMW_BYTES,
         filled: bool = False,
     ) -> Timeline:
-        """Predict one step from the programs of all ranks: time, bubbles, traffic and memory of each.
+        """Predict one step of all ranks: time, bubbles, traffic and memory of each.
 
         Args:
             filled: the steady step, which does the next batch's frozen work, where there is one.
@@ -155,20 +150,17 @@ class Program:
             cluster: seconds of transfers, a `Cluster` or its text; the one compiled for where left out.
             optimizer_bytes: of optimizer state per trained parameter; AdamW's two float32 averages where left out.
         """
-        model = self.costed.model if cost_model is None else held_cost_model(cost_model)
+        step = self.costed if cost_model is None else self.costed.priced(held_cost_model(cost_model))
         network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
         network.require(self.world_size)
-        costing = replace(self.costing, model=model, cluster=network)
-        whole = self.whole
-        form = whole.filled.steady if filled and whole.filled is not None else whole.step
-        return predict(form, self.capture, costing, optimizer_bytes)
+        order = self.plan.steady if filled and self.plan.steady is not None else self.plan.step
+        return timeline(step.ops(self.plan, order, network, optimizer_bytes), network)
 
     def explain(self) -> Explanation:
         """Why the plan is what it is: what a step would take on a free network, with more memory, in better balance,
         otherwise cut, and what ruled other layouts out. It prints."""
-        whole = self.whole
-        form = whole.filled.steady if whole.filled is not None else whole.step
-        return explain(self.plan, step_ops(form, self.capture, self.costing), self.cluster, self.again)
+        ops = self.costed.ops(self.plan, self.plan.steady or self.plan.step, self.cluster)
+        return explain(self.plan, ops, self.cluster, self.again)
 
     def run_local(self, *args: Any, **kwargs: Any) -> StepResult:
         """One step of all ranks in this process; `.grad` stays as it is.

@@ -42,7 +42,7 @@ def test_it_starts_when_the_last_rank_has_issued_it_and_wakes_all() -> None:
         [begin("0B0"), run(1.0), issue(total), run(2.0), wait(total), begin(END)],
         [begin("0B0"), run(2.0), issue(total), wait(total), run(1.0), begin(END)],
     ]
-    timeline = walk(ranks, {}, CLUSTER).timeline()
+    timeline = walk(ranks, CLUSTER).timeline()
     label = "all-reduce of 400 B over ranks 0, 1"
     for rank, since in ((0, 3.0), (1, 2.0)):
         assert Event(rank, "0B0", "reduce", 2.0, 8.0, -1, 7, 400, label) in timeline.collectives
@@ -57,7 +57,7 @@ def test_it_starts_when_the_last_rank_has_issued_it_and_wakes_all() -> None:
 def test_work_hides_it() -> None:
     total = collective(0)
     ranks = [[begin("0B0"), issue(total), run(10.0), wait(total), begin(END)] for _ in range(2)]
-    timeline = walk(ranks, {}, CLUSTER).timeline()
+    timeline = walk(ranks, CLUSTER).timeline()
     assert timeline.makespan_seconds == 10.0
     assert [event.seconds for event in timeline.waits] == [0.0, 0.0]
     assert timeline.bubble_ratio == 0.0
@@ -67,7 +67,7 @@ def test_those_of_the_same_ranks_run_one_after_the_other() -> None:
     first, second, other = collective(0), collective(1), collective(2, ranks=(2, 3))
     mine = [begin("0B0"), issue(first), issue(second), wait(second), wait(first), begin(END)]
     theirs = [begin("1B0"), issue(other), wait(other), begin(END)]
-    timeline = walk([mine, mine, theirs, theirs], {}, CLUSTER).timeline()
+    timeline = walk([mine, mine, theirs, theirs], CLUSTER).timeline()
     spans = {(event.rank, event.edge): (event.start_seconds, event.end_seconds) for event in timeline.collectives}
     assert spans[0, 0] == spans[1, 0] == spans[2, 2] == spans[3, 2] == (0.0, 6.0)
     assert spans[0, 1] == spans[1, 1] == (6.0, 12.0)
@@ -81,7 +81,7 @@ def test_those_that_leave_a_node_by_the_same_port_run_one_after_the_other() -> N
     """Ranks 0 and 1 are a node's; each sums with its twin in the other node. The second is issued first in time."""
     twins = {rank: collective(rank, ranks=(rank, rank + 2)) for rank in (0, 1)}
     ranks = [[run(2.0 - rank % 2), issue(twins[rank % 2]), wait(twins[rank % 2])] for rank in range(4)]
-    timeline = walk(ranks, {}, NODES).timeline()
+    timeline = walk(ranks, NODES).timeline()
     spans = {event.edge: (event.start_seconds, event.end_seconds) for event in timeline.collectives}
     assert spans == {1: (1.0, 7.0), 0: (7.0, 13.0)}
     assert ring_ports(NODES, (0, 1)) == ((0, "out", 1), (0, "in", 0), (0, "out", 0), (0, "in", 1))
@@ -96,7 +96,7 @@ def test_sharded_parameters_are_gathered_one_layer_ahead() -> None:
     for layer in range(3):
         ops += [wait(gathers[layer]), *map(issue, gathers[layer + 1 : layer + 2]), run(4.0)]
     ops += [issue(scatter), run(1.0), wait(scatter)]
-    timeline = walk([ops, ops], {}, CLUSTER).timeline()
+    timeline = walk([ops, ops], CLUSTER).timeline()
     assert [event.start_seconds for event in timeline.collectives if event.rank == 0] == [0.0, 3.0, 7.0, 15.0]
     assert timeline.makespan_seconds == 3.0 + 3 * 4.0 + 3.0
 
@@ -104,13 +104,13 @@ def test_sharded_parameters_are_gathered_one_layer_ahead() -> None:
 def test_ranks_that_issue_in_another_order_are_told() -> None:
     first, second = collective(0), collective(1)
     with pytest.raises(ScheduleError, match=r"rank 1 issues collective 1 where another rank of \(0, 1\) has issued 0"):
-        walk([[issue(first), issue(second)], [issue(second), issue(first)]], {}, CLUSTER)
+        walk([[issue(first), issue(second)], [issue(second), issue(first)]], CLUSTER)
 
 
 def test_one_that_a_rank_never_issues_is_a_deadlock() -> None:
     total = collective(5)
     with pytest.raises(ScheduleError, match=r"wait forever for edges \[5\]"):
-        walk([[issue(total), wait(total)], [run(1.0)]], {}, CLUSTER)
+        walk([[issue(total), wait(total)], [run(1.0)]], CLUSTER)
 
 
 def test_spans_are_known_once_all_have_issued() -> None:
@@ -124,7 +124,7 @@ def test_spans_are_known_once_all_have_issued() -> None:
 def test_the_report_draws_them_in_rows_of_their_own() -> None:
     total = collective(7)
     ranks = [[begin("0B0"), issue(total), run(1.0), wait(total), begin(END)] for _ in range(2)]
-    figure = timeline_figure(walk(ranks, {}, CLUSTER).timeline())
+    figure = timeline_figure(walk(ranks, CLUSTER).timeline())
     (bars,) = (trace for trace in figure["data"] if trace["color"] == "reduce")
     assert (bars["y"], bars["base"], bars["x"]) == (["rank 0 collectives", "rank 1 collectives"], [0.0] * 2, [6e3] * 2)
     assert set(bars["y"]) < set(figure["layout"]["yaxis"]["categoryarray"])

@@ -13,12 +13,12 @@ from benchmarks.emulation import Slower, emulate, emulated
 from benchmarks.emulation.network import EmulatedDevice, EmulatedNetwork
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
+from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.timeline import Event, Timeline
 from fxpipe.run.run_rank import run_rank
 from fxpipe.run.transport import run_ranks
 from fxpipe.simulate.collectives import Collective
-from fxpipe.simulate.prediction import Costing, planned, predict
 from tests.frozen_steps import FrozenStep
 from tests.unet import TinyUNet
 
@@ -36,18 +36,18 @@ def program(request: Any) -> fxpipe.Program:
     return fxpipe.compile(model, ranks, batch_size=4, microbatches=4, schedule=schedule, data_parallel=replicas)
 
 
-def slow(program: fxpipe.Program, link: Link) -> Costing:
+def slow(program: fxpipe.Program, link: Link) -> tuple[CostModel, Cluster]:
     """An action takes ACTION_SECONDS on average."""
     timeline = program.simulate()
     factor = ACTION_SECONDS * len(timeline.actions) / sum(timeline.busy_seconds)
     cluster = Cluster("toy", (Level(program.world_size, link),))
-    return replace(program.costing, model=Slower(program.costing.model, factor), cluster=cluster)
+    return Slower(program.costed.model, factor), cluster
 
 
 def test_a_run_does_what_the_prediction_says(program: fxpipe.Program) -> None:
-    costing = slow(program, Link("latency alone", 1e30, 2e-3))
-    predicted = predict(program.step, program.capture, costing, 0)
-    measured = emulate(program.step, program.capture, costing)
+    slower = slow(program, Link("latency alone", 1e30, 2e-3))
+    predicted = program.simulate(*slower)
+    measured = emulate(program, *slower)
     for rank in range(program.world_size):
         run = [(event.action, event.kind) for event in measured.actions if event.rank == rank]
         assert run == [(event.action, event.kind) for event in predicted.actions if event.rank == rank]
@@ -61,15 +61,14 @@ def test_a_run_does_what_the_prediction_says(program: fxpipe.Program) -> None:
 
 
 def test_messages_that_share_links_arrive_in_a_run_too(program: fxpipe.Program) -> None:
-    costing = slow(program, Link("narrow bus", 1e6, 1e-4, duplex=False, shared=True))
-    measured = emulate(program.step, program.capture, costing)
+    measured = emulate(program, *slow(program, Link("narrow bus", 1e6, 1e-4, duplex=False, shared=True)))
     assert measured.channel_bytes == program.traffic().channels
 
 
 def test_an_emulated_program_returns_zeros_of_the_right_shapes() -> None:
     program = fxpipe.compile(TinyUNet("no_grad"), 1, batch_size=2, microbatches=2)
-    (rank,), plan = program.step.programs, planned(program.step, program.capture, program.costing)
-    module = emulated(rank, plan.op_lists[0], plan.seconds, EmulatedDevice())
+    (rank,), planned = program.step.programs, program.costed.ops(program.plan, program.schedule, program.cluster)
+    module = emulated(rank, planned.ranks[0], EmulatedDevice())
     batch = program.step.tensors((), TinyUNet().example_inputs(2))[0]
     (result,) = run_ranks(1, lambda transport: run_rank(module, rank, transport, _no_draws, batch))
     assert result.loss == 0.0
@@ -82,9 +81,9 @@ def _no_draws(index: int) -> torch.Tensor:
 
 
 def test_programs_for_gpus_are_refused(program: fxpipe.Program) -> None:
-    step = replace(program.step, device=torch.device("cuda"))
+    other = replace(program, lower=lambda *given: replace(program.step, device=torch.device("cuda")))
     with pytest.raises(CompileError, match="compile for it, not for cuda"):
-        emulate(step, program.capture, program.costing)
+        emulate(other, program.costed.model, program.cluster)
 
 
 class Clock:

@@ -21,7 +21,7 @@ from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.staged import trains_alike
 from fxpipe.plan.transport import Pending, Transport
 from fxpipe.run.run_rank import Draws
-from fxpipe.simulate.graph_memory import Segment, Storage, call_memory
+from tests.graph_memory import Segment, Storage, call_memory
 from tests.live_bytes import LiveBytes
 from tests.models import ZOO
 from tests.unet import TinyUNet
@@ -204,7 +204,7 @@ def test_prediction_against_run(
     )
     timeline = program.simulate(cluster=IDLE_NETWORK, optimizer_bytes=0)
     measured = measured_peaks(program, model.example_inputs(6), monkeypatch)
-    assert list(timeline.peak_bytes) == pytest.approx(measured, rel=0.1)
+    assert list(timeline.peak_bytes) == pytest.approx(measured, rel=0.1, abs=1024)  # some of the toys take 10 KiB
     for memory in timeline.memory:
         assert max(size for _, size in memory.points) <= memory.peak_bytes
         of_rank = program.step.programs[memory.rank]

@@ -51,7 +51,7 @@ def test_the_example_of_a_cost_model_compiles() -> None:
     example = textwrap.dedent(text[text.index("        class ") :])
     names: dict[str, Any] = {"fxpipe": fxpipe, "model": TinyUNet()}
     exec(example.replace("fxpipe.compile", "program = fxpipe.compile"), names)
-    table, found = names["program"].costing.costs, names["MemoryBound"]().seconds(names["program"].costing.costs, 3)
+    table, found = names["program"].costed.costs, names["MemoryBound"]().seconds(names["program"].costed.costs, 3)
     moved = table.counts(3).bytes_read + table.counts(3).bytes_written
     assert found.forward.tolist() == (moved / 1e12).tolist()
     assert names["program"].world_size == 8

@@ -113,7 +113,7 @@ def test_draws_take_their_time() -> None:
     program = fxpipe.compile(Drawn(), 1, example_inputs=(torch.randn(8, 4),), microbatches=2, schedule="gpipe")
     (found,) = (draw.target for draw in program.step.draws.values())
     speeds = Speeds(moving=1e30, drawing=((found, 100.0),))
-    slow = Profile(BASE, key_of(program.costing.costs, CPU), (), speeds)
+    slow = Profile(BASE, key_of(program.costed.costs, CPU), (), speeds)
     added = program.simulate(cost_model=slow).makespan_seconds - program.simulate(cost_model=BASE).makespan_seconds
     assert added == pytest.approx(8 * 4 * 4 / 100.0, rel=1e-3)  # once, for the whole batch
     assert slow.drawing_seconds("another", 100) == BASE.drawing_seconds(found, 100) == 0.0

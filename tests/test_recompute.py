@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from fxpipe.capture import Capture
 from fxpipe.plan.rank_program import bound, nest
 from fxpipe.plan.staged import Run, Staged
-from fxpipe.simulate.graph_memory import call_memory
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.costs.work import StepWork
@@ -19,6 +18,7 @@ from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from passes.lowering.units import Value
 from tests.captured import captured, work
+from tests.graph_memory import call_memory
 from tests.models import PEER_CASES, ZOO
 from tests.strategies import cuts
 from tests.unet import TinyUNet

@@ -12,7 +12,6 @@ from fxpipe.capture import Capture
 from fxpipe.capture.sizes import evaluate
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
-from fxpipe.simulate.graph_memory import ARGUMENT, NEW, call_memory
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.costs.saved import SavedActivations, saved_activations
@@ -20,6 +19,7 @@ from passes.costs.work import StepWork
 from passes.lowering.joint import StageGraphs
 from passes.lowering.step_graphs import StepGraphs
 from tests.captured import captured, work, zoo
+from tests.graph_memory import ARGUMENT, NEW, call_memory
 from tests.unet import TinyUNet
 
 

@@ -22,6 +22,7 @@ from fxpipe.plan.timeline import END, Event, RankMemory, Timeline
 from fxpipe.simulate import simulate, walk
 from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.op_lists import Op, StepOps
+from tests.program_ops import back_of, calls_of
 from tests.unet import TinyUNet
 
 
@@ -45,8 +46,7 @@ def begin(action: str) -> Op:
     return Op("begin", action)
 
 
-RUN = Op("run", "stage")
-ONE_SECOND = {"stage": 1.0}
+RUN = Op("run", seconds=1.0)
 
 
 def cluster_of(bandwidth: float, latency: float) -> Cluster:
@@ -61,7 +61,7 @@ def test_a_wait_ends_when_the_message_has_arrived() -> None:
         [begin("0F0"), RUN, send(0, 0, 1), begin(END)],
         [begin("1F0"), wait(0, 0, 1), RUN, begin(END)],
     ]
-    events = walk(ranks, ONE_SECOND, A_SECOND).timeline().events
+    events = walk(ranks, A_SECOND).timeline().events
     assert Event(0, "0F0", "F", 0.0, 1.0) in events
     assert Event(0, "0F0", "transfer", 1.0, 2.0, 1, 0, 4, "h[0] main [4]") in events
     assert Event(1, "1F0", "wait", 0.0, 2.0, 0, 0, 4, "h[0] main [4]") in events
@@ -79,7 +79,7 @@ def test_bytes_move_when_the_receive_is_posted(runs: int, arrives: float) -> Non
         [begin("0F0"), RUN, send(0, 0, 1), RUN, begin(END)],
         [begin("1F0"), *[RUN] * runs, post(0, 0, 1), RUN, wait(0, 0, 1), begin(END)],
     ]
-    walked = walk(ranks, ONE_SECOND, A_SECOND)
+    walked = walk(ranks, A_SECOND)
     assert walked.arrival_seconds == {0: arrives}
     assert walked.rank_ends == [2.0, arrives]  # a send never blocks
 
@@ -89,7 +89,7 @@ def test_a_channel_sends_one_message_at_a_time_and_both_directions_at_once() -> 
         [begin("0F0"), send(0, 0, 1), send(1, 0, 1), wait(2, 1, 0), begin(END)],
         [begin("1F0"), send(2, 1, 0), wait(0, 0, 1), wait(1, 0, 1), begin(END)],
     ]
-    arrivals = walk(ranks, {}, A_SECOND).arrival_seconds
+    arrivals = walk(ranks, A_SECOND).arrival_seconds
     assert arrivals == {0: 1.0, 1: 2.0, 2: 1.0}
 
 
@@ -98,7 +98,7 @@ def test_sends_do_not_block_and_messages_may_wait_for_their_reader() -> None:
         [begin("0F0"), RUN, send(0, 0, 1), RUN, begin(END)],
         [begin("1F0"), RUN, RUN, RUN, wait(0, 0, 1), begin(END)],
     ]
-    walked = walk(ranks, ONE_SECOND, A_SECOND)
+    walked = walk(ranks, A_SECOND)
     assert walked.op_seconds[0][-1] == (2.0, 2.0)
     assert walked.op_seconds[1][4] == (3.0, 3.0)
 
@@ -112,7 +112,7 @@ def test_messages_take_from_what_their_ends_compute() -> None:
         [begin("2F0"), wait(2, 0, 2), RUN, begin(END)],
     ]
     ranks[0].insert(3, send(2, 0, 2))
-    walked = walk(ranks, ONE_SECOND, Cluster("toy", (Level(3, link),)))
+    walked = walk(ranks, Cluster("toy", (Level(3, link),)))
     assert walked.op_seconds[0][-1] == (1 + 3 * 0.75, 1 + 3 * 0.75)
     assert walked.op_seconds[1][-1] == (4 + 2 * 0.75, 4 + 2 * 0.75)
     assert walked.arrival_seconds[2] > 0.75
@@ -124,7 +124,7 @@ def test_collectives_take_from_what_their_ranks_compute() -> None:
     link = Link("busy", 4.0, 0.0, taken_share=0.25, overhead_seconds=0.5)
     gather, reduce = Collective(0, "all_gather", (0, 1), 16), Collective(1, "reduce", (0, 1), 16)
     ops = [begin("0F0"), Op("all_gather", collective=gather), RUN, Op("reduce", collective=reduce), RUN, begin(END)]
-    walked = walk([ops, ops], ONE_SECOND, Cluster("toy", (Level(2, link),)))
+    walked = walk([ops, ops], Cluster("toy", (Level(2, link),)))
     assert [of_rank[-1][0] for of_rank in walked.op_seconds] == [1 + 2 * 1.0 + 1 + 4 * 1.0] * 2
 
 
@@ -133,7 +133,7 @@ def test_what_takes_no_time_pays_for_no_message() -> None:
     cluster = Cluster("toy", (Level(3, Link("busy", 8.0, 0.0, overhead_seconds=1.0)),))
     others = [[begin("1F0"), wait(0, 0, 1), begin(END)], [begin("2F0"), wait(1, 0, 2), begin(END)]]
     ends = [
-        walk([[begin("0F0"), send(0, 0, 1), *between, send(1, 0, 2), begin(END)], *others], {}, cluster).arrival_seconds
+        walk([[begin("0F0"), send(0, 0, 1), *between, send(1, 0, 2), begin(END)], *others], cluster).arrival_seconds
         for between in ([], [Op("run")])
     ]
     assert ends[0] == ends[1]
@@ -146,13 +146,13 @@ def test_an_action_starts_after_its_own_waits_and_before_the_next() -> None:
         *(begin("0B0"), RUN, Op("reduce", collective=first), begin("0R0"), Op("wait_reduce", collective=first)),
         *(Op("reduce", collective=second), begin("1F0"), Op("wait_reduce", collective=second), RUN, begin(END)),
     ]
-    step = StepOps([ops, ops], [{}, {}], ONE_SECOND)
+    step = StepOps([ops, ops], [{}, {}])
     assert simulate(step, A_SECOND).starts[0] == (0.0, 3.0, 5.0, 6.0)
 
 
 def test_a_deadlock_is_an_error() -> None:
     with pytest.raises(ScheduleError, match=r"wait forever for edges \[0\]"):
-        walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], {}, A_SECOND)
+        walk([[begin("0F0"), wait(0, 1, 0)], [begin("1F0")]], A_SECOND)
 
 
 @given(
@@ -187,7 +187,7 @@ def test_times_are_longest_paths(steps: list[tuple[int, int | float]], generator
             edge, source, target = unread.pop(generator.randrange(len(unread)))
             ranks[target].append(wait(edge, source, target))
             clock[target] = max(clock[target], arrival[edge])
-    walked = walk(ranks, {}, A_SECOND)
+    walked = walk(ranks, A_SECOND)
     assert [nodes[-1][1] if nodes else 0.0 for nodes in walked.op_seconds] == pytest.approx(clock)
     assert walked.arrival_seconds == pytest.approx(dict(enumerate(arrival)))
 
@@ -195,7 +195,7 @@ def test_times_are_longest_paths(steps: list[tuple[int, int | float]], generator
 def test_messages_share_the_ports_of_their_ranks() -> None:
     sends = [begin("0F0"), *(Op("send", message=message(e, 0, e + 1, 10)) for e in range(2)), begin(END)]
     reads = [[begin("1F0"), Op("wait", message=message(e, 0, e + 1, 10)), begin(END)] for e in range(2)]
-    arrivals = walk([sends, *reads], {}, cluster_of(10.0, 0.5)).arrival_seconds
+    arrivals = walk([sends, *reads], cluster_of(10.0, 0.5)).arrival_seconds
     assert arrivals == {0: 2.5, 1: 2.5}
 
 
@@ -233,13 +233,13 @@ def test_predictions_have_the_actions_and_bytes_of_the_program(program: fxpipe.P
 def test_every_graph_that_programs_call_has_a_cost(program: fxpipe.Program) -> None:
     nodes = (node for of_rank in program.step.programs for node in of_rank.graph.nodes)
     called = {node.target for node in nodes if node.op == "call_module" and node.args}
-    assert called <= set(program.step.calls)
+    assert called <= set(calls_of(back_of(program), program.schedule))
 
 
 def test_time_follows_the_cost_model_and_the_cluster(program: fxpipe.Program) -> None:
     fast = cluster_of(1e18, 0.0)
     base = program.simulate(cluster=fast)
-    slow = Slower(program.costing.model, 2.0)
+    slow = Slower(program.costed.model, 2.0)
     assert program.simulate(slow, fast).makespan_seconds == pytest.approx(2 * base.makespan_seconds)
     slower_network = program.simulate(cluster=cluster_of(1e6, 1e-4))
     assert slower_network.makespan_seconds > base.makespan_seconds
@@ -266,7 +266,7 @@ class Measured(CostModel):
 
 def test_measured_nodes_are_taken_as_measured(program: fxpipe.Program) -> None:
     model = Measured()
-    calls = program.step.calls
+    calls = calls_of(back_of(program), program.schedule)
     num_nodes = {name: sum(map(len, call.blocks.values())) for name, call in calls.items()}
     forward = [e for e in program.simulate(model, cluster_of(1e18, 0.0)).actions if e.kind == "T"]
     assert forward
@@ -276,11 +276,12 @@ def test_measured_nodes_are_taken_as_measured(program: fxpipe.Program) -> None:
 
 
 def test_a_split_backward_takes_what_the_whole_one_does(program: fxpipe.Program) -> None:
-    model, costs = program.costing.model, program.costing.costs
-    for name, call in program.step.calls.items():
+    model, costs = program.costed.model, program.costed.costs
+    calls = calls_of(back_of(program), program.schedule)
+    for name, call in calls.items():
         if call.part == "backward_input":
             of_nodes = node_seconds(model, costs, call.num_samples)
-            parts = [program.step.calls[name.replace("_input", part)] for part in ("_input", "_weight", "")]
+            parts = [calls[name.replace("_input", part)] for part in ("_input", "_weight", "")]
             inputs, weights, whole = (sum(p.seconds(costs, of_nodes).values()) for p in parts)
             assert inputs + weights == pytest.approx(whole)
 

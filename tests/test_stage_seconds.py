@@ -10,11 +10,12 @@ import fxpipe
 from benchmarks.emulation import Slower
 from cost_models.devices import device
 from cost_models.profiled import Entry, Profile, Speeds, key_of
-from fxpipe.costs.call_costs import CallCost
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
 from fxpipe.costs.table import CostTable
 from passes.costs.block_costs import block_costs
+from tests.call_costs import CallCost
 from tests.models import ZOO
+from tests.program_ops import back_of, calls_of
 from tests.unet import TinyUNet
 
 CASES: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ class Unequal(CostModel):
 def profiled(program: fxpipe.Program) -> CostModel:
     parts = (*program.blocks.components, *program.blocks.blocks)
     entries = [Entry(part.name, part.nodes, (1, 4), (0.1, 0.3 + i), (0.2, 0.9 + i)) for i, part in enumerate(parts)]
-    key = key_of(program.costing.costs, torch.device("cpu"))
+    key = key_of(program.costed.costs, torch.device("cpu"))
     return Profile(device(), key, tuple(entries), Speeds(1e9))
 
 
@@ -69,12 +70,12 @@ def planned(call: CallCost, costs: Any, block: int) -> float:
 )
 def test_a_stage_takes_what_its_blocks_do(model: str, case: str) -> None:
     program = compiled(model, case)
-    graph, table = program.blocks, program.costing.costs
+    graph, table = program.blocks, program.costed.costs
     components = {component.name: number for number, component in enumerate(graph.components)}
     for cost_model in models(program):
         costs = block_costs(program.capture, graph, table, cost_model)
         counted = set()
-        for call in program.step.calls.values():
+        for call in calls_of(back_of(program), program.schedule).values():
             seconds = call.seconds(table, node_seconds(cost_model, table, call.num_samples))
             blocks = [block for block in seconds if isinstance(block, int)]
             counted |= {(call.part, block) for block in blocks}
@@ -100,7 +101,7 @@ def call_seconds(call: CallCost, table: CostTable, model: CostModel, nodes: list
 def test_the_parts_of_a_backward_take_what_it_does() -> None:
     program = compiled("unet2d", "split backward")
     for cost_model in models(program):
-        costs = block_costs(program.capture, program.blocks, program.costing.costs, cost_model)
+        costs = block_costs(program.capture, program.blocks, program.costed.costs, cost_model)
         times = costs.at(3)
         sums = [i + w for i, w in zip(times.input_gradient_seconds, times.weight_gradient_seconds, strict=True)]
         assert list(times.backward_seconds) == pytest.approx(sums, rel=1e-12)
@@ -112,7 +113,7 @@ def test_one_pipeline_without_waits_takes_the_sum() -> None:
     step = TinyUNet("no_grad")
     program = fxpipe.compile(step, 1, batch_size=6, microbatches=3, schedule="gpipe")
     for cost_model in (device("V100-32GB"), Slower(profiled(program), 2.0)):
-        costs = block_costs(program.capture, program.blocks, program.costing.costs, cost_model).at(2)
+        costs = block_costs(program.capture, program.blocks, program.costed.costs, cost_model).at(2)
         of_blocks = sum(costs.forward_seconds) + sum(costs.backward_seconds) + sum(costs.component_seconds)
         gradients = sum(p.nbytes for p in step.parameters() if p.requires_grad)
         adding = cost_model.moving_seconds(2 * gradients, gradients)  # of all, at once

@@ -23,8 +23,6 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Run, Staged, whole_stages
 from fxpipe.simulate import simulate
 from fxpipe.simulate.op_lists import Op, StepOps
-from fxpipe.simulate.prediction import Costing
-from fxpipe.simulate.prediction import step_ops as ops_of_programs
 from passes.case import Case
 from passes.fill.ahead import filled
 from passes.fill.per_device import per_device
@@ -36,6 +34,7 @@ from passes.step_ops.writer import RankWriter
 from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate as simulate_plan
 from tests.models import ZOO
+from tests.program_ops import program_step_ops
 from tests.strategies import cuts
 from tests.test_block_costs import Tied
 from tests.test_outputs import Returning
@@ -155,7 +154,7 @@ def check(name: str, layout: Layout, staged: Staged | None = None, by: float = B
     for form, order in orders.items():
         if order is not None:
             programs = back.lower(form, None)  # type: ignore[arg-type]
-            real = ops_of_programs(programs, step.captured, Costing(step.costs, step.model, case.cluster))
+            real = program_step_ops(programs, step, back, case.cluster)
             assert_equal(step_ops(case, plan.staged, order, plan.microbatch_sizes), real, by)
 
 

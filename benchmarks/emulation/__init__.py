@@ -9,7 +9,8 @@ says nothing about planned durations and the model of the links, which are the s
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +18,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+import fxpipe
 from benchmarks.emulation.network import EmulatedDevice, EmulatedNetwork, EmulatedTransport
-from fxpipe.capture import Capture
+from fxpipe.capture.sizes import concrete
+from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import RankProgram
-from fxpipe.plan.step import StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import Transport
 from fxpipe.run.observe import Recording
 from fxpipe.run.run_rank import run_rank
 from fxpipe.run.transport import run_ranks
 from fxpipe.simulate.op_lists import Op
-from fxpipe.simulate.prediction import Costing, planned, whole_values
+
+_COMPUTED = (ops.draw, ops.accumulate, torch.ops.aten.add.Tensor)
 
 
-def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
-    """Run one step, every rank a thread of this process; its events, to hold against those of `predict`.
+def emulate(program: fxpipe.Program, model: CostModel, cluster: Cluster) -> Timeline:
+    """Run one step, every rank a thread of this process; its events, to hold against those of `program.simulate`.
 
     Durations should be long against what sleeps and thread switches add, a few tenths of a millisecond per action on an
     idle machine: see `Slower`.
@@ -43,15 +46,14 @@ def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
     Raises:
         CompileError: the program is not one for the CPU, where the emulated tensors are.
     """
+    step = program.step
     if step.device.type != "cpu":
         raise CompileError(f"emulation has its tensors on the CPU; compile for it, not for {step.device.type}")
-    plan = planned(step, capture, costing)
+    planned = program.costed.priced(model).ops(program.plan, program.schedule, cluster)
     devices = [EmulatedDevice() for _ in step.programs]
-    ranks = zip(step.programs, plan.op_lists, devices, strict=True)
-    modules = [emulated(program, ops, plan.seconds, device) for program, ops, device in ranks]
-    likes = whole_values(capture, step.batch_size)
-    whole: Any = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in likes.items()}
-    network, recording = EmulatedNetwork(costing.cluster), Recording()
+    ranks = zip(step.programs, planned.ranks, devices, strict=True)
+    modules = [emulated(of_rank, op_list, device) for of_rank, op_list, device in ranks]
+    whole, network, recording = _whole_values(program), EmulatedNetwork(cluster), Recording()
 
     def body(transport: Transport) -> None:
         rank = transport.rank
@@ -63,18 +65,31 @@ def emulate(step: StepPlan, capture: Capture, costing: Costing) -> Timeline:
     return recording.timeline()
 
 
-def emulated(
-    program: RankProgram, op_list: Sequence[Op], seconds: Mapping[str, float], device: EmulatedDevice
-) -> fx.GraphModule:
-    """The program with a sleep wherever the simulator lets time pass on its rank: stage graphs, sums of gradients,
-    random draws."""
-    graph, root = copy.deepcopy(program.graph), nn.Module()
+def _whole_values(program: fxpipe.Program) -> Any:
+    """Zeros for every whole-batch input, by its name in the programs, and for every random draw, by index."""
+    capture, found = program.capture, dict[str | int, Tensor]()
+    for node in capture.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] in ("input", "draw"):
+            key = node.name if node.meta["kind"] == "input" else capture.draws[node.name].index
+            value = node.meta["val"]
+            found[key] = torch.zeros(concrete(tuple(value.shape), program.step.batch_size), dtype=value.dtype)
+    return found
+
+
+def emulated(program: RankProgram, op_list: Sequence[Op], device: EmulatedDevice) -> fx.GraphModule:
+    """The program with a sleep where it first computes in an action, as long as the simulator lets pass on its rank; in
+    place of stage graphs, sums of gradients and random draws."""
+    graph, root, seconds, action = copy.deepcopy(program.graph), nn.Module(), defaultdict[str, float](float), ""
+    for op in op_list:
+        action = op.action if op.kind == "begin" else action
+        seconds[action] += op.seconds
+    action = ""
     results = {name: _results(of_stage) for name, of_stage in program.modules.items()}
-    for index, (node, op) in enumerate(zip(list(graph.nodes), op_list, strict=True)):
-        if op.kind == "run" or node.op == "call_module":
-            planned_seconds = op.seconds + (seconds[op.call] if op.call else 0.0)
-            drawn = node.target is ops.draw
-            root.add_module(f"sleep_{index}", _Sleep(device, planned_seconds, results.get(str(node.target)), drawn))
+    for index, node in enumerate(list(graph.nodes)):
+        action = str(node.args[1]) if node.target is ops.begin else action
+        if node.op == "call_module" or node.target in _COMPUTED:
+            drawn, planned = node.target is ops.draw, seconds.pop(action, 0.0)
+            root.add_module(f"sleep_{index}", _Sleep(device, planned, results.get(str(node.target)), drawn))
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.call_module(f"sleep_{index}", node.args))
             graph.erase_node(node)

@@ -1,7 +1,7 @@
 """What a node costs, as functions of the batch size; what devices make of it is in the files beside this one.
 
     conv    4.1 G*s FLOPs, 2.6 M*s bytes       node costs -> `table`, arrays -> `model`, seconds on a device
-    silu    0 FLOPs, 5.2 M*s bytes             -> `block_costs`, for planners; `call_costs`, for rank programs
+    silu    0 FLOPs, 5.2 M*s bytes             -> `block_costs`, for planners
 
 Counts are sympy expressions of the batch symbol; every free symbol stands for the number of samples. One
 multiply-accumulate is two FLOPs. Formulas are in `cost_models.flops`, devices in `cost_models.devices`.

@@ -9,7 +9,6 @@ import torch
 
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
-from fxpipe.costs.call_costs import CallCost
 from fxpipe.errors import CompileError
 from fxpipe.models.self_conditioning import conditioned
 from fxpipe.plan.lanes import SendOrder
@@ -31,11 +30,11 @@ class StepPlan:
     """Rank programs and messages for one batch size; `input_names` maps a program's input to the model's argument.
 
     `programs` are those of all ranks, or of this process's alone; messages, reductions and gatherings are all ranks'.
-    `calls` says what the graphs they call cost, `source` is the fingerprint of the costed step, which is the same graph
-    from `fewest` samples on. Of a self-conditioned step `without` is what runs where a step draws no first pass, and
-    `probability` that of one. `outputs` are what it returns beside the loss, `sends` its messages in an order in which
-    all can be sent. `backend` is what stage graphs run by; `predicted` what a step in a row of them takes. Where it is
-    `offloaded` the optimizer's states are on the host.
+    `source` is the fingerprint of the costed step, which is the same graph from `fewest` samples on. Of a self-
+    conditioned step `without` is what runs where a step draws no first pass, and `probability` that of one. `outputs`
+    are what it returns beside the loss, `sends` its messages in an order in which all can be sent. `backend` is what
+    stage graphs run by; `predicted` what a step in a row of them takes. Where it is `offloaded` the optimizer's states
+    are on the host.
     """
 
     inputs: InputSpec
@@ -49,7 +48,6 @@ class StepPlan:
     reductions: tuple[Reduction, ...]
     device: torch.device
     source: str
-    calls: Mapping[str, CallCost]
     without: "StepPlan | None" = None
     probability: float = 1.0
     outputs: tuple[Output, ...] = ()

@@ -1,9 +1,9 @@
-"""What would make a step faster: the same programs on another network, or with other seconds, simulated again; or other
+"""What would make a step faster: the same ops on another network, or with other seconds, simulated again; or other
 plans, made for more memory or another number of micro-batches.
 
     network infinitely fast    links without latency, that need no time and no rank's
-    frozen work free           graphs of frozen components take no time
-    perfect balance            every rank's graphs take the mean of all ranks' times
+    frozen work free           frozen components take no time
+    perfect balance            every rank computes for the mean of all ranks' times
     twice the memory           planned again
     one more micro-batch       planned again, the rest of the layout as it is
 """
@@ -16,6 +16,7 @@ from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
 from fxpipe.plan.explanation import Explanation, WhatIf, rivals
 from fxpipe.plan.plan import Plan
+from fxpipe.plan.timeline import kind_of
 from fxpipe.simulate import simulate
 from fxpipe.simulate.op_lists import Op, StepOps
 
@@ -37,7 +38,7 @@ def explain(plan: Plan, ops: StepOps, cluster: Cluster, again: Replanned | None)
         ops: of the form of the step that is run in a row.
         again: makes other plans, with fields of the request changed; None where nobody may.
     """
-    seconds, busy = simulate(ops, cluster).seconds, [_busy(of_rank, ops) for of_rank in ops.ranks]
+    seconds, busy = simulate(ops, cluster).seconds, [*map(_busy, ops.ranks)]
     found = [*_resimulated(ops, cluster, busy), *(_replanned(plan, again) if again is not None else ())]
     ordered = sorted(found, key=lambda what: (what.seconds is None, what.seconds))
     mean, most = sum(busy) / len(busy), max(busy)
@@ -49,9 +50,8 @@ def _resimulated(ops: StepOps, cluster: Cluster, busy: Sequence[float]) -> Itera
     free = Cluster(cluster.device, tuple(Level(level.size, FREE) for level in cluster.levels))
     sent = ops.wire_bytes
     yield _what("network infinitely fast", ops, free, "" if sent else "nothing is sent")
-    names = {op.call for of_rank in ops.ranks for op in of_rank if op.kind == "run" and op.call}
-    frozen = {name: 0.0 for name in names if name.startswith("frozen_")}
-    yield _what("frozen work free", replace(ops, seconds={**ops.seconds, **frozen}), cluster, "" if frozen else "none")
+    free_ops = replace(ops, ranks=[[*_without_frozen(of_rank)] for of_rank in ops.ranks])
+    yield _what("frozen work free", free_ops, cluster, "" if free_ops.ranks != ops.ranks else "none")
     yield _what("perfect balance", _balanced(ops, busy), cluster)
 
 
@@ -59,22 +59,26 @@ def _what(what: str, ops: StepOps, cluster: Cluster, why: str = "") -> WhatIf:
     return WhatIf(what, simulate(ops, cluster).seconds, why)
 
 
+def _without_frozen(of_rank: Sequence[Op]) -> Iterator[Op]:
+    """With frozen work that takes no time."""
+    kind = ""
+    for op in of_rank:
+        kind = kind_of(op.action) if op.kind == "begin" else kind
+        yield op._replace(seconds=0.0) if kind == "T" else op
+
+
 def _balanced(ops: StepOps, busy: Sequence[float]) -> StepOps:
     """Every rank's work in the same time, the mean; what it does, and in which order, as before."""
     mean = sum(busy) / len(busy)
     ranks = [
-        [op._replace(seconds=mean / of_rank * _seconds(op, ops)) if op.kind == "run" and of_rank else op for op in row]
+        [op._replace(seconds=mean / of_rank * op.seconds) if of_rank else op for op in row]
         for row, of_rank in zip(ops.ranks, busy, strict=True)
     ]
-    return replace(ops, ranks=ranks, seconds=dict.fromkeys(ops.seconds, 0.0))
+    return replace(ops, ranks=ranks)
 
 
-def _seconds(op: Op, ops: StepOps) -> float:
-    return op.seconds + (ops.seconds[op.call] if op.call else 0.0)
-
-
-def _busy(of_rank: Sequence[Op], ops: StepOps) -> float:
-    return sum(_seconds(op, ops) for op in of_rank if op.kind == "run")
+def _busy(of_rank: Sequence[Op]) -> float:
+    return sum(op.seconds for op in of_rank)
 
 
 def _replanned(plan: Plan, again: Replanned) -> Iterator[WhatIf]:

@@ -5,11 +5,11 @@
 
 op_lists       what ranks do, as the simulator takes it      machine      ranks, messages and collectives in time
 wires          messages that share ports                     collectives  sums that wait for all
-rank_memory    bytes over time, from op lists                memory       what rank programs hold (graph_memory)
-prediction     a rank program's step, simulated          host_update  the optimizer on the host
+rank_memory    bytes over time, from op lists                host_update  the optimizer on the host
+sample_ops     programs of sampling as op lists
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -52,7 +52,7 @@ class Clock:
 
 def simulate(step: StepOps, cluster: Cluster) -> Clock:
     """Run a step's ops to their end, without keeping what happens when; a rank without ops is never idle."""
-    machine = Machine(step.ranks, step.seconds, cluster)
+    machine = Machine(step.ranks, cluster)
     machine.run()
     end, arrivals = machine.end_seconds, None if cluster.keeps_sent else machine.arrival_seconds
     bytes_of = zip(step.ranks, step.held, machine.begins, strict=True)
@@ -96,16 +96,16 @@ def _starts(begins: Sequence[float], waits: Sequence[tuple[float, float, int]]) 
 
 def timeline(step: StepOps, cluster: Cluster) -> Timeline:
     """The events and the memory of a step's ops."""
-    walked = walk(step.ranks, step.seconds, cluster)
+    walked = walk(step.ranks, cluster)
     arrivals = None if cluster.keeps_sent else walked.arrival_seconds
     ranks = enumerate(zip(step.ranks, step.held, walked.op_seconds, strict=True))
     memory = tuple(rank_memory(rank, ops, held, seconds, arrivals) for rank, (ops, held, seconds) in ranks)
     return walked.timeline(memory)
 
 
-def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> "RecordingMachine":
-    """Run one list of ops per rank to its end; `seconds` is by graph name."""
-    machine = RecordingMachine(op_lists, seconds, cluster)
+def walk(op_lists: Sequence[Sequence[Op]], cluster: Cluster) -> "RecordingMachine":
+    """Run one list of ops per rank to its end."""
+    machine = RecordingMachine(op_lists, cluster)
     machine.run()
     return machine
 
@@ -113,8 +113,8 @@ def walk(op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster
 class RecordingMachine(Machine):
     """A machine that keeps what it does: events, and when each op of each rank started and ended."""
 
-    def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
-        super().__init__(op_lists, seconds, cluster)
+    def __init__(self, op_lists: Sequence[Sequence[Op]], cluster: Cluster) -> None:
+        super().__init__(op_lists, cluster)
         self.op_seconds: list[list[tuple[float, float]]] = [[] for _ in op_lists]
         self._events: list[Event] = []
         self._action: list[tuple[str, float]] = [("", 0.0) for _ in op_lists]

@@ -13,7 +13,7 @@ issue of a collective on; it pays while it waits, or else with what it computes 
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from fxpipe.cluster import Cluster
@@ -30,8 +30,8 @@ _SHARED = {"send", "post", *COLLECTIVES}  # what may begin something on links
 class Machine:
     """Clocks of ranks. `_ready` holds (time, rank) of the ranks that can go on."""
 
-    def __init__(self, op_lists: Sequence[Sequence[Op]], seconds: Mapping[str, float], cluster: Cluster) -> None:
-        self._ops, self._seconds, self._cluster = op_lists, seconds, cluster
+    def __init__(self, op_lists: Sequence[Sequence[Op]], cluster: Cluster) -> None:
+        self._ops, self._cluster = op_lists, cluster
         self._takes = any(level.link.taken_share or level.link.overhead_seconds for level in cluster.levels)
         self._owed = [0.0] * len(op_lists)
         absent = {rank for rank, ops in enumerate(op_lists) if not ops}
@@ -89,14 +89,13 @@ class Machine:
         """When the op ends that begins at `clock`; None if nobody knows yet."""
         kind = op.kind
         if kind == "run":
-            seconds = op.seconds + (self._seconds[op.call] if op.call else 0.0)
-            if not seconds:
+            if not op.seconds:
                 return clock  # what takes no time pays nothing, wherever it stands
             owed, self._owed[rank] = self._owed[rank], 0.0
-            return clock + seconds + owed
+            return clock + op.seconds + owed
         if kind == "begin":
             self.begins[rank].append(clock)
-            self._begin(rank, op.call, clock)
+            self._begin(rank, op.action, clock)
         elif kind == "send":
             assert op.message is not None
             self._send(rank, op.message, clock)

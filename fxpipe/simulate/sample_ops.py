@@ -22,7 +22,7 @@ from fxpipe.plan import ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.unroll import ENDS
-from fxpipe.simulate.op_lists import Bytes, Op, StepOps, message_op
+from fxpipe.simulate.op_lists import Bytes, Op, StepOps
 
 SecondsOf = Callable[[Sequence[SampleProgram]], Mapping[fx.Node, float]]
 _META = torch.device("meta")
@@ -66,11 +66,25 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def _op(node: fx.Node, by_edge: Mapping[int, Message], seconds: Mapping[fx.Node, float]) -> Op:
-    if (shared := message_op(node, by_edge)) is not None:
-        return shared
+    if (message := message_op(node, by_edge)) is not None:
+        return message
     if node.op == "call_function":
         return Op("run", seconds=seconds.get(node, 0.0))
     return Op("none")
+
+
+def message_op(node: fx.Node, by_edge: Mapping[int, Message]) -> Op | None:
+    """What begins an action, sends, posts a receive or waits."""
+    if node.target is ops.begin:
+        return Op("begin", action=str(node.args[1]))
+    if node.target is ops.send:
+        return Op("send", message=by_edge[node.args[3]])  # type: ignore[index]
+    if node.target is ops.recv:
+        return Op("post", message=by_edge[node.args[2]])  # type: ignore[index]
+    if node.target is ops.wait:
+        (receive,) = node.all_input_nodes
+        return Op("wait", message=by_edge[receive.args[2]])  # type: ignore[index]
+    return None
 
 
 def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor], keeps_sent: bool) -> dict[fx.Node, Bytes]:

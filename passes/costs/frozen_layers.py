@@ -26,6 +26,8 @@ NUM_LAYERS = 16  # per component
 
 Table = tuple[tuple[float, ...], ...]
 """A number per component and layer."""
+Layers = tuple[tuple[tuple[str, ...], ...], ...]
+"""Operations by name of every component's layers."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class FrozenLayers:
     depends: tuple[tuple[int, ...], ...]
     seconds_at: Callable[[int], Table]
     largest_at: Callable[[int], Table]
-    nodes: tuple[tuple[tuple[str, ...], ...], ...]
+    nodes: Layers
     values: tuple[LayerValue, ...]
     given: Mapping[str, frozenset[tuple[int, int]]]
 
@@ -127,19 +129,9 @@ def frozen_layers(
     """Every component cut into layers of about equal time; `batch` says what is computed on the whole batch."""
     one = table.by_name(node_seconds(model, table, 1).forward)
     layers = tuple(cut_layers(captured, component, one, NUM_LAYERS) for component in graph.components)
-    whole = batch.whole_batch if batch else ()
     places = [[table.positions(nodes) for nodes in of_component] for of_component in layers]
-    units = [
-        [table.positions(with_local(captured, nodes, graph.local, whole)) for nodes in of_component]
-        for of_component in layers
-    ]
     held = weight_bytes_read(captured, table)
     numbers = {component.name: i for i, component in enumerate(graph.components)}
-
-    @cache  # asked for by every piece of frozen work of every candidate
-    def seconds_at(num_samples: int) -> Table:
-        forward = node_seconds(model, table, num_samples).forward
-        return tuple(tuple(float(forward[nodes].sum()) for nodes in component) for component in units)
 
     @cache
     def largest_at(num_samples: int) -> Table:
@@ -150,12 +142,30 @@ def frozen_layers(
     return FrozenLayers(
         tuple(component.name for component in graph.components),
         tuple(tuple(sorted(numbers[name] for name in component.depends)) for component in graph.components),
-        seconds_at,
+        seconds_of_layers(captured, graph, table, model, layers, batch),
         largest_at,
         layers,
         layer_values(captured, graph, layers),
         _given(captured, graph, layers),
     )
+
+
+def seconds_of_layers(
+    captured: Capture, graph: BlockGraph, table: CostTable, model: CostModel, layers: Layers, batch: BatchPlan | None
+) -> Callable[[int], Table]:
+    """Of every component's layers, by the number of samples."""
+    whole = batch.whole_batch if batch else ()
+    units = [
+        [table.positions(with_local(captured, nodes, graph.local, whole)) for nodes in of_component]
+        for of_component in layers
+    ]
+
+    @cache  # asked for by every piece of frozen work of every candidate
+    def seconds_at(num_samples: int) -> Table:
+        forward = node_seconds(model, table, num_samples).forward
+        return tuple(tuple(float(forward[nodes].sum()) for nodes in component) for component in units)
+
+    return seconds_at
 
 
 def _owners(graph: BlockGraph, layers: Sequence[Sequence[Sequence[str]]]) -> dict[str, str | int]:

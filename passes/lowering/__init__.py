@@ -16,6 +16,7 @@ A step has four forms: a "step" has its frozen work among its actions; where tha
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
 
 from fxpipe.plan.actions import Action, Work
@@ -167,7 +168,7 @@ class _Form:
         return replace(work, edges=edges, grad_edges=grad_edges)
 
     def _messages(self, tied: Sequence[TiedGradient], frozen: FrozenWork | None) -> tuple[Message, ...]:
-        """All messages, rank by rank as they are sent."""
+        """All messages, those of actions first, rank by rank as they are sent."""
         messages: list[Message] = []
         last = list(closing(self.layout, tied)) if self.trains else []
         routes = Routes(self.step.crossing, self.schedule)
@@ -180,10 +181,9 @@ class _Form:
                 for dst, name, kind in routes.sends(rank, place, action):
                     value, of = self.layout.value(name, action.microbatch), (name, action.microbatch, kind)
                     messages.append(Message(len(messages), rank, dst, action, *of, value.shape, value.dtype))
-            for _, dst, name, kind in (send for send in last if send[0] == rank):
-                like = self.step.told if kind == "loss" else self.step.state[name]
-                shape = tuple(like.shape)
-                messages.append(Message(len(messages), rank, dst, None, name, -1, kind, shape, like.dtype))
+        for rank, dst, name, kind in sorted(last, key=itemgetter(0)):
+            like = self.step.told if kind == "loss" else self.step.state[name]
+            messages.append(Message(len(messages), rank, dst, None, name, -1, kind, tuple(like.shape), like.dtype))
         return tuple(messages)
 
     def _program(

@@ -3,8 +3,8 @@
     rank 0: 0F0 0F1 0B0 0B1         begin 0F0 | run +saved | send h | begin 0F1 | ...
     rank 1: 1F0 1B0 1F1 1B1    ->   begin 1F0 | wait h | run | begin 1B0 | run -saved | send grad | ...
 
-The ops are those of the rank programs that would be lowered from the same schedule: the same messages in the same
-order, the same sums of gradients, memory taken and let go at the same places. `fxpipe.simulate` walks both.
+The ops are those of the rank programs that are lowered from the same schedule: the same messages in the same order, the
+same sums of gradients, memory taken and let go at the same places. `fxpipe.simulate` walks them.
 
 units         what stages and components read and give       messages      what goes from rank to rank, in which order
 rank_ops      one rank's ops and buffers as they grow        writer        the ops of one rank
@@ -23,8 +23,7 @@ from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.host_update import host_update
-from fxpipe.simulate.memory import ADAMW_BYTES
-from fxpipe.simulate.op_lists import Op, StepOps
+from fxpipe.simulate.op_lists import ADAMW_BYTES, Op, StepOps
 from passes.case import Case
 from passes.costs.call_bytes import UnitKey
 from passes.step_ops.closing import Closing
@@ -45,6 +44,7 @@ def step_ops(
     sizes: Sequence[int],
     *,
     only: Collection[int] | None = None,
+    optimizer_bytes: int = ADAMW_BYTES,
 ) -> StepOps:
     """One step of all ranks.
 
@@ -54,6 +54,7 @@ def step_ops(
         sizes: samples of every micro-batch.
         only: ranks of some of equal pipelines: the others, whose schedules are empty, have no ops, and what goes to
             them and comes from them at the end of the step is left out, but for sums over replicas.
+        optimizer_bytes: of optimizer state per trained parameter.
     """
     step = step_of(case, staged, schedule, sizes)
     if only is not None:
@@ -67,7 +68,7 @@ def step_ops(
         num_bytes -= sum(closing.others_bytes(stage, rank) for kind, stage in step.units_of[rank] if kind == "F")
         own = [w for w in trained if closing.owners.get(w.name, rank) == rank]
         elements = sum(w.num_elements for w in own)
-        held[rank] = {"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * ADAMW_BYTES}
+        held[rank] = {"state": num_bytes, "optimizer": 0 if staged.offloaded else elements * optimizer_bytes}
         if staged.offloaded:
             update = host_update(case.cluster.device, elements, sum(w.num_bytes for w in own))
             ranks[rank] = [*ranks[rank], update]

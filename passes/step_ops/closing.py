@@ -13,7 +13,6 @@ from itertools import count
 from operator import itemgetter
 
 from fxpipe.simulate.collectives import Collective
-from fxpipe.simulate.memory import scattered_bytes
 from passes.step_ops.exchange import TiedGradient, closing_sends
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.sharding import owners, sums_in_turn
@@ -145,3 +144,8 @@ class Closing:
             found[message.src].append(message)
             found[message.dst].append(message)
         return found
+
+
+def scattered_bytes(num_bytes: int, own_bytes: int, num_ranks: int) -> int:
+    """What a rank copies to sum gradients of which some are its own: those of others, and what all others send it."""
+    return num_bytes - own_bytes + (num_ranks - 1) * own_bytes

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fxpipe.errors import CompileError
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.staged import Staged, whole_stages
-from fxpipe.simulate.memory import ADAMW_BYTES
+from fxpipe.simulate.op_lists import ADAMW_BYTES
 from passes.case import Case
 from passes.placement.memory import StageMemory
 from passes.placement.place import place

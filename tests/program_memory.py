@@ -1,4 +1,4 @@
-"""What the nodes of a rank program do to memory, from its liveness: FX frees each value after its last use.
+"""What the nodes of a rank program do to memory, from its liveness: what plans say is held against it.
 
     wait h_mb0        transfers +h                       held for good: parameters, buffers, optimizer states
     stage_1_forward   activations +saved +returned       held for the step: whole-batch inputs
@@ -17,11 +17,9 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Gathering, RankProgram, Reduction
-from fxpipe.simulate.graph_memory import ARGUMENT, NEW, SAVED, CallMemory, Storage, call_memory
 from fxpipe.simulate.op_lists import Bytes
-
-ADAMW_BYTES = 8
-"""Optimizer state per trained parameter: two float32 averages."""
+from passes.step_ops.closing import scattered_bytes
+from tests.graph_memory import ARGUMENT, NEW, SAVED, CallMemory, Storage, call_memory
 
 
 class Meter:
@@ -92,7 +90,7 @@ def program_bytes(
     return list(_Walk(program, calls, whole_bytes, Meter()).run())
 
 
-def held_bytes(program: RankProgram, optimizer_bytes: int = ADAMW_BYTES) -> dict[str, int]:
+def held_bytes(program: RankProgram, optimizer_bytes: int) -> dict[str, int]:
     """What a rank holds all step long; `optimizer_bytes` per element of a parameter that has a gradient."""
     trained = sum(program.state[name].numel() for name in program.gradients)
     held = program.state.keys() - {*program.gathered}
@@ -277,8 +275,3 @@ class _Scattering(NamedTuple):
 
     sums: list[Buffer]
     moved: Buffer
-
-
-def scattered_bytes(num_bytes: int, own_bytes: int, num_ranks: int) -> int:
-    """What a rank copies to sum gradients of which some are its own: those of others, and what all others send it."""
-    return num_bytes - own_bytes + (num_ranks - 1) * own_bytes

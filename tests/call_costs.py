@@ -1,17 +1,50 @@
-"""What every graph that rank programs call is made of, to be priced by a cost model.
+"""What every graph that rank programs call is made of, block by block, and the seconds a cost model makes of it: what
+planners add up of blocks is held against it.
 
 stage_1 = [conv, silu | linear]      stage_1_forward    {block 4: (conv, silu), block 5: (linear,)}
                                ->    stage_1_backward   the same nodes, counted backward; forward too where recomputed
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from fxpipe.costs.call_costs import Block, CallCost, Part
+from fxpipe.costs.model import NodeSeconds
+from fxpipe.costs.polynomials import Floats
+from fxpipe.costs.table import CostTable
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
 from passes.lowering.program_writer import graph_name
 from passes.lowering.step_graphs import WHOLE_BATCH, Key, StepGraphs
+
+Part = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+Block = int | str | None
+"""A block's index or a component's name; None for nodes that any unit computes for itself."""
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """One graph: which part of a unit, for how many samples, and the captured nodes of each block.
+
+    The backward computes the nodes in `again` anew, where it is whole or gives input gradients.
+    """
+
+    part: Part
+    num_samples: int
+    blocks: Mapping[Block, tuple[str, ...]]
+    again: frozenset[str] = frozenset()
+
+    def seconds(self, table: CostTable, of_nodes: NodeSeconds) -> dict[Block, float]:
+        """Seconds of each block in this graph; `of_nodes` are those of the table at `num_samples`."""
+        taken: Floats = getattr(of_nodes, self.part)
+        again = self.again if self.part in ("backward", "backward_input") else ()
+        found = {}
+        for block, nodes in self.blocks.items():
+            anew = table.positions([name for name in nodes if name in again])
+            found[block] = float(taken[table.positions(nodes)].sum() + of_nodes.forward[anew].sum())
+        return found
 
 
 def call_costs(step: StepGraphs) -> dict[str, CallCost]:
