@@ -168,7 +168,8 @@ RECORDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_steps_are_those_of_eager_ones(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Bit for bit: two batches to an optimizer's step, which changes the weights in place."""
+    """Bit for bit, where a GPU gives the same bits twice, as it doesn't for SDXL: two batches to an optimizer's step,
+    which changes the weights in place."""
     found = []
     for backend in ("eager", "cudagraphs"):
         torch.manual_seed(0)
@@ -186,7 +187,8 @@ def test_recorded_steps_are_those_of_eager_ones(name: str, caplog: pytest.LogCap
                     optimizer.step()
                     optimizer.zero_grad()
         found.append([*losses, *(p.detach() for p in model.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    bound = 1e-9 if name == "sdxl" else 0.0
+    assert all(torch.allclose(one, other, rtol=bound, atol=bound) for one, other in zip(*found, strict=True))
     assert "runs eagerly" not in caplog.text
 
 
