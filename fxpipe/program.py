@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import Capture, capture
+from fxpipe.capture.kept_tables import same_but_for_tables
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.capture.same import same_constants
 from fxpipe.capture.snapshot import Snapshot
@@ -286,9 +287,21 @@ class Program:
         return all(program._makes_the_same() for program in self._of_all_shapes())
 
     def _makes_the_same(self) -> bool:
-        example, before = self.costed.example, self.capture
+        now = self._captured_now()
+        if self._is_alike(now):
+            return True
+        assert self.settings is not None  # of which something has changed
+        with self.settings.as_at_first():
+            then = self._captured_now()
+        return self._is_alike(then) and same_but_for_tables(now, then, dict(self.model.named_buffers()))
+
+    def _captured_now(self) -> Capture:
+        example = self.costed.example
         surroundings = Surroundings(self.step.device, example.autocast)
-        now = capture(self.model, before.inputs, example.tensors, surroundings=surroundings)
+        return capture(self.model, self.capture.inputs, example.tensors, surroundings=surroundings)
+
+    def _is_alike(self, now: Capture) -> bool:
+        before = self.capture
         alike = (now.fingerprint, now.tensors) == (before.fingerprint, before.tensors)
         return alike and same_constants(now.constants, before.constants)
 

@@ -127,6 +127,37 @@ def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:
     engine.step(batch)
 
 
+class Tables(Layers):
+    """Keeps tables of constants and of a buffer, one of them by the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.turns = dict[int, Tensor](), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.turns is None or len(self.turns) != x.shape[-1]:
+            self.turns = torch.arange(x.shape[-1], dtype=x.dtype).cos() + self.shift[: x.shape[-1]]
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+        h = self.last(self.tables[x.shape[1]] @ torch.tanh(self.first(x) * self.turns) + self.shift)
+        return h.square().mean()
+
+
+def test_tables_that_forward_keeps_from_call_to_call_are_no_change() -> None:
+    """Whoever fills them: verify leaves none, an evaluation of the model, of other sizes too, may."""
+    model, batch = Tables().double(), (torch.randn(4, 3, 4, dtype=torch.float64),)
+    program = fxpipe.compile(model, 2, example_inputs=batch, schedule="1f1b", microbatches=2)
+    assert program.verify(*batch).ok
+    assert model.turns is None
+    engine = program.local_engine()
+    for rows in (3, 2, 3):
+        model(batch[0][:, :rows])
+        torch.testing.assert_close(engine.step(batch), model(*batch).detach(), rtol=1e-12, atol=0.0)
+    model.tables[3] = 2 * model.tables[3]
+    with pytest.raises(RunError, match=r"tables\[3\] was .* computes something else"):
+        engine.step(batch)
+
+
 def test_a_buffer_that_forward_reads_as_a_number_keeps_its_value(batch: tuple[Tensor]) -> None:
     class Scaled(Layers):
         def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ functionalise    no writes in place (views)       (watch, calls, weights, random
 known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
 guards           what is taken for granted of inputs
 formulas         of operations in transforms
-outputs          what forward returns beside the loss
+outputs          what forward returns beside the loss  same, kept_tables      whether two captures are one step
 draws            randomness outside (attention)   randomness    numbers that do not depend on the layout
 cache            captures on disk (stored, model_digest, code_names, files, expressions)
 private          names of torch that are private

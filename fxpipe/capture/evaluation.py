@@ -7,6 +7,7 @@ x.mean()                                not known
 
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,17 @@ def evaluated(tensor: torch.Tensor, held: Mapping[str, torch.Tensor]) -> Evaluat
     return Evaluated(node, value, found.values, found.read) if isinstance(value, torch.Tensor) else None
 
 
+def evaluated_nodes(graph: fx.Graph, held: Mapping[str, torch.Tensor]) -> Mapping[fx.Node, Any]:
+    """What nodes of a captured graph hold that are made of numbers and of what is `held`, by placeholders' names."""
+    found = _Evaluation(nn.Module(), held)
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op != "output" and found.values.keys() >= {*node.all_input_nodes}:
+                with suppress(_Unknown):
+                    found.of(node)
+    return found.values
+
+
 class _Unknown(Exception):
     pass
 
@@ -71,7 +83,7 @@ class _Evaluation:
     def _made(self, node: fx.Node) -> Any:
         if node.op in ("placeholder", "get_attr"):
             return self._of_model(node)
-        if node.target is torch.ops.aten.lift_fresh_copy.default:  # a number of forward's own
+        if node.target is torch.ops.aten.lift_fresh_copy.default and node.args[0] not in self.values:
             return getattr(self._root, str(node.args[0].target)).clone()  # type: ignore[union-attr]
         known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         if not known or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):

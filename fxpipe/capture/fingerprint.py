@@ -15,7 +15,7 @@ from fxpipe.capture.randomness import Draw
 
 _DIGITS = 16  # 64 bits: two graphs of one user that share them by chance are out of the question
 _GPU = re.compile(r"(device\(type='\w+'), index=\d+")
-_MARKS = ("kind", "state", "input", "requires_grad", "no_grad", "autocast", "checkpoint", "output")
+MARKS = ("kind", "state", "input", "requires_grad", "no_grad", "autocast", "checkpoint", "output")
 
 
 def graph_fingerprint(graph: fx.Graph) -> str:
@@ -27,7 +27,7 @@ def graph_fingerprint(graph: fx.Graph) -> str:
 
 def step_fingerprint(graph: fx.Graph, draws: Mapping[str, Draw]) -> str:
     """Of all that a captured step computes: operations, where gradients flow, which state is read, what is drawn."""
-    marks = (f"{n.name} {[(key, n.meta.get(key)) for key in _MARKS]}" for n in graph.nodes)
+    marks = (f"{n.name} {[(key, n.meta.get(key)) for key in MARKS]}" for n in graph.nodes)
     drawn = (f"{name} {d.index} {draw_fingerprint(d)}" for name, d in sorted(draws.items()))
     return hashlib.sha256("\n".join([graph_fingerprint(graph), *marks, *drawn]).encode()).hexdigest()[:_DIGITS]
 

@@ -20,17 +20,24 @@ _AS_IT_IS = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.d
 _TO_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
-def computation(graph: fx.Graph, batch_size: int, states: Mapping[str, str] | None = None) -> list[Any]:
+def computation(
+    graph: fx.Graph,
+    batch_size: int,
+    states: Mapping[str, str] | None = None,
+    values: Mapping[fx.Node, str] | None = None,
+) -> list[Any]:
     """Every operation with its arguments and shape, other values by number and sizes as numbers; `states` are the
-    names of placeholders."""
+    names of placeholders, `values` what stands for nodes that do not count themselves."""
     named = states or {}
-    known: dict[fx.Node, Any] = {}
+    known: dict[fx.Node, Any] = dict(values or {})
     calls: list[Any] = []
 
     def leaf(value: Any) -> Any:
         return known[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
 
     for node in graph.nodes:
+        if node in known:
+            continue
         value = node.meta.get("val")
         if node.op == "call_function" and not isinstance(value, torch.Tensor | tuple | list):
             known[node] = concrete(value, batch_size)

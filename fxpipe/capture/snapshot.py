@@ -6,6 +6,7 @@ Compared before every step, a millisecond for a thousand modules; whether it mat
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -46,6 +47,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.renew()
+        self._first = self._dicts + self._others
 
     def renew(self) -> None:
         """They are now as they should be."""
@@ -58,6 +60,18 @@ class Snapshot:
             (self._dicts if whole else self._others).append((one, one.entries()))
         self._same = SameEntries(one.values for one, _ in self._dicts)
         self._kinds = [(name, module, type(module), vars(module)) for name, module in self._model.named_modules()]
+
+    @contextmanager
+    def as_at_first(self) -> Iterator[None]:
+        """Inside, modules have the entries that they had at the beginning, whatever has been renewed since."""
+        now = [(holder, holder.entries()) for holder, _ in self._first]
+        try:
+            for holder, entries in self._first:
+                holder.restore(entries)
+            yield
+        finally:
+            for holder, entries in now:
+                holder.restore(entries)
 
     def changes(self) -> list[str]:
         """What was set otherwise since then, in words."""

@@ -22,6 +22,7 @@ from fxpipe.capture.calls import Calls, own_generators
 from fxpipe.capture.outputs import outputs_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.randomness import SeededDraws, is_random
+from fxpipe.capture.state import state_kept
 from fxpipe.capture.surroundings import LOW, Surroundings
 from fxpipe.capture.transforms import exact_transforms
 
@@ -61,6 +62,7 @@ def one_device(
         exact_transforms(),
         torch.random.fork_rng(),
         private.no_autocast_cache(),
+        state_kept(model),
     ):
         with own_generators(model), Calls(RANDOM_CALLS, _ATTENTION), draws, Surroundings(device, autocast).autocast():
             output = (
