@@ -53,9 +53,11 @@ def pytest_collection_finish() -> None:
 def no_files_of_others() -> Iterator[None]:
     """Models that the command line loaded from a test's own files go with it: captures are not cached in a process
     that has code from files newer than itself."""
+    before = len(sys.modules)
     yield
-    for name in [name for name in sys.modules if name.startswith("model_file_")]:
-        del sys.modules[name]
+    for name in [*sys.modules] if len(sys.modules) != before else ():
+        if name.startswith("model_file_"):
+            del sys.modules[name]
 
 
 @pytest.fixture

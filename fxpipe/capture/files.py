@@ -14,6 +14,7 @@ from typing import Any
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 _WHEREVER = ("torch", "fxpipe", "passes", "cost_models")  # counted as installed where they run from their sources, too
 _STARTED = time.time_ns()
+_INSTALLED_HERE: dict[str, Any] = {}  # files of packages are asked for once: what was loaded from them stays as it is
 
 
 @cache
@@ -33,15 +34,21 @@ def is_installed(module: str | None) -> bool:
 def loaded_files() -> dict[str, Any] | None:
     """What every file is that a module was loaded from; None where one was changed since, or cannot be read."""
     files = {str(f) for module in list(sys.modules.values()) if isinstance(f := vars(module).get("__file__"), str)}
-    states = {file: _state(file) for file in sorted(files)}
+    states = {file: _known_state(file) for file in sorted(files)}
     # Changed since this process began: what is loaded may be what it was before.
-    known = all(state is not None and state[1] <= _STARTED for state in states.values())
-    return states if known else None
+    if not all(state is not None and state[1] <= _STARTED for state in states.values()):
+        return None
+    _INSTALLED_HERE.update((file, state) for file, state in states.items() if _is_installed(file))
+    return states
 
 
 def are_as_before(states: Mapping[str, Any]) -> bool:
     """Whether the files are what they were."""
-    return bool(states) and all(_state(file) == state for file, state in states.items())
+    return bool(states) and all(_known_state(file) == state for file, state in states.items())
+
+
+def _known_state(file: str) -> list[int] | None:
+    return _INSTALLED_HERE.get(file) or _state(file)
 
 
 def _state(file: str) -> list[int] | None:

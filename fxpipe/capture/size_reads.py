@@ -29,7 +29,8 @@ from fxpipe.capture.holders import holders_of
 from fxpipe.errors import CaptureError
 
 _LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
-_NOT_USERS = {*sys.stdlib_module_names, "torch", "sympy", "mpmath", "numpy", "fxpipe"} - {"__main__"}
+_OF_NUMBERS = ("torch", "sympy", "mpmath", "numpy", "scipy", "sklearn", "pandas", "networkx")  # no code of models
+_NOT_USERS = {*sys.stdlib_module_names, *_OF_NUMBERS, "fxpipe", "passes", "cost_models"} - {"__main__"}
 
 
 @contextmanager

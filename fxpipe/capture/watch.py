@@ -4,6 +4,7 @@ A trace records ATen operations. Gradients that someone else computes (autograd 
 random and what forward keeps on its modules are not among them.
 """
 
+import pickle
 import random
 import sys
 import warnings
@@ -176,7 +177,7 @@ def _no_python_random(model: nn.Module) -> Iterator[None]:
     before = [_drawn(one) for one in generators]
     try:
         yield
-        if str([_drawn(one) for one in generators]) != str(before):
+        if pickle.dumps([_drawn(one) for one in generators]) != pickle.dumps(before):
             raise CaptureError(
                 "forward draws from Python's or numpy's random, which a graph would fix to one outcome; draw with "
                 "torch and choose with torch.where"

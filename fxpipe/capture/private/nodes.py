@@ -1,6 +1,7 @@
 """Operations of ATen, nodes of graphs, and tensors without memory."""
 
 import operator
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,6 +21,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fxpipe.capture.private.process import replaced
 
 # Raised where Python asks for a tensor's value, or for a size that depends on one.
 VALUE_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
@@ -112,9 +116,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
 
 
+class _NoFrames:
+    """`traceback` where a mode notes who made it: half a millisecond, and as many modes as operations are traced."""
+
+    extract_stack: Any = staticmethod(list)
+    format_list = staticmethod(traceback.format_list)
+
+
 def fake_mode() -> FakeTensorMode:
     """Tensors without memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with replaced(fake_tensor, "traceback", _NoFrames):
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def export_mode() -> FakeTensorMode:

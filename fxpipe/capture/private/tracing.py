@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.export import _trace
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -188,6 +187,8 @@ def user_frames() -> AbstractContextManager[None]:
 def quiet() -> Iterator[None]:
     """Torch logs and prints nothing inside, unless TORCH_LOGS or TORCH_TRACE asks: a failed trial says why itself. Nor
     does it keep with every node the frames that made it, which nobody reads: a twelfth of a capture's calls."""
+    from torch.export import _trace  # two thirds of what fxpipe imports, of use to who traces alone
+
     if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE") or "print" in vars(_trace):  # is quiet
         yield
         return
