@@ -25,6 +25,7 @@ from benchmarks.sampling_published import sdxl
 from cost_models.devices import device
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.models.backbones import row_inputs
 from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.candidates import Setting
@@ -73,6 +74,7 @@ def rows(name: str, ranks: Sequence[int], tiny: bool, cached: bool) -> Iterator[
     for world_size in ranks:
         for mode in HOWS:
 
+            @held_collector()  # as calls do
             def anew(n: int = world_size, mode: str = mode) -> str:
                 return planned_for(tracing.resized(traced, (), given), samples, n, mode)
 

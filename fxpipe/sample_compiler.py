@@ -22,6 +22,7 @@ from fxpipe.capture.inputs import describe
 from fxpipe.capture.private import uncompiled
 from fxpipe.capture.weights import device_of
 from fxpipe.cluster import Cluster
+from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
@@ -192,6 +193,7 @@ def compile_sampler(
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)
 
 
+@held_collector()
 def _requests(
     denoiser: Spread, lowering: SampleLowering, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

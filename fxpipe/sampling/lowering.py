@@ -15,7 +15,6 @@ from torch import fx
 
 from fxpipe.analysis import Observe
 from fxpipe.cluster import Cluster
-from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.sample_outcome import SampleOutcome
@@ -82,7 +81,6 @@ class SampleLowering:
         assert self.setting is not None
         return replace(self, looked_at=ranked(self.case(traced, num_samples), self.request, self.setting))
 
-    @held_collector()
     def step(self, traced: Traced, batch_size: int, ranks: Ranks | None = None) -> SampleStep:
         """The programs for so many samples: of this rank of a launch, by rank 0's plan; of all ranks where there is
         none. Collective over a launch.

@@ -21,6 +21,7 @@ from fxpipe.capture.settings import Untouched, settings_of
 from fxpipe.capture.surroundings import Surroundings, no_autocast
 from fxpipe.capture.trees import named_leaves
 from fxpipe.capture.weights import tensors_of
+from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.run.ownership import is_released, release, require_new
@@ -92,7 +93,7 @@ class Spread:
             CompileError: an input asks for its gradient, or the call is inside a vmap.
         """
         _require_plain(args, kwargs)
-        with self.ranks.turn:
+        with self.ranks.turn, held_collector():
             step = self._step_or_none(args, kwargs)
         if step is None:
             with torch.no_grad():
@@ -112,7 +113,7 @@ class Spread:
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
         """The programs for a call; of its tensors only shapes and types are used."""
-        with self.ranks.turn:
+        with self.ranks.turn, held_collector():
             return self._of_size(*self.traced(args, kwargs))
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:

@@ -21,7 +21,6 @@ from fxpipe.capture.known import Given
 from fxpipe.capture.settings import require_stateless
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
-from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
@@ -109,7 +108,6 @@ class Tracing:
                     return other
         return found
 
-    @held_collector()
     def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph with free sizes at another call's; CompileError where it does not hold for them."""
         assert isinstance(traced.any_size, AnySize)
