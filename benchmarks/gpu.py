@@ -2,13 +2,16 @@
 
     python benchmarks/gpu.py                                  Stable Diffusion 2.1's whole step, SDXL's U-Net
     python benchmarks/gpu.py sd21 --batch-sizes 4,16 --profile sd21.json
-    python benchmarks/gpu.py sd21 --inductor                  stage graphs by Inductor, too: minutes of compiling
+    python benchmarks/gpu.py sd21 --parts steps --inductor    stage graphs by Inductor, too: minutes of compiling
+    python benchmarks/gpu.py sdxl --parts memory denoiser
 
 blocks    sums over all blocks and frozen layers, each run apart in float32 weights under autocast, predicted by the
           device's roofline as planners use it and measured
 steps     plain torch (forward, backward), and one rank's program, in one micro-batch and in four; of one sample, for
           which the GPU waits for the host; operation by operation, and as CUDA graphs
-memory    the allocator's peak in a step without an optimizer, of batches that are predicted to need 85 and 95 % of it
+memory    the allocator's peak in a step without an optimizer, of batches that are predicted to need 40 and 80 % of it,
+          the last also in four micro-batches; not after other parts, whose recorded graphs hold memory of their own
+denoiser  SDXL's, in float16: a step of two samples at 1024x1024 and 2048x2048, plain and by a sampler of one rank
 
 Weights are random. Timings are medians.
 """
@@ -18,7 +21,6 @@ import gc
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sdxl": (lambda: UNet2DConditionModel(**SDXL), "1,2,4"),
 }
 GPU = torch.device("cuda", 0)
-TOTAL, USED = torch.cuda.get_device_properties(GPU).total_memory, (0.85, 0.95)
+TOTAL, USED = torch.cuda.get_device_properties(GPU).total_memory, (0.4, 0.8)
+PARTS = "blocks", "steps", "memory", "denoiser"
 ROUNDS, WARM_UP, STEPS = 6, 2, 7
 
 
@@ -55,14 +58,21 @@ def main() -> None:
     parser.add_argument("--batch-sizes", help="to time blocks at; the largest is a step's")
     parser.add_argument("--device-model", help="that predicts; the GPU's own where left out")
     parser.add_argument("--profile", type=Path, help="write the measured blocks to this file")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["blocks", "steps"])
     parser.add_argument("--inductor", action="store_true")
     options = parser.parse_args()
+    known = options.device_model or own_model()
     for name in options.models or MODELS:
         sizes = [int(size) for size in (options.batch_sizes or MODELS[name][1]).split(",")]
-        measured = Measured(name, sizes, options.device_model or own_model(), options.inductor)
-        measured.blocks(options.profile)
-        measured.steps()
-        measured.memory()
+        measured = Measured(name, sizes, known)
+        if "memory" in options.parts:
+            measured.memory()
+        if "blocks" in options.parts:
+            measured.blocks(options.profile)
+        if "steps" in options.parts:
+            measured.steps(options.inductor)
+    if "denoiser" in options.parts:
+        denoiser(known)
 
 
 def own_model() -> str:
@@ -75,34 +85,23 @@ def own_model() -> str:
 class Measured:
     """One model and its programs, all of one capture."""
 
-    def __init__(self, name: str, sizes: list[int], known: str, inductor: bool) -> None:
+    def __init__(self, name: str, sizes: list[int], known: str) -> None:
         torch.manual_seed(0)
-        self.name, self.sizes, self.known, started = name, sizes, f"{known}@bfloat16", time.perf_counter()
+        self.name, self.sizes, self.known = name, sizes, f"{known}@bfloat16"
         with GPU:
-            model, size = MODELS[name][0](), max(sizes)
-        with tempfile.TemporaryDirectory() as cache:
-            self.tiny, self.whole, self.four = (
-                self._compiled(model, Path(cache), *batch) for batch in ((1, 1), (size, 1), (size, 4))
-            )
-            self.others = [self._compiled(model, Path(cache), *batch, "cudagraphs") for batch in ((1, 1), (size, 4))]
-            self.others += [self._compiled(model, Path(cache), size, 1, "inductor")] if inductor else []
-            each = (peak(self.whole) - peak(self.tiny)) / (size - 1)
-            most = [int((part * TOTAL - peak(self.tiny)) / each) + 1 for part in USED]
-            self.most = [self._compiled(model, Path(cache), batch_size, 1) for batch_size in most]
-        print(f"{name}: compiled in {time.perf_counter() - started:.0f} s", flush=True)
+            self.model, self.size = MODELS[name][0](), max(sizes)
+        self.cache = tempfile.TemporaryDirectory()
 
-    def _compiled(
-        self, model: nn.Module, cache: Path, batch_size: int, microbatches: int, backend: str = "eager"
-    ) -> fxpipe.Program:
+    def _compiled(self, batch_size: int, microbatches: int = 1, backend: str = "eager") -> fxpipe.Program:
         return fxpipe.compile(
-            model, 1, batch_size=batch_size, microbatches=microbatches, precision="bf16", schedule="1f1b", fill="none",
-            recompute=False, cost_model=self.known, memory_limit="10TiB", cache=cache, backend=backend, device="cuda",
-            observe=lambda name, artefact: None,
+            self.model, 1, batch_size=batch_size, microbatches=microbatches, precision="bf16", schedule="1f1b",
+            fill="none", recompute=False, cost_model=self.known, memory_limit="10TiB", cache=Path(self.cache.name),
+            backend=backend, device="cuda", observe=lambda name, artefact: None,
         )  # fmt: skip
 
     def blocks(self, out: Path | None) -> None:
         """Sums over parts, and how far single ones are from their sum."""
-        step = self.whole.costed
+        step = self._compiled(self.size).costed
         profiler = Profiler(step, self.sizes, GPU)
         for _ in range(ROUNDS):
             profiler.round()
@@ -125,10 +124,14 @@ class Measured:
             table.add_row(str(size), *cells, f"{low:.2f} to {high:.2f}")
         Console(width=140).print(table)
 
-    def steps(self) -> None:
+    def steps(self, inductor: bool) -> None:
+        size = self.size
+        whole, four, tiny = (self._compiled(*batch) for batch in ((size, 1), (size, 4), (1, 1)))
+        others = [self._compiled(*batch, "cudagraphs") for batch in ((1, 1), (size, 4))]
+        others += [self._compiled(size, 1, "inductor")] if inductor else []
         columns = "samples", "micro-batches", "by", "plain torch", "program", "ratio", "an action"
         table = titled(f"{self.name}: ms of a step", *columns)
-        for program in (self.whole, self.four, self.tiny, *self.others):
+        for program in (whole, four, tiny, *others):
             batch, engine = inputs(program), program.local_engine()
             engine.check_batches = False
             plain, taken = medians(lambda b=batch, p=program: plainly(p, b), lambda b=batch, e=engine: e.step(b))
@@ -139,14 +142,50 @@ class Measured:
         Console(width=140).print(table)
 
     def memory(self) -> None:
-        table = titled(f"{self.name}: GiB of {TOTAL / 2**30:.1f}", "samples", "predicted", "allocated", "error")
-        for program in (self.tiny, self.whole, *self.most):
-            size, predicted, found = str(program.step.batch_size), peak(program), allocated(program)
-            if found is None:
-                table.add_row(size, f"{predicted / 2**30:.2f}", "out of memory")
-            else:
-                table.add_row(size, f"{predicted / 2**30:.2f}", f"{found / 2**30:.2f}", f"{predicted / found - 1:+.1%}")
+        columns = "samples", "micro-batches", "predicted", "allocated", "error"
+        table = titled(f"{self.name}: GiB of {TOTAL / 2**30:.1f}", *columns)
+        tiny, whole = self._compiled(1), self._compiled(self.size)
+        each = (peak(whole) - peak(tiny)) / (self.size - 1)
+        few, many = (int((part * TOTAL - peak(tiny)) / each) + 1 for part in USED)
+        for program in (tiny, whole, self._compiled(few), self._compiled(many), self._compiled(many - many % 4, 4)):
+            sizes, predicted, found = program.plan.microbatch_sizes, peak(program), allocated(program)
+            row = [str(sum(sizes)), str(len(sizes)), f"{predicted / 2**30:.2f}"]
+            error = (
+                ("out of memory", "") if found is None else (f"{found / 2**30:.2f}", f"{predicted / found - 1:+.1%}")
+            )
+            table.add_row(*row, *error)
         Console(width=140).print(table)
+
+
+def denoiser(known: str) -> None:
+    """Of a pipeline's call, a step at a time: each waits for the one before, as schedulers do."""
+    torch.manual_seed(0)
+    with GPU:
+        model = UNet2DConditionModel(**SDXL).half().eval().requires_grad_(False)
+    columns = "side", "plain torch", "program", "ratio", "predicted", "GiB allocated", "predicted"
+    table = titled("SDXL's denoiser, two samples: ms of a step", *columns)
+    for side in (1024, 2048):
+        call = denoiser_call(side // 8)
+        sampler = fxpipe.compile_sampler(model, 1, example=call, cfg=1, cost_model=f"{known}@float16")
+        with torch.no_grad(), sampler.call():
+            plain, taken = medians(lambda c=call: model(**c), lambda c=call, s=sampler: s.predict(**c))
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            sampler.predict(**call)
+        found, (held,) = sampler.simulate(), sampler.simulate().peak_bytes
+        seconds = f"{1e3 * plain:.1f}", f"{1e3 * taken:.1f}", f"{taken / plain:.3f}"
+        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}", f"{held / 2**30:.2f}"
+        table.add_row(str(side), *seconds, f"{1e3 * found.makespan_seconds:.1f}", *memory)
+    Console(width=140).print(table)
+
+
+def denoiser_call(side: int) -> dict[str, Any]:
+    def of(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=GPU, dtype=torch.float16)
+
+    added = {"text_embeds": of(2, 1280), "time_ids": of(2, 6)}
+    given = {"sample": of(2, 4, side, side), "encoder_hidden_states": of(2, 77, SDXL["cross_attention_dim"])}
+    return {**given, "timestep": torch.full((2,), 500, device=GPU), "added_cond_kwargs": added}
 
 
 def allocated(program: fxpipe.Program) -> int | None:
