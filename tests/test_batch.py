@@ -174,6 +174,17 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "weighted_mean": ("(w * scaled(m, x).mean((1, 2))).mean()", "mean", 0),
     "weighted_sum_over_batch": ("(w * scaled(m, x).mean((1, 2))).sum() / x.shape[0]", "mean", 0),
     "weights_normalised": ("(w * scaled(m, x).mean((1, 2))).sum() / w.sum()", "sum", 1),
+    "weights_like": (
+        "((h := scaled(m, x).mean(2)) * w[:, None]).sum() / torch.where(w[:, None] > 0, torch.ones_like(h), 0).sum()",
+        "sum",
+        1,
+    ),
+    "counted_in_bins": (
+        "((h := scaled(m, x).mean((1, 2))).new_zeros(4).index_add(0, ids[:, 0] % 4, h)"
+        " / h.new_zeros(4).index_add(0, ids[:, 0] % 4, h.new_ones(h.shape)).clamp(min=1)).sum()",
+        "sum",
+        1,
+    ),
     "weights_softmax": ("(w.softmax(0) * scaled(m, x).mean((1, 2))).sum()", "sum", 1),
     "mean_times_batch": ("scaled(m, x).mean() * x.shape[0]", "sum", 0),
     "divided_before_sum": ("(scaled(m, x) / x.shape[0]).sum()", "mean", 0),

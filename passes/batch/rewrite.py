@@ -2,6 +2,7 @@
 
 cross_entropy(x, y)              ->   cross_entropy(x, y, reduction="sum") / (y != ignore_index).sum()
 squeeze(x)                       ->   squeeze(x, dims of size 1)          a micro-batch of one keeps its batch
+ones_like(h)                     ->   full([b, 8], 1)                     what no weight has a part in
 (w*l).sum()/w.sum() + d.mean()   ->   ... + d.mean() * (b / B)            two sums over micro-batches
 """
 
@@ -13,10 +14,11 @@ from torch import fx
 
 from fxpipe.capture import private
 from fxpipe.capture.sizes import is_symbolic
-from passes.batch.layout import bind
+from passes.batch.layout import RuleCall, bind
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
+_FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None}
 _CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
@@ -26,6 +28,8 @@ def prepare(graph: fx.Graph, depends: set[fx.Node]) -> None:
         call = bind(node, {})
         if call.name == "squeeze":
             _squeeze_named(graph, node)
+        elif call.name in _FILLED and node.args[0] in depends:
+            _fill_alone(graph, node, call)
         elif call.name in _CLASS_LOSSES and call.arguments["reduction"] == _MEAN:
             targets = [n for n in call.tensors("target", "weight") if n in depends]
             if not targets and not call.arguments["target"].meta["val"].is_floating_point():
@@ -42,6 +46,21 @@ def _squeeze_named(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         ones = [d for d in dims if not is_symbolic(shape[d]) and shape[d] == 1]
         new = add(graph, aten.squeeze.dims, (value, ones), node)
+    replace(graph, node, new)
+
+
+def _fill_alone(graph: fx.Graph, node: fx.Node, call: RuleCall) -> None:
+    """Without the value that lends its shape and type: what is made of it may then be computed on the whole batch."""
+    value, source = node.meta["val"], node.args[0]
+    number = _FILLED[call.name]
+    fill = call.arguments["fill_value"] if number is None else number
+    with graph.inserting_before(node):
+        sizes = call.arguments.get("size") or [
+            add(graph, aten.sym_size.int, (source, dim), node, size) if is_symbolic(size) else size
+            for dim, size in enumerate(value.shape)
+        ]
+        options = {"dtype": value.dtype, "device": value.device}
+        new = add(graph, aten.full.default, (sizes, fill), node, value, options)
     replace(graph, node, new)
 
 
