@@ -198,13 +198,23 @@ def views_of_views(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h + column[:, None]
 
 
+def complex_entries(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    """As where a spectrum's low frequencies alone are kept."""
+    spectrum = torch.fft.fft(h)
+    low = torch.zeros_like(spectrum)
+    low[..., :2] = spectrum[..., :2] * torch.complex(h, y)[..., 2:].conj()
+    low[..., -1] = spectrum[..., -1].conj()
+    low.narrow(-1, 1, 2).mul_(2)
+    return h + torch.fft.ifft(low).real
+
+
 EXACT: list[Middle] = [
     write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask,
     rows_by_mask, scattered, copied, filled,
     filled_along_a_diagonal, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen,
     constant_in_forward,
     cast_that_changes_nothing, cast_that_copies, keeps_its_type, inactive_dropout, activations, changed_shape,
-    of_several_results, reshape_that_copies, logical, views_of_views,
+    of_several_results, reshape_that_copies, logical, views_of_views, complex_entries,
 ]  # fmt: skip
 
 

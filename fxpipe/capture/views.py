@@ -69,7 +69,7 @@ def inverse(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
     if name in _SWAPPING and not base.meta["val"].is_complex():
         return graph.call_function(view.target, (value, *view.args[1:]))  # type: ignore[arg-type]
     if name in _SCATTERED:
-        return graph.call_function(_SCATTERED[name], (base, value, *view.args[1:]), dict(view.kwargs))
+        return _scattered(graph, _SCATTERED[name], base, value, *view.args[1:], **view.kwargs)
     if name in _SPECIAL:
         return _SPECIAL[name](graph, view, base, value)
     # What returns its argument unchanged: detach, a cast to the type it has, an inactive dropout, ...
@@ -83,7 +83,7 @@ def _narrow(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx
     if not isinstance(start, int) or not isinstance(length, int):
         return None
     start %= int(base.meta["val"].shape[dim])
-    return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + length))
+    return _scattered(graph, aten.slice_scatter.default, base, value, dim, start, start + length)
 
 
 def _permute(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
@@ -112,14 +112,31 @@ def _piece(graph: fx.Graph, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.
     at = 1 if name == "unbind" else 2
     dim = cut.args[at] if len(cut.args) > at else cut.kwargs.get("dim", 0)
     if name == "unbind":
-        return graph.call_function(aten.select_scatter.default, (base, value, dim, index))
+        return _scattered(graph, aten.select_scatter.default, base, value, dim, index)
     if name not in _PIECES:
         return None
     sizes = [piece.shape[dim] for piece in cut.meta["val"]]
     if not all(isinstance(size, int) for size in sizes):
         return None
     start = sum(sizes[:index])
-    return graph.call_function(aten.slice_scatter.default, (base, value, dim, start, start + sizes[index]))
+    return _scattered(graph, aten.slice_scatter.default, base, value, dim, start, start + sizes[index])
+
+
+def _scattered(
+    graph: fx.Graph, target: Any, base: fx.Node, value: fx.Node, dim: Any = 0, *at: Any, **named: Any
+) -> fx.Node:
+    """The base with the value at some places; of complex ones by their pairs of real ones: torch has no gradient."""
+    if not base.meta["val"].is_complex() or target is aten.diagonal_scatter.default:
+        return graph.call_function(target, (base, value, dim, *at), named)
+    pairs = [_made(graph, aten.view_as_real.default, _made(graph, aten.resolve_conj.default, n)) for n in (base, value)]
+    scattered = _made(graph, target, *pairs, dim % base.meta["val"].ndim, *at, **named)
+    return graph.call_function(aten.view_as_complex.default, (scattered,))
+
+
+def _made(graph: fx.Graph, target: Any, of: fx.Node, *args: Any, **named: Any) -> fx.Node:
+    node = graph.call_function(target, (of, *args), named)
+    node.meta = {"path": of.meta.get("path", ""), "val": private.fake_result(target, node.args, named, of.meta["val"])}
+    return node
 
 
 def shape_nodes(graph: fx.Graph, node: fx.Node) -> list[Any]:
