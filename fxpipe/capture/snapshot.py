@@ -17,7 +17,10 @@ from torch import nn
 
 from fxpipe.capture.holders import ABSENT, PLAIN, Holder, holders_of
 
-_OF_SAVES = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_OF_SAVES = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set",
+)  # fmt: skip
 _OWN = "fxpipe."  # hooks of engines compute nothing
 
 
