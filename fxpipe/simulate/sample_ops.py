@@ -124,7 +124,7 @@ class _Walk(fx.Interpreter):
         if n.op == "get_attr":
             result: Any = self.state[str(n.target)]
         elif n.op == "call_function":
-            args, kwargs = pytree.tree_map(_on_meta, self.fetch_args_kwargs_from_env(n))
+            args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self._given)
             result = self._call(n, args, kwargs)
         else:
             result = super().run_node(n)
@@ -132,6 +132,11 @@ class _Walk(fx.Interpreter):
             self.values[n] = result.shape, result.stride(), result.dtype
         self._last = n, before, self.meter.now
         return result
+
+    def _given(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.env[argument]
+        return _META if isinstance(argument, torch.device) else argument
 
     def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if node.target is ops.send and self.keeps_sent:
@@ -172,10 +177,6 @@ class _Walk(fx.Interpreter):
         result = super().run(*args, **kwargs)
         self._settle()
         return result
-
-
-def _on_meta(value: Any) -> Any:
-    return _META if isinstance(value, torch.device) else value
 
 
 class _Meter(TorchDispatchMode):

@@ -197,11 +197,14 @@ def quiet() -> Iterator[None]:
     for logger in loggers:
         logger.disabled = True
     vars(_trace)["print"] = lambda *args, **kwargs: None  # the graph as far as it came
+    traces = logging.getLogger("torch.__trace")  # whose records are written for its handlers, though it is disabled
+    handlers, traces.handlers = traces.handlers, []
     keeps, vars(fx.config)["do_not_emit_stack_traces"] = vars(fx.config).get("do_not_emit_stack_traces"), True
     try:
         yield
     finally:
         vars(fx.config)["do_not_emit_stack_traces"] = keeps
+        traces.handlers = handlers
         del vars(_trace)["print"]
         for logger in loggers:
             logger.disabled = False
