@@ -18,7 +18,6 @@ from fxpipe.simulate import simulate
 from passes.case import Case
 from passes.comparison import baselines
 from passes.comparison.baselines import Line
-from passes.comparison.contest import LONGER
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement import buckets
 from passes.step_ops import step_ops
@@ -126,12 +125,10 @@ def test_no_step_is_shorter_than_what_it_was_pruned_by(
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
 @pytest.mark.parametrize("model", MODELS)
-def test_no_line_is_shorter_than_its_bound_and_few_are_than_expected(model: str, cluster: Cluster) -> None:
+def test_no_line_is_shorter_than_its_bound(model: str, cluster: Cluster) -> None:
     case = replace(costed(model, "launching"), cluster=cluster, batch_size=70, limit_bytes=None)
     for stages, name in ((2, "gpipe"), (4, "gpipe"), (4, "1f1b")):
         line = Line(case, name, stages, 4 // stages, recompute=name == "1f1b")
         for attempt in line.attempts([1, 5, 8, 17, 32]):
             seconds = simulate(attempt.write(), cluster).seconds
             assert attempt.bound_seconds <= seconds * (1 + 1e-9), attempt.setting
-            if attempt.expected is not None:
-                assert attempt.expected() <= LONGER * seconds, attempt.setting

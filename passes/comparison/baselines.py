@@ -21,24 +21,19 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.staged import Staged, whole_stages
 from fxpipe.show.comparison import Contestant
-from fxpipe.simulate import simulate
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.comparison.contest import Attempt, best
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement.lines import linear
 from passes.placement.lines.traffic import traffic
-from passes.placement.ports import message_seconds
 from passes.placement.shape import pipelines
 from passes.step_ops import step_ops
 from passes.step_ops.seconds import ActionSeconds
-from passes.tuner.bounds import busiest_seconds, line_seconds, reduction_seconds
+from passes.tuner.bounds import busiest_seconds, placed_seconds, reduction_seconds
 from passes.tuner.finals import EARLY
 from passes.tuner.orders import Orders
 
-_FEW_PER_STAGE = 4
-"""More micro-batches are walked only if shorter steps tell that it may pay: by these SD 2.1, DiT-XL and a cascade took
-0.976 to 1.008 times what was walked on 16 and 32 ranks, and tiny models with frozen parts up to 1.07 times on 4."""
 _MOST_PER_STAGE = 16  # micro-batches per stage: what more would save is below a sixteenth
 
 
@@ -142,24 +137,9 @@ class Line:
     def _attempt(self, count: int) -> Attempt:
         sizes = microbatch_sizes(self.case.batch_size, count * self.copies)
         staged = self._staged(sizes[0])
-        port = message_seconds(self.case.graph, staged, sizes, self.case.cluster)
-        sums = reduction_seconds(self.case, staged, len(sizes))
-        bound = max(line_seconds(self.case, staged, sizes), port, sums)
+        bound = max(placed_seconds(self.case, staged, sizes), reduction_seconds(self.case, staged, len(sizes)))
         write, early = (partial(self._write, each, sizes) for each in (staged, replace(staged, prefetch=EARLY)))
-        expected = partial(self._expected, count) if count > _FEW_PER_STAGE * self.stages else None
-        return Attempt(self._setting(count, sizes[0]), bound, sizes[0], write, early, expected)
-
-    def _expected(self, count: int) -> float:
-        """By shorter steps: from as many micro-batches as stages on, all take as long as those before."""
-        size = self.case.batch_size // (count * self.copies)
-        one, two = (self._seconds(times * self.stages, size) for times in (1, 2))
-        return two + (count / self.stages - 2) * (two - one)
-
-    def _seconds(self, count: int, size: int) -> float:
-        """With so many micro-batches per pipeline, of so many samples."""
-        sizes = (size,) * (count * self.copies)
-        line = replace(self, case=replace(self.case, batch_size=sum(sizes)))
-        return simulate(line._write(line._staged(size), sizes), self.case.cluster).seconds
+        return Attempt(self._setting(count, sizes[0]), bound, sizes[0], write, early)
 
     def _staged(self, size: int) -> Staged:
         boundaries = linear(self.case.costs.at(size).total, self.stages, traffic(self.case.graph).values.tolist())

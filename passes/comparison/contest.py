@@ -15,22 +15,17 @@ from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.tuner.simulate import least_peaks
 
-LONGER = 1.1
-"""What is expected to take so many times as long as the best so far is not walked."""
-
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to run the step, in micro-batches of `num_samples` at most, which takes `bound_seconds` or more, about as
-    long as is `expected`; written and walked only if it may be the best; of the best `early`, too, the same with
-    receives posted early."""
+    """One way to run the step, in micro-batches of `num_samples` at most, which takes `bound_seconds` or more; written
+    and walked only if it may be the best; of the best `early`, too, the same with receives posted early."""
 
     setting: str
     bound_seconds: float
     num_samples: int
     write: Callable[[], StepOps]
     early: Callable[[], StepOps] | None = None
-    expected: Callable[[], float] | None = None
 
 
 def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contestant | None:
@@ -49,8 +44,6 @@ def best(case: Case, name: str, ladder: Iterable[Sequence[Attempt]]) -> Contesta
             if found is not None and attempt.bound_seconds >= found.seconds:
                 break
             if attempt.num_samples >= too_large:
-                continue
-            if found is not None and attempt.expected and attempt.expected() > LONGER * found.seconds:
                 continue
             ops = attempt.write()
             needed = max(least_peaks(ops))

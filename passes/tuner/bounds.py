@@ -10,7 +10,6 @@ frozen       what is idle, and the next batch's frozen work in it
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
 from math import inf
 
 from fxpipe.cluster.network import Port
@@ -20,7 +19,7 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
 from passes.case import Case
-from passes.placement.ports import message_seconds, rank_bytes
+from passes.placement.ports import message_seconds
 from passes.placement.shape import Shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
@@ -148,32 +147,6 @@ def placed_seconds(case: Case, staged: Staged, sizes: Sequence[int]) -> float:
     samples of micro-batches."""
     port = message_seconds(case.graph, staged, sizes, case.cluster)
     return max(busiest_seconds(ActionSeconds(case, staged), sizes), port)
-
-
-def line_seconds(case: Case, staged: Staged, sizes: Sequence[int]) -> float:
-    """Of the stage with most to do before, in and after it, where each is alone on its ranks, frozen work comes first
-    on them in turn, and no backward is split.
-
-    Its first forward waits for one micro-batch's way there, and one's way back for its last backward.
-    """
-    seconds, stages, least = ActionSeconds(case, staged), range(staged.num_stages), sizes[-1]
-    ranks = [ranks[0] for ranks in staged.stage_ranks]
-    sent = rank_bytes(case.graph, staged, [least] * staged.replicas)
-
-    def waits(kind: str) -> list[float]:
-        """Of every stage the longest chain of others that comes before its forward, or after its backward."""
-        found, own = [0.0] * len(ranks), [seconds.of(Action(stage, kind, 0), least) for stage in stages]
-        for first, then in combinations(stages, 2):
-            a, b = (ranks[first], ranks[then])[:: 1 if kind == "F" else -1]
-            if size := sent.get((a, b)):
-                lag = case.cluster.transfer_seconds(a, b, size)
-                found[then] = max(found[then], found[first] + own[first] + lag)
-        return found
-
-    own = Counter(sizes[:: staged.replicas])
-    frozen = own.total() // staged.num_stages * sum(case.costs.at(least).component_seconds)
-    busy = (sum(n * seconds.of(Action(stage, kind, 0), k) for k, n in own.items() for kind in "FB") for stage in stages)
-    return frozen + max(map(sum, zip(waits("F"), busy, waits("B"), strict=True)))
 
 
 def busiest_seconds(seconds: ActionSeconds, sizes: Sequence[int]) -> float:
