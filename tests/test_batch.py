@@ -132,6 +132,13 @@ def take_rows(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
     return m.linear(x)[torch.arange(x.shape[0]), ids.argmax(-1)]
 
 
+def take_points(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
+    """As point clouds look their neighbours up."""
+    near = ids[..., None] + torch.arange(3)
+    rows = torch.arange(x.shape[0]).view(-1, 1, 1).repeat(1, *near.shape[1:])
+    return m.linear(x)[rows, near % 4] + m.linear(x)[torch.arange(x.shape[0])[:, None].expand(-1, 4), ids % 4, None]
+
+
 def put_entries(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
     h, rows = m.linear(x), torch.arange(x.shape[0])
     h[rows, ids[:, 0]] = x[:, 0]
@@ -158,6 +165,7 @@ WORDS = {
     "torch": torch,
     "scaled": scaled,
     "take_rows": take_rows,
+    "take_points": take_points,
     "doubled": doubled,
     "put_entries": put_entries,
     "in_place": in_place,
@@ -256,6 +264,7 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "schedule_gathered": ("(m.alphas.gather(0, ids[:, 0])[:, None] * scaled(m, x)[:, 0]).mean()", "mean", 0),
     "embedding": ("F.mse_loss(m.linear(m.table(ids)), y)", "mean", 0),
     "pooled_rows": ("take_rows(m, x, ids % 4).square().mean()", "mean", 0),
+    "neighbours": ("take_points(m, x, ids).square().mean()", "mean", 0),
     "pooled_pairs": ("take_rows(m, torch.cat([x, 2 * x]), torch.cat([ids, ids + 1]) % 4).square().mean()", "mean", 0),
     "pooled_tokens": ("take_rows(m, x.flatten(0, 1), ids.reshape(-1, 1)).square().mean()", "mean", 0),
     "own_entries": ("put_entries(m, x, ids % 4).square().mean()", "mean", 0),
@@ -285,7 +294,15 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "noise_statistics": ("((n := torch.randn_like(x)) - n.mean(0) - m.linear(x)).square().mean()", "mean", 1),
 }
 # Values that stand for the whole batch's up to a factor, or up to an offset, until they are used.
-_NOT_SLICES = {"divided_before_sum", "pooled_rows", "pooled_pairs", "pooled_tokens", "own_entries", "batch_as_value"}
+_NOT_SLICES = {
+    "divided_before_sum",
+    "pooled_rows",
+    "neighbours",
+    "pooled_pairs",
+    "pooled_tokens",
+    "own_entries",
+    "batch_as_value",
+}
 
 MIXES = "micro-batches would give another result than the whole batch"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -308,6 +325,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "one_sample": ("scaled(m, x)[0].mean()", r"select.*dimension 0, the batch"),
     "some_samples": ("scaled(m, x)[1:].mean()", r"slice.*no multiple of the batch|picks some samples"),
     "shuffled": ("F.mse_loss(m.linear(x)[torch.randperm(x.shape[0])], y)", r"index.*by number"),
+    "rows_by_repeated_number": (
+        "m.linear(x).flatten(0, 1)[torch.arange(x.shape[0])[:, None].expand(-1, 4).reshape(-1)].square().mean()",
+        r"index.*by number",
+    ),
     "frozen_shuffled": (
         "F.mse_loss(m.linear(x), m.table.weight.detach()[ids].flip(0))",
         r"flip.*dimension 0, the batch",

@@ -22,6 +22,7 @@ from passes.batch.table import RULES
 # Every choice of a layout is right where one is open; a wrong one only meets a refusal later. More tries than this at
 # one node mean that none fits.
 _TRIES = 100
+_MOVING = ("to", "_to_copy", "unsqueeze", "slice", "view", "reshape", "clone", "detach", "alias", "expand", "repeat")
 _SIZE_READERS = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset")
 
 
@@ -137,9 +138,13 @@ def _rule(call: RuleCall) -> list[Result]:
 
 
 def _position(call: RuleCall) -> list[Result]:
-    if call.name not in ("to", "_to_copy", "unsqueeze", "slice", "view", "reshape", "clone", "detach", "alias"):
+    """What leaves every number at its own place along the batch."""
+    if call.name not in _MOVING:
         raise Mixed("it computes with the numbers of samples")
-    return [State(r.layout, "position") for r in _rule(call) if isinstance(r, State)]
+    before, results = call.layout(call.operands[0]), [one for one in _rule(call) if isinstance(one, State)]
+    if any(before is None or one.layout is None or one.layout.at(0) != before.at(0) for one in results):
+        raise Mixed("it repeats the numbers of samples")
+    return [State(one.layout, "position") for one in results]
 
 
 def on_tensors(node: fx.Node) -> bool:
