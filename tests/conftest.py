@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+gc.disable()  # imports make many objects and no cycles
 
 settings.register_profile("fxpipe", deadline=None, max_examples=25, derandomize="CI" in os.environ)
 settings.load_profile("fxpipe")
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ Plain ranks are forked from one process, which imports every test file once for 
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -121,6 +122,7 @@ def _run_rank(module: str, name: str, folder: str, *arguments: str) -> None:
 
 def _serve() -> None:
     """Forks ranks for every line of input and answers with their exit codes, or with why there are none."""
+    gc.disable()  # imports make many objects and no cycles
     for module in ("fxpipe.compiler", "fxpipe.sample_compiler"):  # or every rank would import them for itself
         importlib.import_module(module)
     for line in sys.stdin:
@@ -152,6 +154,8 @@ def _fork_ranks(
             output = os.open(Path(target[2], f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            gc.freeze()
+            gc.enable()
             _leave(lambda: _run_rank(*target))
         processes.append(process)
     codes = _wait_for(processes, time.monotonic() + timeout_seconds)
