@@ -180,7 +180,7 @@ def _no_python_random(model: nn.Module) -> Iterator[None]:
         if pickle.dumps([_drawn(one) for one in generators]) != pickle.dumps(before):
             raise CaptureError(
                 "forward draws from Python's or numpy's random, which a graph would fix to one outcome; draw with "
-                "torch and choose with torch.where; self-conditioning's first pass is left out by fxpipe.SelfConditioning"
+                "torch and choose with torch.where; for self-conditioning there is fxpipe.SelfConditioning"
             )
     finally:
         for one, state in zip(generators, before, strict=True):
