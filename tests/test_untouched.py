@@ -37,7 +37,7 @@ class Own(nn.Module):
         self.number, self.listed, self.kept = 1.0, [[2.0]], {"a": {"b": 1.0}}
         self.waiting, self.known, self.array = deque([1.0]), {1.0}, np.ones(2)
         self.slotted, self.spaced, self.plain = Slotted(), SimpleNamespace(inner=SimpleNamespace(x=1.0)), Plain()
-        self.others = [nn.Dropout()]
+        self.others, self.ordered = [nn.Dropout()], OrderedDict(a=1.0, b=2.0)
         self.partial = functools.partial(max, default=1.0)
         self.mark = torch.zeros(1)
 
@@ -58,6 +58,8 @@ CHANGES: dict[str, Callable[[Own], Any]] = {
     "slot": lambda m: setattr(m.slotted, "value", 2.0),
     "object": lambda m: setattr(m.spaced.inner, "x", 2.0),
     "other's class": lambda m: setattr(m.plain, "__class__", type("Other", (Plain,), {})),
+    "order": lambda m: m.ordered.move_to_end("a"),
+    "forward elsewhere": lambda m: setattr(type(m.others[0]), "forward", lambda self, x: x),
     "module elsewhere": lambda m: setattr(m.others[0], "p", 0.1),
     "keyword": lambda m: m.partial.keywords.update(default=2.0),
     "class": lambda m: setattr(type(m), "shared", 2.0),
@@ -82,7 +84,7 @@ CHANGES: dict[str, Callable[[Own], Any]] = {
 def test_what_has_changed_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FACTORS, "a", 1.0)
     for owner, name in (
-        (Own, "shared"), (Own, "forward"), (nn.functional, "scaled_dot_product_attention"),
+        (Own, "shared"), (Own, "forward"), (nn.Dropout, "forward"), (nn.functional, "scaled_dot_product_attention"),
         (nn.modules.module, "_global_forward_hooks"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))

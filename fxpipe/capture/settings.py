@@ -214,7 +214,7 @@ class Untouched:
         self._are_all, self._objects, self._around = settings.are_all, settings.objects, _around()
         self._entries = SameEntries(settings.dicts)
         self._kinds, self._insides = [*map(type, self._objects)], [*map(vars, self._objects)]
-        self._forwards = {kind: _forward(kind) for kind in {*map(type, model.modules())}}
+        self._forwards = {kind: _forward(kind) for kind in {*self._kinds} if issubclass(kind, nn.Module)}
         self._others = [(holder, holder.entries()) for holder in settings.holders]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._shapes = [*map(_SHAPE, self._tensors)]

@@ -41,7 +41,7 @@ class SameEntries:
         return all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
 
     def _now(self) -> tuple[Iterator[Any], Iterator[Any]]:
-        return chain.from_iterable(map(dict.keys, self._filled)), chain.from_iterable(map(dict.values, self._filled))
+        return chain.from_iterable(self._filled), chain.from_iterable(map(dict.values, self._filled))
 
 
 class Snapshot:
