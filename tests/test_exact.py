@@ -132,19 +132,20 @@ def test_a_model_changed_after_compiling_is_refused() -> None:
 
 
 class NamedLikeFx(torch.nn.Module):
-    """Modules and a parameter called as attributes that an fx.GraphModule has for itself."""
+    """Modules and a parameter called as attributes that an fx.GraphModule has for itself; one like a word of Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph, self.code = torch.nn.Conv2d(2, 2, 3, padding=1), torch.nn.Conv2d(2, 2, 1)
         self.meta = torch.nn.Parameter(torch.rand(2, 1, 1))
+        self.add_module("class", torch.nn.Conv2d(2, 2, 1))
 
     def forward(self, x: torch.Tensor, mean: bool = False) -> torch.Tensor:
-        y: torch.Tensor = self.code((self.graph(x) * self.meta).sin())
+        y: torch.Tensor = self.code((getattr(self, "class")(self.graph(x)) * self.meta).sin())
         return y.square().mean() if mean else y
 
 
-def test_names_that_fx_has_taken() -> None:
+def test_names_that_fx_or_python_has_taken() -> None:
     model, x = NamedLikeFx().double(), torch.randn(4, 2, 6, 4, dtype=torch.float64)
     found = fxpipe.compile(model, 2, example_inputs=(x, True), schedule="1f1b").verify(x, True)
     assert found.ok, found

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,8 +173,10 @@ _OF_FX = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir
 
 
 def _place(name: str) -> str:
-    """Where a graph module holds it: under its own name, unless fx has an attribute that is called so."""
-    return f"_model.{name}" if name.partition(".")[0] in _OF_FX else name
+    """Where a graph module holds it: under its own name, unless fx has an attribute that is called so, or Python a word
+    that cannot follow a dot."""
+    plain = ".".join(f"{part} " if iskeyword(part) else part for part in name.split("."))
+    return f"_model.{plain}" if plain.partition(".")[0] in _OF_FX else plain
 
 
 def bound(state: SimpleNamespace, graph: fx.Graph, name: str) -> fx.GraphModule:
