@@ -1,7 +1,7 @@
 """A compiled program: what the user inspects, verifies and runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import Capture, capture
-from fxpipe.capture.kept_tables import same_but_for_tables
+from fxpipe.capture.kept_tables import tables_apart
+from fxpipe.capture.known import Read
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.capture.same import same_constants
 from fxpipe.capture.snapshot import Snapshot
@@ -59,7 +60,8 @@ class Program:
 
     `ranks` are those whose programs this process holds, all where None; what needs the others makes them. `shapes` has
     the programs for batches of other shapes; what is given a batch takes the one for it. `again` makes other plans,
-    `settings` are the model's when it was captured.
+    `settings` are the model's when it was captured; `tables` what has to keep its value since forward keeps tables of
+    it, or no longer does.
     """
 
     costed: "CostedStep"
@@ -70,6 +72,7 @@ class Program:
     shapes: Shapes | None = None
     again: Replanned | None = None
     settings: Snapshot | None = None
+    tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def step(self) -> StepPlan:
@@ -276,8 +279,11 @@ class Program:
         read = {*self.capture.tensors.values()}
         used = {name: tensor for name, tensor in self.state.items() if name in read}
         given = self.model, used, self.settings, self._is_as_captured
-        engine.unchanged = Unchanged(*given, lambda: [program.capture.read for program in self._of_all_shapes()])
+        engine.unchanged = Unchanged(*given, self._values_read)
         return engine
+
+    def _values_read(self) -> list[Read]:
+        return [read for program in self._of_all_shapes() for read in (program.capture.read, program.tables)]
 
     def _of_all_shapes(self) -> "list[Program]":
         return [self] if self.shapes is None else [*self.shapes.programs.values()]
@@ -293,7 +299,9 @@ class Program:
         assert self.settings is not None  # of which something has changed
         with self.settings.as_at_first():
             then = self._captured_now()
-        return self._is_alike(then) and same_but_for_tables(now, then, dict(self.model.named_buffers()))
+        apart = tables_apart(now, then, dict(self.model.named_buffers())) if self._is_alike(then) else None
+        self.tables.update(apart or {})
+        return apart is not None
 
     def _captured_now(self) -> Capture:
         example = self.costed.example

@@ -3,7 +3,7 @@
 unet.train(); step.note = 3         traced again: the same step, which goes on
 step.kl_weight = 0.1                another one: refused, and told what it is
 layer.weight = nn.Parameter(...)    the programs train the one before: refused
-step.sigma.fill_(2)                 a buffer that forward read as a number: refused
+step.sigma.fill_(2)                 a buffer that forward read as a number, or keeps a table of: refused
 """
 
 import logging
@@ -33,7 +33,7 @@ class Unchanged:
     Args:
         used: the model's tensors that programs read, by name.
         settings: as the model was set when it was captured.
-        read: what forwards, of every shape, have read as numbers.
+        read: what forwards, of every shape, have read as numbers, or keep what they make of.
         is_same: whether it is still captured as the same step.
     """
 
@@ -97,7 +97,9 @@ class Unchanged:
             seen, times = self._seen.get(id(value), (None, 0))
             written = now.device.type == "cpu" or now is not seen or version(now) != times  # or by numpy
             if written and not torch.equal(now.detach().cpu(), value):
-                raise RunError(f"forward reads {name} as a number, which was {value} when it was compiled; {_AGAIN}")
+                raise RunError(
+                    f"forward reads {name} as a number, or keeps what it makes of it, which was {value}; {_AGAIN}"
+                )
             self._seen[id(value)] = now, version(now)
 
     def _require_same_step(self, changes: list[str]) -> None:
