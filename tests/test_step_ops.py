@@ -1,15 +1,17 @@
 """Planned ops take what rank programs take: seconds, messages and bytes, with nothing traced but single operations."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import fxpipe
 import passes.step_ops
 from cost_models.devices import device
 from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
@@ -34,10 +36,11 @@ from passes.step_ops.writer import RankWriter
 from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate as simulate_plan
 from tests.models import ZOO
-from tests.program_ops import program_step_ops
+from tests.program_ops import back_of, program_step_ops
 from tests.strategies import cuts
 from tests.test_block_costs import Tied
 from tests.test_outputs import Returning
+from tests.test_self_conditioned import Step as SelfConditioned
 from tests.unet import TinyUNet
 
 BUS = Cluster("A100-80GB", (Level(8, Link("bus", 2e9, 2e-6, duplex=False, shared=True)),))
@@ -198,6 +201,27 @@ CASES: list[tuple[str, Layout]] = [
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_planned_steps_are_as_their_programs(name: str, layout: Layout) -> None:
     check(name, layout)
+
+
+OPTIONS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any]]] = {
+    "low precision": (lambda: ZOO["sd"](torch.float32), {"precision": "bf16", "schedule": "1f1b"}),
+    "offloaded": (lambda: TinyUNet("no_grad"), {"offload_optimizer": True, "schedule": "wave", "recompute": True}),
+    "two passes": (lambda: fxpipe.SelfConditioning(SelfConditioned(), 0.5), {"schedule": "interleaved"}),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_planned_steps_are_as_the_programs_of(option: str) -> None:
+    """By another device than the step was planned for, too."""
+    make, options = OPTIONS[option]
+    program = fxpipe.compile(make(), 2, batch_size=8, microbatches=4, **options)
+    forms = [(program.schedule, program.step)]
+    if program.plan.steady is not None and program.filled is not None:
+        forms.append((program.plan.steady, program.filled.steady))
+    for costed in (program.costed, program.costed.priced(device("V100-32GB"))):
+        for order, form in forms:
+            real = program_step_ops(form, costed, back_of(program), CLUSTERS[0])
+            assert_equal(costed.ops(program.plan, order, CLUSTERS[0]), real)
 
 
 @pytest.mark.parametrize(("name", "microbatches", "written"), [("unet", 8, 6), ("tied", 4, 6), ("tied", 6, 8)])
