@@ -13,7 +13,7 @@ from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
 from fxpipe.plan.program_check import check_programs, require_programs
-from fxpipe.plan.rank_program import RankProgram, nest
+from fxpipe.plan.rank_program import RankProgram, bound, nest
 from fxpipe.program import Program
 from passes.lowering import Lowered
 from passes.lowering.joint import StageGraphs
@@ -104,7 +104,7 @@ def ran(compiled: Compiled) -> Iterator[Ran]:
     for number, graphs in enumerate(compiled.stage_graphs):
         random = torch.Generator().manual_seed(number)
         reads = [_random(value, random) for value in graphs.border.reads]
-        module = bound(compiled, graphs.forward)
+        module = with_state(compiled, graphs.forward)
         with torch.no_grad():
             returns, saved = module(*reads)
         tangents = [_random(value, random) for value in graphs.border.returns if value.requires_grad]
@@ -118,8 +118,8 @@ def _random(value: Any, random: torch.Generator) -> Tensor:
     return torch.randint(4, value.shape, generator=random, dtype=value.dtype)
 
 
-def bound(compiled: Compiled, graph: fx.Graph) -> fx.GraphModule:
-    return fx.GraphModule(nest(compiled.program.state), graph)
+def with_state(compiled: Compiled, graph: fx.Graph) -> fx.GraphModule:
+    return bound(nest(compiled.program.state), graph, "part")
 
 
 def _autograd(
@@ -147,7 +147,7 @@ def test_stage_graphs_equal_autograd(compiled: Compiled) -> None:
         if run.graphs.border.has_backward:
             trained += 1
             with torch.no_grad():
-                inputs, weights = bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
+                inputs, weights = with_state(compiled, run.graphs.backward)(run.saved, *run.tangents)
             for ours, theirs in zip([*inputs, *weights], run.expected_gradients, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert trained >= 3
@@ -160,10 +160,10 @@ def test_split_backward_equals_whole_backward_bit_for_bit(compiled: Compiled) ->
             continue
         split += 1
         with torch.no_grad():
-            whole = bound(compiled, run.graphs.backward)(list(run.saved), *run.tangents)
-            inputs, kept = bound(compiled, run.graphs.backward_input)(list(run.saved), *run.tangents)
+            whole = with_state(compiled, run.graphs.backward)(list(run.saved), *run.tangents)
+            inputs, kept = with_state(compiled, run.graphs.backward_input)(list(run.saved), *run.tangents)
             assert all(isinstance(value, Tensor) for value in kept)  # of several results those that are needed
-            (weights,) = bound(compiled, run.graphs.backward_weight)(kept)
+            (weights,) = with_state(compiled, run.graphs.backward_weight)(kept)
         assert len(inputs) == len(run.graphs.border.input_grads)
         assert len(weights) == len(run.graphs.border.weight_grads)
         for ours, theirs in zip([*inputs, *weights], [*whole[0], *whole[1]], strict=True):
@@ -176,7 +176,7 @@ def test_backward_frees_what_it_was_given(compiled: Compiled) -> None:
     for run in ran(compiled):
         if run.graphs.border.has_backward:
             with torch.no_grad():
-                bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
+                with_state(compiled, run.graphs.backward)(run.saved, *run.tangents)
             assert run.saved == []
 
 
@@ -186,7 +186,7 @@ def test_weight_gradients_own_their_memory(compiled: Compiled) -> None:
         if run.graphs.border.has_backward:
             saved = list(run.saved)
             with torch.no_grad():
-                inputs, weights = bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
+                inputs, weights = with_state(compiled, run.graphs.backward)(run.saved, *run.tangents)
             others = [*run.reads, *run.returns, *saved, *run.tangents, *inputs, *compiled.program.state.values()]
             memory = [t.untyped_storage().data_ptr() for t in weights]
             assert len({*memory}) == len(weights)
@@ -198,7 +198,7 @@ def test_values_that_cross_are_contiguous(compiled: Compiled) -> None:
         assert all(value.is_contiguous() for value in run.returns)
         if run.graphs.border.has_backward:
             with torch.no_grad():
-                inputs, _ = bound(compiled, run.graphs.backward)(run.saved, *run.tangents)
+                inputs, _ = with_state(compiled, run.graphs.backward)(run.saved, *run.tangents)
             assert all(value.is_contiguous() for value in inputs)
 
 

@@ -1,6 +1,7 @@
 """Autograd functions of a model's own: their gradients in any layout, and the backwards that are refused."""
 
 from collections.abc import Callable
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -187,7 +188,7 @@ def test_other_threads_are_left_alone_while_forward_is_traced() -> None:
         torch.manual_seed(0)
         x = torch.ones(2, requires_grad=True)
         reversed_gradient(x).sum().backward()
-        found.append(x.grad)
+        found.put(x.grad)
 
     def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
         thread = Thread(target=beside)
@@ -195,10 +196,11 @@ def test_other_threads_are_left_alone_while_forward_is_traced() -> None:
         thread.join()
         return straight(3 * h)
 
-    found: list[Tensor | None] = []
+    found: SimpleQueue[Tensor | None] = SimpleQueue()  # a list would be put back, as what forward keeps
     exact(Step(middle), batch(), microbatches=2)
-    assert found
-    assert all(grad is not None and torch.equal(grad, torch.full((2,), -0.3)) for grad in found)
+    gradients = [found.get() for _ in range(found.qsize())]
+    assert gradients
+    assert all(grad is not None and torch.equal(grad, torch.full((2,), -0.3)) for grad in gradients)
 
 
 normed = function(lambda ctx, x: x.clone(), lambda ctx, grad: grad / grad.norm())
