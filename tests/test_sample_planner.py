@@ -16,8 +16,8 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.sampler import Sampler
+from fxpipe.sampling import bounds
 from fxpipe.sampling.attention import with_attention
-from fxpipe.sampling.bounds import least_seconds
 from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked, ways
@@ -186,7 +186,8 @@ def require_bounds(case: SampleCase, request: Request, cluster: str, setting: Se
             made = with_attention(case, chosen(case, way), "auto", setting.cluster)
             for steps in (1, 7):
                 most = estimate(case, made, setting.cluster, steps).seconds * (1 + 1e-9)
-                assert least_seconds(case, way, steps) <= most, way
+                assert bounds.least_seconds(case, way, steps) <= most, way
+                assert bounds.least_seconds_of_work(case, way, setting.cluster, steps) <= most, way
             found.add((made.grid.patches, made.grid.turns))
     return found
 

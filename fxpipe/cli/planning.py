@@ -112,7 +112,7 @@ def simulate(planning: Planning) -> None:
     """Print what a step of MODEL will take, and with the next batch's frozen work in its idle time."""
     program, _ = planning.compiled()
     print(program.simulate())
-    if program.plan.steady is not None:
+    if program.filled is not None:
         print("with the next batch's frozen work:")
         print(program.simulate(filled=True))
 

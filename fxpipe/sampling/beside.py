@@ -113,6 +113,26 @@ class Beside(Layout):
         """A step of all patches, of which those seen do these items."""
         return together([items[patch] for patch in self.seen], self.links, 0, waits, before, leaving)
 
+    def least_seconds(self, steps: int, fresh: float) -> float:
+        """Of a call, whatever kinds of attention exact steps have, or which layout, of which one takes `fresh` seconds
+        at least."""
+        attended = self.case.attention_seconds(self.size, self.grid.patches) if self.grid.patches > 1 else {}
+        items = {
+            patch: attending(own, {name: seconds / self.speeds[patch] for name, seconds in attended.items()})
+            for patch, own in self.items.items()
+        }
+        exact = self.together(items, lambda told: True).seconds
+        if self.made.how.mode == "exact":
+            return steps * exact
+        warm = min(self.made.how.warmup, steps)
+        busy = sum(self.links.of_patches(told, 0).seconds for told in self.told)
+        left = steps - warm  # what the last one sends nobody waits for
+        return (
+            (warm - 1) * min(exact, fresh)
+            + exact
+            + max(left * self.together(self.items, self.waits).seconds, (left - 1) * busy)
+        )
+
     @cached_property
     def told(self) -> list[Told]:
         """The exchanges of a step."""
@@ -238,3 +258,16 @@ def at_speed(item: Item, speed: float) -> Item:
         return item
     told = item.told and replace(item.told, seconds=item.told.seconds / speed)
     return Item(item.name, item.seconds / speed, told, item.reads)
+
+
+def attending(items: Sequence[Item], seconds: Mapping[str, float]) -> Sequence[Item]:
+    """With layers of attention that take so long, and tell nothing."""
+    left, dropped = dict(seconds), {place for place, item in enumerate(items) if item.name in seconds}
+    return [
+        Item(item.name, left.pop(item.name, 0.0))
+        if place in dropped
+        else item
+        if dropped.isdisjoint(item.reads)
+        else item._replace(reads=tuple(read for read in item.reads if read not in dropped))
+        for place, item in enumerate(items)
+    ]

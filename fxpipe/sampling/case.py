@@ -177,6 +177,13 @@ class SampleCase:
         """The values that depend on the patch."""
         return late_values(self.rows(num_samples).sized, self.traced.rows)
 
+    def attention_seconds(self, num_samples: int, parts: int) -> dict[str, float]:
+        """Of every layer of attention what one of so many patches takes at least, of whatever kind it is."""
+        kernel, seconds = self.cost_model.moving_seconds(1, 1), self.node_seconds(num_samples)
+        named = self.found_once(("attention", num_samples), lambda: [n.name for n in layers(self.rows(num_samples))])
+        whole = {name: seconds.get(name, 0.0) for name in named}
+        return {name: min(s, kernel) + max(s - kernel, 0.0) / parts for name, s in whole.items()}
+
     @_once
     def has_text(self, num_samples: int) -> bool:
         """Whether some value is rows and text in one sequence."""

@@ -19,6 +19,7 @@ are the best. Groups of samples that hold whole requests are replicas that go st
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from math import gcd, inf, prod, sqrt
 from operator import attrgetter, itemgetter
 
@@ -26,8 +27,8 @@ from fxpipe.collector import held_collector
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.sample_plan import EXACT
+from fxpipe.sampling import bounds
 from fxpipe.sampling.attention import with_attention
-from fxpipe.sampling.bounds import least_seconds
 from fxpipe.sampling.candidates import Candidate, Ranked, Setting, few
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.estimate import estimate
@@ -151,7 +152,7 @@ def _narrowed(
                 open_ones.append((why is None, requests, of_requests, way))
     best, limit = inf, _limit(case, setting)
     for was_not, requests, of_requests, way in sorted(open_ones, key=itemgetter(0)):
-        least = least_seconds(of_requests, way, setting.steps, 0.0) if was_not else 0.0
+        least = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps, 0.0) if was_not else 0.0
         if least / requests > _EXACT_WINS * best:
             found.append(_slower(way, requests, least, best))
         elif one := _looked_at(of_requests, way, setting, requests, found):
@@ -166,14 +167,20 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
     best, best_rows, found, open_ones = inf, inf, list[Candidate](), []
     for requests, of_requests in _joined(case, request, setting):
         own = [*ways(of_requests, request, setting)]
-        fresh = min((least_seconds(of_requests, way, 1) for way in own if _may_warm(way)), default=inf)
-        for way in own:
-            least = least_seconds(of_requests, way, setting.steps, fresh) / requests
-            open_ones.append((least, requests, of_requests, way))
+        fresh = min((bounds.least_seconds(of_requests, way, 1) for way in own if _may_warm(way)), default=inf)
+        for place, way in enumerate(own):
+            least = bounds.least_seconds(of_requests, way, setting.steps, fresh) / requests
+            open_ones.append((least, place, requests, False, of_requests, way, fresh))
+    heapify(open_ones)
     limit = _limit(case, setting)
-    for least, requests, of_requests, way in sorted(open_ones, key=itemgetter(0)):
+    while open_ones:
+        least, place, requests, refined, of_requests, way, fresh = heappop(open_ones)
         if least > _EXACT_WINS * (best_rows if _may_warm(way) and request.how.warmup > 1 else best):
             found.append(_slower(way, requests, least * requests, best))
+            continue
+        if not refined:
+            seconds = bounds.least_seconds_of_work(of_requests, way, setting.cluster, setting.steps, fresh) / requests
+            heappush(open_ones, (max(least, seconds), place, requests, True, of_requests, way, fresh))
             continue
         one = _looked_at(of_requests, way, setting, requests, found)
         if one is None:
@@ -185,10 +192,10 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
     return found
 
 
-def _slower(way: Request, requests: int, least: float, best: float) -> Candidate:
-    longer = least / requests / best - 1 if best else inf
+def _slower(way: Request, requests: int, least_seconds: float, best: float) -> Candidate:
+    longer = least_seconds / requests / best - 1 if best else inf
     why = f"at least {longer:.1%} longer"
-    return Candidate(way, requests, why=why, least_seconds=least)
+    return Candidate(way, requests, why=why, least_seconds=least_seconds)
 
 
 def _limit(case: SampleCase, setting: Setting) -> float:

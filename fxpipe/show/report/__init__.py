@@ -56,7 +56,7 @@ def _written(path: str | Path, data: Callable[[], dict[str, Any]]) -> Path:
 
 def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, Any]:
     """What the template shows: texts, and figures as JSON that is safe inside a script element."""
-    timeline, filled = program.simulate(), None if program.plan.steady is None else program.simulate(filled=True)
+    timeline, filled = program.simulate(), None if program.filled is None else program.simulate(filled=True)
     components = [component.name for component in program.blocks.components]
     drawn = {
         "timeline": figures.timeline_figure(timeline, components),
