@@ -207,8 +207,8 @@ def _add(found: Settings, value: Any, depth: int) -> None:
 
 class Untouched:
     """Whether settings, and a model's tensors, are as they were without a look at each: all that they were read from
-    has the same entries, told by where these lie in memory. It takes less than half the time; where it does not hold, they
-    may still be equal."""
+    has the same entries, told by where these lie in memory. It takes less than half the time; where it does not hold,
+    they may still be equal."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._are_all, self._objects, self._around = settings.are_all, settings.objects, _around()
