@@ -61,7 +61,7 @@ def done(value: torch.Tensor) -> Pending[torch.Tensor]:
 
 def corrected_moments(
     latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """The moments of all patches' entries where only the patches `fresh` have told those of this step.
 
     The others are taken to have moved as these did. Li et al., "DistriFusion" (CVPR 2024), eq. 2, for any number of
@@ -79,7 +79,7 @@ def corrected_moments(
         counts: entries of every patch in one group.
 
     Returns:
-        The moments [2, samples, groups], and how many groups of samples fell back to the merged latest ones.
+        The moments [2, samples, groups].
     """
     merged = merge_moments(latest, counts)
     mean, variance = merged
@@ -92,7 +92,7 @@ def corrected_moments(
     corrected = variance.add(change, alpha=others).addcmul_(shift, shift, value=-(others**2))
     usable = corrected > UNUSABLE * variance
     found = torch.stack([mean.add(shift, alpha=others), corrected])
-    return torch.where(usable, found, merged), (~usable).sum()
+    return torch.where(usable, found, merged)
 
 
 def own_rows(

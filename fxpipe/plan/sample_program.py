@@ -20,10 +20,6 @@ FORMS = ("fresh", "displaced", "last", "again", "warm")
 sending what a later step would read. again: as fresh, after a step of which displaced forms read something too. warm:
 all exchanges are of this step, in another layout, which carries nothing."""
 
-FALLEN = "fallen"
-"""Under which a displaced form returns how many moments it could not correct; no later step takes them."""
-
-
 KNOWN = "known_in_call"
 """The argument of every form, after the inputs, that has what is computed once in a call."""
 

@@ -20,7 +20,7 @@ from fxpipe.plan import ops
 from fxpipe.plan.displaced_ops import done, own_rows
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import FALLEN, KNOWN, SampleProgram
+from fxpipe.plan.sample_program import KNOWN, SampleProgram
 
 _MESSAGES = (ops.send, ops.recv, ops.wait, done)
 STEADY = ("fresh", "displaced", "displaced", "last")
@@ -105,7 +105,7 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
         parts = prediction if isinstance(prediction, list | tuple) else ()
         coming = [[env[piece] for piece in part if piece.target is ops.recv] for part in parts]
         carried = {name: env[node] for name, node in carries.items()}
-        next(iter(reversed(graph.nodes))).meta[ENDS] = bool(carries.keys() - {FALLEN})
+        next(iter(reversed(graph.nodes))).meta[ENDS] = bool(carries)
     _arrive(graph, coming)
     graph.output(None)
     for node in (node for node in graph.nodes if node.target is done and not node.users):

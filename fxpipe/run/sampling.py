@@ -20,7 +20,7 @@ from torch import fx
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import RunError
 from fxpipe.plan.lanes import SendOrder
-from fxpipe.plan.sample_program import FALLEN, Parts, SampleProgram
+from fxpipe.plan.sample_program import Parts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.run.once import Once, Values
 from fxpipe.run.patched import Lazy, Patched, settled
@@ -76,7 +76,6 @@ class SampleRun:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._streams: dict[str, _Stream] = {}
-        self._num_fallen: list[torch.Tensor] = []
         self._coming: list[Lazy] = []
         self._once = Once()
 
@@ -101,7 +100,8 @@ class SampleRun:
             self._transport.begin_form(lambda: bound.sends(form))
             result = bound.module(form)(*arguments)
             prediction, carries = result if wanted.carries else (result, {})
-            self._keep(bound, stream, carries)
+            if carries:
+                self._streams[stream] = _Stream(bound, carries)
             settled(inputs)  # of the step before, which is over where this one's work is done
             self._arrive()
             if wanted.parts is not None:
@@ -121,18 +121,12 @@ class SampleRun:
             lazy.get()
         self._coming = []
 
-    @property
-    def num_fallen(self) -> int:
-        """Moments, by group and sample, that could not be corrected since the last reset."""
-        return int(sum(self._num_fallen))
-
     def reset(self) -> None:
         """End a call: what is on its way is received and dropped, so that the next one begins with nothing."""
         self._arrive()
         for stream in self._streams.values():
             _drop(stream.carried)
         self._streams.clear()
-        self._num_fallen.clear()
         self._once.forget()
         self._transport.flush()
 
@@ -144,13 +138,6 @@ class SampleRun:
         if last.bound is not bound:
             _drop(last.carried)
         return last.carried
-
-    def _keep(self, bound: BoundProgram, stream: str, carries: dict[str, Any]) -> None:
-        fallen = carries.pop(FALLEN, None)
-        if fallen is not None:
-            self._num_fallen.append(fallen)
-        if carries:
-            self._streams[stream] = _Stream(bound, carries)
 
     def _end_step(self) -> None:
         """Nothing is waited for while something is on its way."""
@@ -191,11 +178,6 @@ class LocalRun:
     ) -> list[torch.Tensor]:
         """Every rank's prediction, which are equal. After an exception the next step begins with nothing."""
         return self._each(lambda rank, run: settled(run.predict(bound[rank], tensors, form, stream)))
-
-    @property
-    def num_fallen(self) -> int:
-        """Moments that could not be corrected since the last reset, of all ranks."""
-        return sum(run.num_fallen for run in self._runs)
 
     def reset(self) -> None:
         """End a call."""

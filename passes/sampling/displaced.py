@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.plan import displaced_ops, ops, row_ops
+from fxpipe.plan import displaced_ops, ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_plan import Norms
-from fxpipe.plan.sample_program import FALLEN
 from passes.rows import RowPlan
 from passes.sampling.buckets import Key, key_of, leaving_last
 from passes.sampling.exchanges import Exchange
@@ -112,7 +111,6 @@ class DisplacedWriter(CrossingWriter):
         super().__init__(*args)
         self._made: dict[int, fx.Node] = {}
         self._unpacked: dict[int, fx.Node] = {}
-        self._num_fallen: list[fx.Node] = []
         self._late = leaving_last(self.buckets)
         self._last_waited = next(reversed(self.messages), None)
 
@@ -179,12 +177,8 @@ class DisplacedWriter(CrossingWriter):
         if self.sends:
             self.carries[f"{exchange.name}_own"] = own
         args = (self.ordered(own, received), [before], [self.patch.index], self.counts(node))
-        both = self.call(displaced_ops.corrected_moments, args, f"{node.name}_corrected")
-        self._num_fallen.append(self.call(operator.getitem, (both, 1), f"{node.name}_fallen"))
-        return self.call(operator.getitem, (both, 0), node.name, None, node)
+        return self.call(displaced_ops.corrected_moments, args, node.name, None, node)
 
     def finish(self) -> None:
-        if self._num_fallen:
-            self.carries[FALLEN] = self.call(row_ops.add_up, (self._num_fallen,), FALLEN)
         if not self.taken:
             self.graph.erase_node(self._carried)

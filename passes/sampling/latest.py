@@ -8,7 +8,6 @@ Keys and values, whatever is gathered, are written in place; borders, moments an
 (Wang et al., "PipeFusion" (2024), section 4.1; moments as Li et al., "DistriFusion" (CVPR 2024), eq. 2.)
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,8 +171,7 @@ class LatestWriter(CellWriter):
         fresh = [patch.index for patch in self.patches if patch.index % self.turns <= turn]
         old = [self.latest[f"{name}_of_{patch}_before"] for patch in fresh]
         args = (self.ordered(own, received), old, fresh, self.counts(node))
-        both = self.call(displaced_ops.corrected_moments, args, f"{node.name}_corrected")
-        return self.call(operator.getitem, (both, 0), node.name, None, node)
+        return self.call(displaced_ops.corrected_moments, args, node.name, None, node)
 
     def apart(self, value: fx.Node) -> fx.Node:
         """A value that leaves the cell, in memory that no later patch writes."""
