@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import fxpipe
 from cost_models.devices import device
 from fxpipe.plan.plan import Plan
 from tests import toy_model
+from tests.distributed import run_processes
 from tests.test_cli import TOY, invoke
 
 FROZEN, WIDER = (f"{Path(__file__).parent / 'toy_model.py'}:{name}" for name in ("frozen", "wider"))
@@ -142,10 +141,9 @@ def test_what_the_plan_says_may_be_said_beside_it(saved: Path) -> None:
 
 def test_a_launch_runs_the_plan_as_threads_do(saved: Path) -> None:
     given = ["run", FROZEN, "--plan", str(saved), "--steps", "2"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = subprocess.run([*launcher, "-m", "fxpipe", *given], capture_output=True, text=True, timeout=120)
-    assert launched.returncode == 0, launched.stderr
-    shown = [[line.split("  ")[:2] for line in out.splitlines()] for out in (launched.stdout, invoke(*given)[1])]
+    (code, first, stderr), (_, other, _) = run_processes(2, invoke, *given)
+    assert (code, other) == (0, ""), stderr
+    shown = [[line.split("  ")[:2] for line in out.splitlines()] for out in (first, invoke(*given)[1])]
     assert shown[0] == shown[1]  # steps and losses; seconds and bytes are a process's own
     assert [words[0] for words in shown[0]] == ["step 1/2", "step 2/2"]
 
