@@ -37,7 +37,7 @@ def pipe() -> tuple[StableDiffusionPipeline, dict[str, Any]]:
     )
     made.set_progress_bar_config(disable=True)
     prompts = {"prompt_embeds": torch.randn(2, 8, 32), "negative_prompt_embeds": torch.zeros(2, 8, 32)}
-    return made, {**prompts, "height": 64, "width": 64}
+    return made, {**prompts, "height": 32, "width": 32}
 
 
 def served() -> tuple[StableDiffusionPipeline, Callable[[list[str]], dict[str, Any]]]:

@@ -147,7 +147,7 @@ def test_samples_images_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "in 2 groups x 1 stage x 2 patches on 4 ranks" in stdout
     assert "exact: prediction" in stdout
     with Image.open(out) as image:
-        assert image.size == (128, 48)
+        assert image.size == (64, 48)
     assert (dump / "rank_3.py").exists()
 
 
