@@ -90,6 +90,20 @@ def join_rows(
     return torch.cat(joined, dim)
 
 
+def join_patches(patches: Sequence[torch.Tensor], dim: int, parts: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+    """A dimension whole again, of what every patch has of it; `parts` as for `join_rows`, but of what belongs to no
+    row the entries that each patch has, the first one's of which count."""
+    at, joined = [0] * len(patches), list[torch.Tensor]()
+    for outer, sizes in parts:
+        taken = []
+        for patch, (value, size) in enumerate(zip(patches, sizes, strict=True)):
+            length = (outer or 1) * size
+            taken.append(value.narrow(dim, at[patch], length).unflatten(dim, (outer or 1, size)))
+            at[patch] += length
+        joined.append(torch.cat(taken if outer else taken[:1], dim + 1).flatten(dim, dim + 1))
+    return torch.cat(joined, dim)
+
+
 def moments(value: torch.Tensor, num_groups: int) -> torch.Tensor:
     """[2, samples, groups]: mean and biased variance of every group of channels, in float32 or wider."""
     wide = value.to(torch.promote_types(value.dtype, torch.float32)).contiguous()

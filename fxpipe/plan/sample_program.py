@@ -27,11 +27,12 @@ KNOWN = "known_in_call"
 @dataclass(frozen=True)
 class Parts:
     """How a prediction comes in patches: `sizes` entries each along dimension `along`; `like` is all of it, on the meta
-    device."""
+    device. Where they do not follow each other there, `joined` says how it is made of them (`row_ops.join_patches`)."""
 
     along: int
     sizes: tuple[int, ...]
     like: torch.Tensor
+    joined: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

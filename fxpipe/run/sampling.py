@@ -20,6 +20,7 @@ from torch import fx
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import RunError
 from fxpipe.plan.lanes import SendOrder
+from fxpipe.plan.row_ops import join_patches
 from fxpipe.plan.sample_program import Parts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.run.once import Once, Values
@@ -110,8 +111,10 @@ class SampleRun:
         found: torch.Tensor = prediction
         return found
 
-    def _in_parts(self, pieces: Sequence[Sequence[Any]], parts: Parts) -> Patched:
+    def _in_parts(self, pieces: Sequence[Sequence[Any]], parts: Parts) -> torch.Tensor:
         """The patches of a prediction, each of pieces that are there or on their way."""
+        if parts.joined:
+            return join_patches([*map(_come, pieces)], parts.along, parts.joined)
         self._coming = [Lazy(lambda of_patch=of_patch: _come(of_patch)) for of_patch in pieces]  # type: ignore[misc]
         return Patched.of(self._coming, parts.like, parts.along, parts.sizes, self._transport.device)
 

@@ -26,7 +26,7 @@ from passes.rows.layout import Rows, shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import halo_of, messages_of
-from passes.sampling.patches import Patch, all_own
+from passes.sampling.patches import Patch, all_own, first_owns
 
 CONSTANTS = "_constants."  # under which a program has the tensors that the trace made part of the graph
 
@@ -201,7 +201,8 @@ class FormWriter:
     def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
         exchange: Exchange = node.meta["exchange"]
         assert exchange.state is not None
-        own = self._rows_of(value, exchange.name, exchange.state)
+        is_first = exchange.kind == "prediction" and self.patch.index == 0
+        own = value if is_first else self._rows_of(value, exchange.name, exchange.state)
         received = self.swap(exchange, lambda dst: own)
         return lambda: self._whole(node, value, own, received())
 
@@ -271,12 +272,14 @@ class FormWriter:
         return self.call(row_ops.cut_rows, (value, state.dim, stretches), f"{name}_rows")
 
     def _whole(self, node: fx.Node, value: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
-        state = node.meta["exchange"].state
-        rows = self.ordered(own, received)
+        exchange: Exchange = node.meta["exchange"]
+        state, patches, rows = exchange.state, self.patches, self.ordered(own, received)
+        assert state is not None
         if state.plain is not None:
             return self.call(torch.ops.aten.cat.default, (rows, state.dim), node.name, None, node)
-        if not all_own(self.patches):
-            sizes_of = [(part.outer, [patch.of_part(part) for patch in self.patches]) for part in state.parts]
+        if exchange.kind == "prediction" or not all_own(patches):
+            patches = first_owns(patches) if exchange.kind == "prediction" else patches
+            sizes_of = [(part.outer, [patch.of_part(part) for patch in patches]) for part in state.parts]
             return self.call(row_ops.join_rows, (rows, value, state.dim, sizes_of), node.name, None, node)
         parts, at, stretches = [], 0, []
         for part in state.parts:

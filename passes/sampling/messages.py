@@ -2,6 +2,7 @@
 
 halo       to the patch below its last rows, to the one above its first; to further ones where patches are small
 gather     to everyone what of the value belongs to rows: the rest is there already, or comes from its owner
+prediction likewise; what belongs to no row is the first patch's, so that all patches predict the same
 ulysses    to everyone its heads of one's rows, or its rows of one's heads
 ring       to the next patch the chunk that came from the one before
 moments    to everyone mean and variance of its own entries, in float32 or wider
@@ -20,7 +21,7 @@ from fxpipe.plan.rank_program import Message
 from passes.rows.layout import shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
-from passes.sampling.patches import Patch, neighbours
+from passes.sampling.patches import Patch, first_owns, neighbours
 
 Shapes = dict[int, tuple[int, ...]]
 Placed = list[tuple[Message, Message]]
@@ -90,6 +91,9 @@ class Wires:
 def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
     """The shapes of what a patch sends in one exchange, of which `node` is any patch's, by receiver."""
     exchange: Exchange = node.meta["exchange"]
+    if exchange.kind == "prediction":
+        patches = first_owns(patches)
+        source = patches[source.index]
     if exchange.kind == "halo":
         read = {patch.index: halo_of(node, patch, patches).get(source.index) for patch in patches}
         return {dst: _with(exchange, rows[1]) for dst, rows in read.items() if rows is not None}

@@ -5,7 +5,7 @@ at half the rows, 9 units of 2, 1 short                      patch 0: rows 0:8, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -124,6 +124,11 @@ def held(plan: RowPlan, patch: Patch, name: str) -> torch.Tensor:
     state = None if patch.is_whole else plan.state(node)
     assert not isinstance(state, tuple)
     return torch.empty(patch.shape(node, state), dtype=node.meta["val"].dtype, device="meta")
+
+
+def first_owns(patches: Sequence[Patch]) -> list[Patch]:
+    """The same patches, the first of which alone has what belongs to no row."""
+    return [replace(one, owns=one.index == 0) for one in patches]
 
 
 def all_own(patches: Sequence[Patch]) -> bool:

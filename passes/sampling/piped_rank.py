@@ -8,7 +8,7 @@ that exchange all, and tell each other what later steps read of single patches.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -272,7 +272,10 @@ class _Written:
                 for node in self._pieces(place, 0)
             ]
             bands.append(self._joined(pieces, 0))
-        return self._joined(bands, state.dim)
+        if state.plain is not None or len(bands) == 1:
+            return self._joined(bands, state.dim)
+        args = bands, state.dim, _parts_of(state, self.piped.bands(plan))
+        return self.rows.call(row_ops.join_patches, args, PREDICTION)
 
     def _joined(self, pieces: list[fx.Node], dim: int) -> fx.Node:
         return pieces[0] if len(pieces) == 1 else self.rows.call(torch.ops.aten.cat.default, (pieces, dim), PREDICTION)
@@ -283,6 +286,15 @@ def _parts(piped: Piped) -> Parts:
     plan = next(iter(piped.plans.values()))
     state, like = plan.state(plan.sized.result), plan.sized.result.meta["val"]
     assert isinstance(state, Rows)
-    samples = piped.groups[-1][-1][1]
-    sizes = tuple(patch.size(state) for patch in piped.patches(plan))
-    return Parts(state.dim, sizes, like.new_empty((samples, *like.shape[1:])))
+    samples, patches = piped.groups[-1][-1][1], piped.patches(plan)
+    sizes = tuple(patch.size(state) for patch in patches)
+    joined = () if state.plain is not None else _parts_of(state, patches)
+    return Parts(state.dim, sizes, like.new_empty((samples, *like.shape[1:])), joined)
+
+
+def _parts_of(state: Rows, patches: Sequence[Patch]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of what patches, in order, have of a value, how its parts are made."""
+    return tuple(
+        (part.outer if part.kind == "rows" else 0, tuple(patch.of_part(part) for patch in patches))
+        for part in state.parts
+    )

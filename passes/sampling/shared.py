@@ -34,7 +34,7 @@ def shared_values(plan: RowPlan, early: frozenset[str]) -> frozenset[str]:
 def require_rows(plan: RowPlan) -> None:
     """Refuse a prediction that patches, one after the other, would each make whole."""
     state = plan.state(plan.sized.result)
-    if not isinstance(state, Rows) or not state.all_rows:
+    if not isinstance(state, Rows):
         node = plan.sized.result
         raise CompileError(
             f"module {node.meta.get('path') or '(the model itself)'}: the prediction ({node.name}) is not made row by "
